@@ -1,0 +1,288 @@
+"""What is computed: the frozen, strictly typed settings of one run, and how a YAML file becomes them."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import pydantic
+import yaml
+from pydantic.dataclasses import dataclass
+
+_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
+
+
+class InputError(ValueError):
+    """The user's input is wrong. The message names the place and a fix; the command line exits with 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run cannot go on, though its input is right. The message says why and what to do; the exit code is 1."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RopeScaling:
+    """Llama 3.1 frequency scaling: wavelengths above `original_context` / `low_freq_factor` are slowed by `factor`."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Model:
+    """One decoder. Sizes carry the names of the logical axes they belong to (see axes.py)."""
+
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    padded_vocab: int = 0  # rows of the embedding table; 0 means vocab. The added rows are never predicted.
+    context: int  # longest sequence; the rows of a learned position table
+
+    block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_scale: bool = True
+    norm_bias: bool = False
+    norm_eps: float = 1e-6
+    qk_norm: bool = False
+    mlp_kind: Literal["gated", "plain"] = "gated"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    positions: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    unembedding_bias: bool = False
+    tied_embeddings: bool = False
+    dropout: float = 0.0
+    attention_softcap: float = 0.0  # 0 means none; otherwise cap * tanh(scores / cap)
+    logit_softcap: float = 0.0
+    z_loss: float = 0.0  # weight of the squared log-partition function
+    init_std: float = 0.02
+
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weight_dtype: Literal["bfloat16", "float32"] = "float32"
+    matmul_precision: Literal["default", "high", "highest"] = "default"
+
+    def __post_init__(self):
+        for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.padded_vocab and self.padded_vocab < self.vocab:
+            raise ValueError(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"positions: rope needs an even head_dim, got {self.head_dim}")
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding table, padding included."""
+        return self.padded_vocab or self.vocab
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Data:
+    """Where tokens come from and how they are put into rows."""
+
+    # stdlib | random:ROWS | one or more globs of .txt .md .py .jsonl .parquet .array_record, separated by spaces
+    source: str = "stdlib"
+    tokenizer: str = "bytes"  # bytes | path of a Hugging Face tokenizer.json
+    text_field: str = "text"  # the field of a .jsonl object or the column of a .parquet file
+    packing: Literal["documents", "stream"] = "documents"  # stream: rows are cut from one text, attention is not
+    batch: int = 32  # sequences per step, over all devices
+    seq: int = 256  # tokens per sequence
+    held_out: float = 0.02  # share of the documents kept for evaluation, chosen by their content
+    seed: int = 0  # of the order of rows
+
+    def __post_init__(self):
+        if self.batch < 1 or self.seq < 1:
+            raise ValueError(f"batch={self.batch} and seq={self.seq} must be at least 1")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Optimizer:
+    """The update rule and its schedule, in optax's terms."""
+
+    name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    learning_rate: float = 3e-4
+    schedule: Literal["warmup_cosine", "warmup_exponential", "warmup_stable_decay", "constant"] = "warmup_cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0  # warmup_stable_decay: the length of the final decay
+    decay_rate: float = 1.0  # warmup_exponential: factor per step after the warmup
+    final_fraction: float = 0.1  # of learning_rate, at the end of a decay
+    weight_decay: float = 0.1  # on matrices only
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0  # 0 means none
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Train:
+    """How long, and what is written down on the way."""
+
+    steps: int  # the length of the schedule; --steps only says where to stop
+    seed: int = 0  # of the initial weights and of dropout
+    log_every: int = 10
+    eval_every: int = 0  # 0 means only at the end
+    eval_batches: int = 8
+    checkpoint_every: int = 0  # 0 means only at the end
+    keep_checkpoints: int = 3  # the newest ones
+    keep_every: int = 0  # besides, every checkpoint whose step is a multiple; 0 means none
+    max_skipped: int = 10  # stop after so many steps in a row whose loss or gradient was not finite
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+
+    def __post_init__(self):
+        for name in ("steps", "log_every", "eval_batches", "keep_checkpoints", "max_skipped"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config:
+    """Everything that decides what is computed. Where it is computed is the rules file's business."""
+
+    name: str
+    model: Model
+    data: Data = dataclasses.field(default_factory=Data)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    train: Train
+
+    def __post_init__(self):
+        if self.data.seq > self.model.context:
+            raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint such as ' (did you mean heads?)' for a misspelt `word`, or ''."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word; this one raises."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, list | dict):
+                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: a key must be a word, not {key!r}")
+            if key in seen:
+                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, place: str) -> Any:
+    """The value of one YAML document. Raises InputError, naming `place` and the line, where it is not YAML."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise InputError(f"{place}: not valid YAML\n  {' '.join(str(error).split())}") from error
+
+
+def find_file(name: str, folder: str) -> Path:
+    """The file `name` as given, or in the working directory's, checkout's or wheel's `folder`, .yaml optional.
+
+    Raises InputError with the nearest known name.
+    """
+    package = Path(__file__).parent
+    roots = [Path(), Path(folder), package.parent / folder, package / folder]
+    for root in roots:
+        for candidate in (root / name, root / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    shipped = sorted({file.stem for root in roots[1:] for file in root.glob("*.yaml")})
+    raise InputError(
+        f"{name}: no such file, here or in {folder}/{did_you_mean(Path(name).stem, shipped)}\n"
+        f"  fix   give a path, or one of {', '.join(shipped)}"
+    )
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a file (a path, or a name in configs/) with `section.key=value` overrides applied.
+
+    Raises InputError that lists every problem of the file and of the overrides at once.
+    """
+    path = find_file(name, "configs")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    raw = parse_yaml(text, str(path))
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: a config is a mapping of sections, not {type(raw).__name__}")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        section, _, field = key.strip().partition(".")
+        if not equals or not section:
+            raise InputError(f"--set {override}: write --set section.key=value")
+        parsed = parse_yaml(value, f"--set {override}")
+        if field:
+            if not isinstance(raw.setdefault(section, {}), dict):
+                raise InputError(f"{path}: section {section} is not a mapping")
+            raw[section][field] = parsed
+        else:
+            raw[section] = parsed
+    raw.setdefault("name", path.stem)
+    return from_dict(raw, str(path))
+
+
+def from_dict(raw: Mapping[str, Any], place: str) -> Config:
+    """A checked Config. Raises InputError, naming `place` and every wrong field."""
+    try:
+        return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw, default=str))  # JSON mode: lists become tuples
+    except pydantic.ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain values, ready for YAML or JSON."""
+    return pydantic.TypeAdapter(Config).dump_python(config, mode="json")
+
+
+def _explain(problem: Any) -> str:
+    """One line for one of pydantic's findings, in the words of the file."""
+    where = ".".join(str(part) for part in problem["loc"])
+    got = problem.get("input")
+    if problem["type"] == "unexpected_keyword_argument":
+        known = _fields_at(problem["loc"][:-1])
+        return f"  {where}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}"
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"  {where}: missing"
+    if problem["type"] in ("float_type", "int_type") and isinstance(got, str):
+        try:
+            return f"  {where}: YAML reads {got} as text; write {_yaml_float(got)}"
+        except ValueError:
+            pass  # not a number at all: the general message below says so
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"  {where}: {message}" + ("" if problem["type"] == "value_error" else f", got {got!r}")
+
+
+def _fields_at(path: Sequence[Any]) -> list[str]:
+    kind: Any = Config
+    for part in path:
+        kind = get_type_hints(kind).get(str(part), object)
+        kind = next((arm for arm in getattr(kind, "__args__", ()) if dataclasses.is_dataclass(arm)), kind)
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _yaml_float(word: str) -> str:
+    """The spelling of a number that PyYAML reads as one: 3e-4 becomes 3.0e-4."""
+    mantissa, _, exponent = f"{float(word):e}".partition("e")
+    return f"{float(mantissa)}e{int(exponent):+d}"

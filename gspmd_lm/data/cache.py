@@ -1,0 +1,220 @@
+"""The tokens of a source, computed once: one memory-mapped file for training and one for evaluation.
+
+A folder `<key>` is complete, always: it is built as `<key>.partial` under a lock and then renamed. A build that was
+killed goes on where it last wrote down its progress.
+"""
+
+import array
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+import numpy as np
+import platformdirs
+
+from gspmd_lm.config import InputError
+from gspmd_lm.data.sources import Progress, Source
+from gspmd_lm.data.tokenizer import Tokenizer
+
+FORMAT = 1  # raise it when the same source and tokenizer would give other files
+SEGMENT_BYTES = 16 * 1024 * 1024  # of documents between two notes of progress
+SPLITS = ("train", "held_out")
+
+
+@dataclasses.dataclass
+class Progressed:
+    """What is known of a build: of the source, and how far the files are. Kept as progress.json beside them."""
+
+    dtype: str
+    documents: int  # in the source
+    document_bytes: int
+    held_out_up_to: int  # documents with a hash of at most this are held out; -1: none
+    done_documents: int = 0
+    done_bytes: int = 0
+    replaced_bytes: int = 0
+    tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    ends: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One side of a source: its documents' tokens, each document closed by the tokenizer's end."""
+
+    stream: np.ndarray  # [tokens], memory-mapped
+    ends: int  # how many of the tokens are the end token
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Both splits of a source and the folder they lie in."""
+
+    folder: Path
+    train: Split
+    held_out: Split
+    replaced_bytes: int  # that were not UTF-8 and that the tokenizer has no token for
+
+
+def root() -> Path:
+    """The folder of all caches: $GSPMD_LM_CACHE/data, or data/ in the user's cache directory."""
+    chosen = os.environ.get("GSPMD_LM_CACHE")
+    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / "data"
+
+
+def open(source: Source, tokenizer: Tokenizer, held_out: float, progress: Progress | None = None) -> Cache:
+    """The tokens of the source, from its cache folder or tokenized now.
+
+    A share `held_out` of the distinct documents, those with the smallest hashes but at least one, is kept apart: equal
+    documents are always on the same side. Of several processes one builds and the others wait for it.
+    Raises InputError if the source cannot be read or split, or the folder not written.
+    """
+    settings = json.dumps([FORMAT, source.fingerprint, tokenizer.fingerprint, held_out])
+    folder = root() / hashlib.sha256(settings.encode()).hexdigest()[:24]
+    try:
+        cache = _read(folder)
+        if cache:
+            return cache
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder.with_suffix(".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if progress:
+                progress("waiting for another process to tokenize", 0, 0)
+            lock.acquire()
+        try:
+            cache = _read(folder)
+            if not cache:
+                _build(folder, source, tokenizer, held_out, progress)
+                cache = _read(folder)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise InputError(
+            f"{folder}: the tokens cannot be written ({error})\n"
+            "  fix   set GSPMD_LM_CACHE to a folder with room that you may write to"
+        ) from error
+    assert cache
+    return cache
+
+
+def _read(folder: Path) -> Cache | None:
+    """The cache of a folder, None if there is none or it is damaged."""
+    noted = _noted(folder)
+    if not noted:
+        return None
+    splits = []
+    for name in SPLITS:
+        count = noted.tokens[name]
+        path = folder / f"{name}.tokens"
+        stream = np.asarray(np.memmap(path, noted.dtype, "r", shape=(count,))) if count else np.empty(0, noted.dtype)
+        splits.append(Split(stream, noted.ends[name]))
+    return Cache(folder, *splits, replaced_bytes=noted.replaced_bytes)
+
+
+def _noted(folder: Path) -> Progressed | None:
+    """The progress a folder holds, None if there is none, it is damaged, or the files are shorter than it says."""
+    try:
+        noted = Progressed(**json.loads((folder / "progress.json").read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    for name in SPLITS:
+        path, size_bytes = folder / f"{name}.tokens", noted.tokens[name] * np.dtype(noted.dtype).itemsize
+        if size_bytes and (not path.is_file() or path.stat().st_size < size_bytes):
+            return None
+    return noted
+
+
+def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float, progress: Progress | None) -> None:
+    partial = folder.with_suffix(".partial")
+    partial.mkdir(exist_ok=True)
+    noted = _noted(partial)
+    if not noted:
+        noted = _survey(source, tokenizer, held_out, progress)
+        _note(partial, noted)
+    replaced_before = noted.replaced_bytes - tokenizer.replaced_bytes
+    files = {}
+    try:
+        for name in SPLITS:
+            files[name] = (partial / f"{name}.tokens").open("ab")
+            files[name].truncate(noted.tokens[name] * np.dtype(noted.dtype).itemsize)  # what came after the note
+        for segment in _segments(source, skip=noted.done_documents):
+            parts: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
+            for document, ids in zip(segment, tokenizer.encode_all(segment), strict=True):
+                name = SPLITS[_hash(document) <= noted.held_out_up_to]
+                parts[name] += [ids, np.asarray([tokenizer.end])]
+                noted.ends[name] += 1 + int(np.count_nonzero(ids == tokenizer.end))
+            for name, arrays in parts.items():
+                tokens = np.concatenate(arrays).astype(noted.dtype) if arrays else np.empty(0, noted.dtype)
+                files[name].write(tokens.tobytes())
+                files[name].flush()
+                os.fsync(files[name].fileno())
+                noted.tokens[name] += len(tokens)
+            noted.done_documents += len(segment)
+            noted.done_bytes += sum(map(len, segment))
+            noted.replaced_bytes = replaced_before + tokenizer.replaced_bytes
+            _note(partial, noted)
+            if progress:
+                progress("tokenizing", noted.done_bytes, noted.document_bytes)
+    finally:
+        for file in files.values():
+            file.close()
+    if (noted.done_documents, noted.done_bytes) != (noted.documents, noted.document_bytes):
+        shutil.rmtree(partial)
+        raise InputError("data.source: its files changed while they were read\n  fix   start again")
+    if folder.exists():  # damaged, or it would have been used
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def _survey(source: Source, tokenizer: Tokenizer, held_out: float, progress: Progress | None) -> Progressed:
+    """A first pass: the sizes, and which hashes are held out."""
+    hashes, document_bytes = array.array("Q"), 0
+    for document in source.documents():
+        hashes.append(_hash(document))
+        document_bytes += len(document)
+        if progress and len(hashes) % 4096 == 0:
+            progress("counting documents", document_bytes, 0)
+    distinct = np.unique(np.frombuffer(hashes, np.uint64)) if hashes else np.empty(0, np.uint64)
+    count = max(1, round(held_out * len(distinct))) if held_out else 0
+    if count and count >= len(distinct):
+        raise InputError(
+            f"data.held_out={held_out}: {source.description} has {len(distinct)} distinct documents: "
+            "none would be left to train on\n"
+            "  fix   lower data.held_out (0 keeps none apart), or add documents"
+        )
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    return Progressed(dtype, len(hashes), document_bytes, int(distinct[count - 1]) if count else -1)
+
+
+def _segments(source: Source, skip: int) -> Iterator[list[bytes]]:
+    """The documents after the first `skip`, in lists of at least SEGMENT_BYTES (the last one may be smaller)."""
+    segment, size_bytes = [], 0
+    for number, document in enumerate(source.documents()):
+        if number < skip:
+            continue
+        segment.append(document)
+        size_bytes += len(document)
+        if size_bytes >= SEGMENT_BYTES:
+            yield segment
+            segment, size_bytes = [], 0
+    if segment:
+        yield segment
+
+
+def _note(folder: Path, noted: Progressed) -> None:
+    """Replaces progress.json in one move, so that it is never half-written."""
+    path = folder / "progress.json"
+    with path.with_suffix(".new").open("w") as file:
+        json.dump(dataclasses.asdict(noted), file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".new").replace(path)
+
+
+def _hash(document: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(document).digest()[:8], "big")

@@ -1,0 +1,219 @@
+"""Where documents come from: the standard library, or files. Each source is read as a stream, in a fixed order."""
+
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from gspmd_lm.config import Data, InputError, did_you_mean
+
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0: not known)
+
+# A text file above this size is several documents, cut at line ends: one large file then has parts to hold out,
+# and no file has to fit in memory.
+SECTION_BYTES = 64 * 1024
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def _text(path: Path, field: str) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while section := file.read(SECTION_BYTES):
+            yield section + file.readline()
+
+
+def _jsonl(path: Path, field: str) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line.decode("utf-8", "surrogateescape"))
+            except ValueError as error:
+                raise InputError(f"{path}:{number}: not JSON ({error})\n  fix   one object per line") from error
+            if not isinstance(record, dict):
+                raise InputError(f"{path}:{number}: a {type(record).__name__}\n  fix   one object per line")
+            if field not in record:
+                raise InputError(
+                    f"{path}:{number}: no field {field}{did_you_mean(field, record)}\n"
+                    f"  fix   set data.text_field to one of {', '.join(record) or 'its fields'}"
+                )
+            text = record[field]
+            if not isinstance(text, str):
+                raise InputError(
+                    f"{path}:{number}: {field} is a {type(text).__name__}, not text\n  fix   set data.text_field"
+                )
+            try:
+                yield text.encode("utf-8", "surrogateescape")
+            except UnicodeEncodeError:  # half a character that JSON spelled as an escape
+                yield text.encode("utf-8", "surrogatepass")
+
+
+def _parquet(path: Path, field: str) -> Iterator[bytes]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if field not in columns:
+                raise InputError(
+                    f"{path}: no column {field}{did_you_mean(field, columns)}\n"
+                    f"  fix   set data.text_field to one of {', '.join(columns)}"
+                )
+            kind = file.schema_arrow.field(field).type
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
+                raise InputError(f"{path}: column {field} is {kind}, not text\n  fix   set data.text_field")
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                yield from (text or b"" for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for damaged pages
+        raise InputError(f"{path}: cannot be read as parquet ({' '.join(str(error).split())})") from error
+
+
+def _array_record(path: Path, field: str) -> Iterator[bytes]:
+    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  (compiled)
+
+    reader = array_record_module.ArrayRecordReader(str(path))
+    try:
+        count = reader.num_records()
+        for start in range(0, count, 1024):
+            yield from reader.read(start, min(start + 1024, count))
+        reader.close()  # only this raises for a damaged file, which else is one without records
+    except Exception as error:  # the library raises nothing more precise
+        raise InputError(f"{path}: cannot be read as ArrayRecord ({error or 'damaged'})") from error
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
+    ".txt": _text,
+    ".md": _text,
+    ".py": _text,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".array_record": _array_record,
+    ".arrayrecord": _array_record,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Documents of files. `fingerprint` is the sha256 over their contents, `size_bytes` the size of the files."""
+
+    description: str
+    files: tuple[Path, ...]
+    text_field: str
+    fingerprint: str
+    size_bytes: int
+
+    def documents(self) -> Iterator[bytes]:
+        """Every document, always in the same order; those without a single byte are left out.
+
+        Raises InputError, naming the file and where there is one the line, for what cannot be read.
+        """
+        for path in self.files:
+            try:
+                for document in _READERS[path.suffix.lower()](path, self.text_field):
+                    if document:
+                        yield document
+            except OSError as error:
+                raise InputError(f"{path}: cannot be read ({error})") from error
+
+
+def open(data: Data, progress: Progress | None = None) -> Source:
+    """The source that `data.source` names, its files checked and hashed.
+
+    Raises InputError if a glob matches nothing, or a file is empty, unreadable or of an unknown kind.
+    """
+    if data.source == "stdlib":
+        files, name = _standard_library(), "the standard library's"
+    else:
+        files, name = _matching(data.source), data.source
+    digests, size_bytes = _hash(files, progress)
+    fields = {_READERS[path.suffix.lower()] for path in files} & {_jsonl, _parquet}
+    total = hashlib.sha256(f"{data.text_field if fields else ''}\n".encode())
+    for path, digest in zip(files, digests, strict=True):
+        total.update(f"{_READERS[path.suffix.lower()].__name__} {digest}\n".encode())
+    description = f"{name} {len(files):,} files, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
+    return Source(description, tuple(files), data.text_field, total.hexdigest(), size_bytes)
+
+
+def random_rows(source: str) -> int | None:
+    """ROWS of a source `random:ROWS`, None of any other. Raises InputError where ROWS is no positive number."""
+    kind, colon, rows = source.partition(":")
+    if kind != "random" or not colon:
+        return None
+    if not rows.isdecimal() or int(rows) < 1:
+        raise InputError(f"data.source: {source}: write random:ROWS, ROWS a number of at least 1")
+    return int(rows)
+
+
+def _standard_library() -> list[Path]:
+    """The .py files of the running interpreter's library, without tests and without installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # not entered at all
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = sorted((path for path in found if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
+    if not files:
+        raise InputError(f"data.source: stdlib: no .py files in {root}\n  fix   give a glob of text files")
+    return files
+
+
+def _matching(patterns: str) -> list[Path]:
+    """The files of all globs, sorted, each once."""
+    found: dict[Path, None] = {}
+    for pattern in patterns.split():
+        names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        files = [path for path in map(Path, names) if not path.is_dir()]
+        if not files:
+            folder = f"\n  fix   it is a folder: write {pattern.rstrip('/')}/**/*.txt" if names else ""
+            raise InputError(
+                f"data.source: {pattern} matches no file{did_you_mean(pattern, ['stdlib', 'random:64'])}"
+                + (folder or "\n  fix   give stdlib, random:ROWS or globs, separated by spaces, seen from here")
+            )
+        found.update(dict.fromkeys(files))
+    if not found:
+        raise InputError("data.source is empty\n  fix   give stdlib, random:ROWS or globs")
+    files = list(found)
+    unknown = [path for path in files if path.suffix.lower() not in _READERS]
+    if unknown:
+        raise InputError(
+            f"data.source: {_listed(unknown)}: unknown ending\n"
+            f"  fix   narrow the glob to files that end in {', '.join(_READERS)}"
+        )
+    return files
+
+
+def _hash(files: Sequence[Path], progress: Progress | None) -> tuple[list[str], int]:
+    """The sha256 of each file and the bytes in all. Raises InputError for files that are empty or cannot be read."""
+
+    def digest(path: Path) -> tuple[str, int]:
+        try:
+            with path.open("rb") as file:
+                hashed = hashlib.file_digest(file, "sha256").hexdigest()
+                return hashed, file.tell()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error})") from error
+
+    digests, empty, total_bytes = [], [], 0
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for path, (path_digest, size_bytes) in zip(files, pool.map(digest, files), strict=True):
+            digests.append(path_digest)
+            total_bytes += size_bytes
+            if not size_bytes:
+                empty.append(path)
+            if progress:
+                progress("hashing files", total_bytes, 0)
+    if empty:
+        raise InputError(f"data.source: {_listed(empty)}: empty\n  fix   remove it, or narrow the glob")
+    return digests, total_bytes
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+    return ", ".join(map(str, paths[:3])) + more

@@ -1,0 +1,219 @@
+"""Bytes to token ids and back: plain bytes, or a Hugging Face tokenizer.json."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from gspmd_lm.config import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+# Tried in this order where no tokenizer_config.json beside the file names an eos_token.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
+_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how surrogateescape shows the bytes it could not decode
+
+
+class Tokenizer(Protocol):
+    """What packing needs of a tokenizer. The id `end` is appended to every document."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The id that closes a document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers only if they give equal ids."""
+        ...
+
+    @property
+    def replaced_bytes(self) -> int:
+        """How many bytes were not UTF-8 and had no token of their own, so that U+FFFD stands for them."""
+        ...
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """The int32 ids of one document, `end` not included."""
+        ...
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """What `encode` gives for each document, faster."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """The text of the ids."""
+        ...
+
+
+class Bytes:
+    """The 256 bytes and one end token."""
+
+    vocab_size = 257
+    end = 256
+    fingerprint = "bytes"
+    replaced_bytes = 0
+
+    def encode(self, document: bytes) -> np.ndarray:
+        return np.frombuffer(document, np.uint8).astype(np.int32)
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        return [self.encode(document) for document in documents]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """The bytes; end tokens, and ids that only pad the vocabulary, have none."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes()
+
+
+class HuggingFace:
+    """A tokenizer.json. Special tokens that are spelled out in a document are read as ordinary text."""
+
+    def __init__(self, path: Path):
+        """Raises InputError if the file cannot be read, is no tokenizer.json, or names no end-of-text token."""
+        try:
+            raw = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"data.tokenizer: {path}: cannot be read ({error})") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(raw)
+        except Exception as error:  # the library raises nothing more precise
+            raise InputError(
+                f"data.tokenizer: {path}: not a Hugging Face tokenizer.json ({error})\n"
+                "  fix   give the path of a tokenizer.json, or bytes"
+            ) from error
+        # Settings that the file may carry for inference, and that would cut or pad every document.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.end = self._find_end(path)
+        self.fingerprint = f"{hashlib.sha256(raw.encode()).hexdigest()}-{self.end}"
+        self.replaced_bytes = 0
+        self._byte_ids = self._find_byte_ids(raw)
+
+    def encode(self, document: bytes) -> np.ndarray:
+        return self.encode_all([document])[0]
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        ids: list[np.ndarray | None] = []
+        texts = []
+        for document in documents:
+            try:
+                texts.append(document.decode())
+                ids.append(None)
+            except UnicodeDecodeError:
+                ids.append(self._encode_mixed(document))
+        encoded = iter(self._encode_texts(texts))
+        return [next(encoded) if item is None else item for item in ids]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """The text as UTF-8; a character cut in half becomes U+FFFD."""
+        known = [int(i) for i in ids if i < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=False).encode()
+
+    def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def _encode_mixed(self, document: bytes) -> np.ndarray:
+        """Ids of a document that is not UTF-8: its foreign bytes become byte tokens where the vocabulary has them."""
+        if self._byte_ids is None:
+            self.replaced_bytes += len("".join(_NOT_UTF8.findall(document.decode("utf-8", "surrogateescape"))))
+            return self._encode_texts([document.decode("utf-8", "replace")])[0]
+        pieces = _NOT_UTF8.split(document.decode("utf-8", "surrogateescape"))
+        texts = self._encode_texts(pieces[::2])
+        foreign = [
+            self._byte_ids[np.frombuffer(piece.encode("utf-8", "surrogateescape"), np.uint8)] for piece in pieces[1::2]
+        ]
+        parts = [part for pair in zip(texts, [*foreign, np.empty(0, np.int32)], strict=True) for part in pair]
+        return np.concatenate(parts)
+
+    def _find_byte_ids(self, raw: str) -> np.ndarray | None:
+        """Ids of the 256 single bytes in a byte-level or byte-fallback vocabulary, or None."""
+        if '"ByteLevel"' in raw:
+            # GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on.
+            printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+            others = iter(range(256, 512))
+            names = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+        else:
+            names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = [self._tokenizer.token_to_id(name) for name in names]
+        return None if None in ids else np.asarray(ids, np.int32)
+
+    def _find_end(self, path: Path) -> int:
+        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        names = list(_END_NAMES)
+        beside = path.with_name("tokenizer_config.json")
+        if beside.is_file():
+            try:
+                named = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            except (OSError, ValueError, AttributeError) as error:
+                raise InputError(f"{beside}: not a JSON object ({error})\n  fix   correct or remove it") from error
+            named = named.get("content") if isinstance(named, dict) else named
+            names = [str(named), *names] if named else names
+        for name in names:
+            if name in special:
+                return special[name]
+        raise InputError(
+            f"data.tokenizer: {path}: has no end-of-text token (special tokens: {', '.join(special) or 'none'})\n"
+            f"  fix   add a special token named {END_OF_TEXT} to its added_tokens, or name one of its special tokens\n"
+            '        as "eos_token" in a tokenizer_config.json beside it'
+        )
+
+
+def load(name: str) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`: bytes, or the path of a tokenizer.json or of the folder it lies in.
+
+    Raises InputError if there is none.
+    """
+    if name == "bytes":
+        return Bytes()
+    path = Path(name).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise InputError(f"data.tokenizer: {path}: no such file\n  fix   give the path of a tokenizer.json, or bytes")
+    return HuggingFace(path)
+
+
+def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
+
+    A small source may give fewer tokens. Raises InputError if `path` exists or `vocab_size` is below 257, the 256
+    bytes and the end token.
+    """
+    path = Path(path).expanduser()
+    if path.exists():
+        raise InputError(f"{path}: exists already\n  fix   remove it, or choose another name")
+    if vocab_size < 257:
+        raise InputError(
+            f"a vocabulary of {vocab_size} is too small for a byte-level tokenizer (256 bytes and {END_OF_TEXT})\n"
+            "  fix   set model.vocab to 257 or more"
+        )
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(bpe.to_str(), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error})") from error
+    return load(str(path))

@@ -1,0 +1,70 @@
+"""Grouped-query self-attention."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import axes, config
+from gspmd_lm.axes import shard
+from gspmd_lm.kernels.attention import attend
+from gspmd_lm.model.layers import Norm, bias, matrix, rope
+from gspmd_lm.model.projection import Product
+
+Q = "q: batch seq heads head_dim"
+K = "k: batch kv_seq kv_heads head_dim"
+V = "v: batch kv_seq kv_heads head_dim"
+OUT = "attention_out: batch seq heads head_dim"
+
+
+class Attention(nn.Module):
+    """Self-attention in two halves, as Mlp is: what it reads, what it computes, what it writes."""
+
+    cfg: config.Model
+
+    def setup(self):
+        cfg = self.cfg
+        D, N, K, H = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim
+        self.wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
+        self.wk = matrix(self, "wk", "embed kv_heads head_dim", (D, K, H), cfg)
+        self.wv = matrix(self, "wv", "embed kv_heads head_dim", (D, K, H), cfg)
+        self.wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
+        if cfg.qkv_bias:
+            self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
+            self.bk = bias(self, "bk", "kv_heads head_dim", (K, H), cfg)
+            self.bv = bias(self, "bv", "kv_heads head_dim", (K, H), cfg)
+        if cfg.attention_out_bias:
+            self.bo = bias(self, "bo", "embed", (D,), cfg)
+        if cfg.qk_norm:
+            self.q_norm = Norm(cfg, "head_dim")
+            self.k_norm = Norm(cfg, "head_dim")
+
+    def products(self) -> tuple[Product, ...]:
+        """What attention reads from the block's input."""
+        return (
+            Product("BTD,DNH->BTNH", self.wq, "q"),
+            Product("BTD,DKH->BTKH", self.wk, "k"),
+            Product("BTD,DKH->BTKH", self.wv, "v"),
+        )
+
+    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        """attention_out_BTNH from the values of `products`; attention stays within a segment."""
+        cfg = self.cfg
+        if cfg.qkv_bias:
+            q, k, v = q + self.bq, k + self.bk, v + self.bv
+        q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, V)
+        if cfg.qk_norm:
+            q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
+        if cfg.positions == "rope":
+            q_BTNH, k_BSKH = rope(q_BTNH, batch["positions"], cfg), rope(k_BSKH, batch["positions"], cfg)
+        if axes.split("q", "heads") != axes.split("k", "kv_heads"):
+            # Heads are split finer than their keys: give each device the keys of its own heads.
+            group = cfg.heads // cfg.kv_heads
+            k_BSKH, v_BSKH = (
+                shard(jnp.repeat(x, group, axis=2), f"{name}: batch kv_seq heads head_dim")
+                for name, x in (("k", k_BSKH), ("v", v_BSKH))
+            )
+        return shard(attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg.attention_softcap), OUT)
+
+    def out(self) -> Product:
+        """What attention writes to the residual stream, its bias aside."""
+        return Product("BTNH,NHD->BTD", self.wo, "attention_out")

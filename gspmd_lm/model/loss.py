@@ -1,0 +1,131 @@
+"""Cross-entropy in chunks of the sequence, over a vocabulary that may be split, without ever holding all logits.
+
+The gradients are computed in the forward pass (as in arXiv 2410.10989): a chunk's logits live only while its own
+part of them is worked out. The table is put in place once, before the loop; its gradient is accumulated as one
+partial sum per piece of the batch and reduced once, after it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.axes import Weight, partial_einsum, reduce, shard, split, use
+from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL
+
+LOGITS = "logits: batch seq vocab"
+CHUNK_TOKENS = 2048  # per device; enough to keep a matrix unit busy, 1 GB of float32 logits at V 128256
+
+
+class Sums(NamedTuple):
+    """Sums over target tokens, float32 scalars. `loss` is cross-entropy, plus the z-loss where there is one."""
+
+    loss: jax.Array
+    cross_entropy: jax.Array
+    correct: jax.Array
+
+
+def losses(
+    x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax.Array, cfg: config.Model
+) -> Sums:
+    """Sums of the losses of all tokens whose target is not negative.
+
+    x_BTD: what the decoder returns. table: [V, D]. bias: [V]. targets_BT: int32, -1 where there is no target.
+    Logits, softmax and sums are float32. Rows of padding (cfg.vocab and up) have no probability.
+    """
+
+    @jax.custom_vjp
+    def call(x_BTD, table_VD, bias_V):
+        return _scan(x_BTD, table.holding(table_VD), _held(bias, bias_V), targets_BT, cfg, gradients=False)[0]
+
+    def forward(x_BTD, table_VD, bias_V):
+        return _scan(x_BTD, table.holding(table_VD), _held(bias, bias_V), targets_BT, cfg, gradients=True)
+
+    def backward(gradients, cotangent):
+        return jax.tree.map(lambda g: (g * cotangent.loss).astype(g.dtype), gradients)
+
+    call.defvjp(forward, backward)
+    return call(x_BTD, table.array, None if bias is None else bias.array)
+
+
+def _held(bias: Weight | None, array: jax.Array) -> Weight | None:
+    return bias and bias.holding(array)
+
+
+def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
+    """The sums, and with `gradients` also d sums.loss / d (x_BTD, table, bias)."""
+    rows = split("block_input", "batch")
+    columns = split("logits", "vocab")
+    T = x_BTD.shape[1]
+    chunks = _chunks(T, x_BTD.shape[0] // rows.pieces)
+    x_CBTD = _chunked(shard(x_BTD, BLOCK_INPUT), chunks)
+    targets_CBT = _chunked(targets_BT, chunks)
+    table_VD, bias_V = use(table), None if bias is None else use(bias)
+    dtable_ZVD = jnp.zeros((rows.pieces, *table_VD.shape), jnp.float32) if gradients else None
+    dbias_ZV = jnp.zeros((rows.pieces, *table_VD.shape[:1]), jnp.float32) if gradients and bias else None
+
+    def chunk(carry, inputs):
+        sums, dtable_ZVD, dbias_ZV = carry
+        x_BTD, targets_BT = inputs
+        new, dlogits_BTV = _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients)
+        sums = Sums(*(a + b for a, b in zip(sums, new, strict=True)))
+        if not gradients:
+            return (sums, None, None), None
+        small_BTV = shard(dlogits_BTV.astype(x_BTD.dtype), LOGITS)
+        dtable_ZVD += partial_einsum("BTV,BTD->VD", small_BTV, x_BTD, "B", rows)
+        if dbias_ZV is not None:
+            dbias_ZV += dlogits_BTV.reshape(rows.pieces, -1, dbias_ZV.shape[1]).sum(1)
+        dx_ZBTD = partial_einsum("BTV,VD->BTD", small_BTV, table_VD, "V", columns)
+        return (sums, dtable_ZVD, dbias_ZV), dx_ZBTD
+
+    zero = jnp.zeros((), jnp.float32)
+    (sums, dtable_ZVD, dbias_ZV), dx_CZBTD = jax.lax.scan(
+        chunk, (Sums(zero, zero, zero), dtable_ZVD, dbias_ZV), (x_CBTD, targets_CBT)
+    )
+    if not gradients:
+        return sums, None
+    dx_ZBTD = jnp.moveaxis(dx_CZBTD, 0, 2).reshape(columns.pieces, *x_BTD.shape)
+    dx_BTD = reduce(dx_ZBTD, columns, RESIDUAL)
+    dtable_VD = reduce(dtable_ZVD, rows, table.spec, "optimizer").astype(table.array.dtype)
+    dbias_V = bias and reduce(dbias_ZV, rows, bias.spec, "optimizer").astype(bias.array.dtype)
+    return sums, (dx_BTD, dtable_VD, dbias_V)
+
+
+def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients):
+    """The sums of one chunk and, with `gradients`, the derivative of its loss by its logits."""
+    raw_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
+    if bias_V is not None:
+        raw_BTV += bias_V
+    raw_BTV = shard(raw_BTV, LOGITS)
+    cap = cfg.logit_softcap
+    capped_BTV = cap * jnp.tanh(raw_BTV / cap) if cap else raw_BTV
+    vocab_V = jnp.arange(cfg.vocab_rows)
+    logits_BTV = jnp.where(vocab_V < cfg.vocab, capped_BTV, -jnp.inf) if cfg.vocab < cfg.vocab_rows else capped_BTV
+    # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
+    is_target_BTV = vocab_V == targets_BT[..., None]
+    has_target_BT = targets_BT >= 0
+    highest_BT = logits_BTV.max(-1)
+    exp_BTV = jnp.exp(logits_BTV - highest_BT[..., None])
+    total_BT = exp_BTV.sum(-1)
+    log_z_BT = highest_BT + jnp.log(total_BT)
+    target_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
+    cross_entropy_BT = jnp.where(has_target_BT, log_z_BT - target_BT, 0)
+    loss_BT = cross_entropy_BT + jnp.where(has_target_BT, cfg.z_loss * log_z_BT**2, 0)
+    sums = Sums(loss_BT.sum(), cross_entropy_BT.sum(), (has_target_BT & (target_BT >= highest_BT)).sum(dtype=jnp.float32))
+    if not gradients:
+        return sums, None
+    scale_BT = (1 + 2 * cfg.z_loss * log_z_BT) / total_BT
+    dlogits_BTV = jnp.where(has_target_BT[..., None], exp_BTV * scale_BT[..., None] - is_target_BTV, 0)
+    return sums, dlogits_BTV * (1 - jnp.square(capped_BTV / cap)) if cap else dlogits_BTV
+
+
+def _chunks(length: int, rows_per_device: int) -> int:
+    """Into how many equal chunks a sequence is cut so that one has at most CHUNK_TOKENS tokens on a device."""
+    wanted = max(1, length * rows_per_device // CHUNK_TOKENS)
+    return next(n for n in range(wanted, length + 1) if length % n == 0) if wanted < length else length
+
+
+def _chunked(x: jax.Array, chunks: int) -> jax.Array:
+    """[B, T, ...] as [chunks, B, T / chunks, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)

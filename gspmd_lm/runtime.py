@@ -1,0 +1,406 @@
+"""Where a run happens: platform, devices, processes, compile cache, compiler options, and being asked to stop."""
+
+import dataclasses
+import glob
+import importlib.util
+import logging
+import os
+import re
+import signal
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import jax
+import platformdirs
+from etils import epath
+from jax.experimental import multihost_utils
+
+from gspmd_lm.config import InputError, did_you_mean
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
+HEARTBEAT_TIMEOUT_S = 60  # sent by a thread that compiling and saving do not hold up, so only a dead host is silent
+CACHE_LIMIT_BYTES = 8 * 2**30
+
+# What the compiler is told unless a rules file says otherwise; null there removes a row. Each name was accepted by the
+# compilers that come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
+DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
+    # A simulated device may wait long for seven others that share two cores; after 40 s XLA would abort the process.
+    "cpu": {"xla_cpu_collective_call_terminate_timeout_seconds": 600},
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_all_gather_combine_threshold_bytes": 256 * 2**20,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 256 * 2**20,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 * 2**20,
+        # Without these the first gather and the last scatter of a scanned layer have nothing to hide behind.
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+    },
+    "tpu": {
+        "xla_tpu_enable_latency_hiding_scheduler": True,
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True,
+        "xla_enable_async_all_reduce": True,
+    },
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """What this process runs on. Counts are over all processes."""
+
+    platform: str  # cpu, gpu or tpu
+    device_kind: str
+    device_count: int
+    process_index: int
+    process_count: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that prints and writes logs."""
+        return self.process_index == 0
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are threads of the CPU."""
+        return self.platform == "cpu"
+
+
+def start(
+    *,
+    platform: str | None = None,
+    simulated_devices: int = 8,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> Runtime:
+    """The devices of this run. Called once, before anything else touches a device.
+
+    `platform` wins over JAX_PLATFORMS, which wins over what is found. `simulated_devices` counts only on cpu, and per
+    process. Processes join as the three flags say, else as jax reads it from Slurm, Open MPI, an indexed Kubernetes
+    job or a TPU VM; `num_processes=1` alone keeps this process by itself.
+    Raises InputError if a flag is wrong, the platform is not there or the other processes cannot be reached.
+    """
+    _check_flags(coordinator, num_processes, process_id)
+    if simulated_devices < 1:
+        raise InputError(f"--devices={simulated_devices}: at least 1 device is needed\n  fix   --devices=8")
+    chosen = _choose_platform(platform)
+    jax.config.update("jax_platforms", JAX_PLATFORMS[chosen])
+    if chosen == "cpu":
+        _prepare_cpu(simulated_devices)
+    if not jax.distributed.is_initialized():
+        _join(chosen, coordinator, num_processes, process_id)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise InputError(_absent(chosen, str(error))) from error
+    if jax.default_backend() != chosen:
+        raise InputError(_absent(chosen, f"jax runs on {jax.default_backend()}"))
+    if chosen == "cpu" and jax.local_device_count() != simulated_devices:
+        raise InputError(_too_late(jax.local_device_count(), simulated_devices))
+    return Runtime(chosen, devices[0].device_kind, len(devices), jax.process_index(), jax.process_count())
+
+
+def _choose_platform(asked: str | None) -> str:
+    """cpu, gpu or tpu, found without starting a backend: that would fix the devices before they are chosen.
+
+    TPU chips need no search: on their hosts jax, when imported, sets jax_platforms to "tpu,cpu".
+    """
+    origin = f"--platform={asked}"
+    if asked is None and jax.config.jax_platforms:
+        asked, origin = jax.config.jax_platforms.split(",")[0], f"JAX_PLATFORMS={jax.config.jax_platforms}"
+    if asked is not None:
+        name = {"cuda": "gpu"}.get(asked.lower(), asked.lower())
+        if name not in PLATFORMS:
+            raise InputError(
+                f"{origin}: unknown platform{did_you_mean(name, PLATFORMS)}\n  fix   use cpu, gpu (or cuda) or tpu"
+            )
+        return name
+    if any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            return "cpu"
+        if any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins")):
+            return "gpu"
+        _log.warning("an NVIDIA GPU is here, but not jax's plugin for it: pip install 'gspmd_lm[cuda]' to use it")
+    if glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*") and not importlib.util.find_spec("libtpu"):
+        _log.warning("this may be a TPU host, but libtpu is not installed: pip install 'gspmd_lm[tpu]' to use it")
+    return "cpu"
+
+
+def _prepare_cpu(device_count: int) -> None:
+    # XLA:CPU gives a process as many threads as there are cores or devices. Those of two mesh axes can then all block
+    # in different collectives, waiting for devices that no thread is left to run; spare threads cannot be used up.
+    threads = str(max(32, 4 * device_count))
+    os.environ.setdefault("PJRT_NPROC", threads)
+    os.environ.setdefault("NPROC", threads)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between processes; one process does not use it
+    try:
+        jax.config.update("jax_num_cpu_devices", device_count)
+    except RuntimeError as error:
+        raise InputError(_too_late(jax.local_device_count(), device_count)) from error
+
+
+def _check_flags(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    fix = "\n  fix   --coordinator=HOST:PORT --num_processes=N --process_id=I (I from 0 to N-1), all three or none"
+    if num_processes is not None and num_processes < 1:
+        raise InputError(f"--num_processes={num_processes}: at least 1 process is needed{fix}")
+    if num_processes == 1 and coordinator is None and not process_id:
+        return
+    given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise InputError(f"{', '.join(given.keys() - missing)} given without {' and '.join(missing)}{fix}")
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise InputError(f"--coordinator={coordinator}: no port{fix}")
+    if process_id is not None and num_processes is not None and not 0 <= process_id < num_processes:
+        raise InputError(f"--process_id={process_id} is not below --num_processes={num_processes}, or negative{fix}")
+
+
+def _join(platform: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Starts jax.distributed if there are, or may be, other processes."""
+    if num_processes == 1 and coordinator is None:
+        return
+    if coordinator is None and not _launched_in_parallel(platform):
+        return
+    try:
+        if coordinator is None:
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+        else:
+            jax.distributed.initialize(
+                coordinator,
+                num_processes,
+                process_id,
+                cluster_detection_method="deactivate",
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            )
+    except (ValueError, RuntimeError) as error:
+        if coordinator is None and "coordinator_address should be defined" in str(error):
+            return  # jax does not recognise the environment: this process is alone
+        raise InputError(
+            f"the other processes cannot be joined: {error}\n"
+            "  fix   start all of them within 5 minutes, with a coordinator address that each can reach;\n"
+            "        --num_processes=1 runs this process by itself"
+        ) from error
+
+
+def _launched_in_parallel(platform: str) -> bool:
+    """Whether to let jax look for other processes. It has no question without consequences, so this one comes first:
+    in a pod that is no indexed job, jax would warn or raise."""
+    counts = [os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
+    return platform == "tpu" or "JOB_COMPLETION_INDEX" in os.environ or any(count != "1" for count in counts)
+
+
+def _absent(platform: str, reason: str) -> str:
+    extra = {"gpu": "cuda", "tpu": "tpu"}.get(platform)
+    install = f"pip install 'gspmd_lm[{extra}]' on a machine that has one, or " if extra else ""
+    return f"platform {platform} cannot be used: {reason}\n  fix   {install}--platform=cpu to simulate devices"
+
+
+def _too_late(have: int, want: int) -> str:
+    return (
+        f"{want} simulated device{'s' * (want > 1)} asked for, but jax already runs with {have}\n"
+        f"  fix   use {have}, or call runtime.start before anything touches a device"
+    )
+
+
+# Compiler options
+
+
+def compiler_options(
+    platform: str, rules_options: Mapping[str, Mapping[str, Any]], place: str
+) -> dict[str, bool | int | float | str]:
+    """The defaults of `platform` with the rows of the rules file, `compiler_options.<platform>`, laid over them.
+
+    null removes a default. Names and values are the compiler's to check, see `compile`; rows of other platforms are
+    checked only where they are used. Raises InputError, naming `place`, for a value that is no scalar.
+    """
+    options: dict[str, Any] = {**DEFAULT_OPTIONS[platform], **rules_options.get(platform, {})}
+    for name, value in options.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise InputError(
+                f"{place}: compiler_options.{platform}.{name}: {value!r} is not a single value\n"
+                "  fix   write true, false, a number or a word; null removes a default"
+            )
+    options = {str(name): value for name, value in options.items() if value is not None}
+    if platform == "tpu":  # libtpu parses text
+        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    return options
+
+
+def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: str, place: str) -> jax.stages.Compiled:
+    """The program compiled with `options`. Raises InputError naming the row of `place` that the compiler refuses."""
+    try:
+        return lowered.compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        refused = re.search(
+            r"No such compile option: '(?P<unknown>[^']*)'"
+            r"|While setting option (?P<typed>\w+), '.*?' is not (?P<kind>.*)"
+            r"|Failed to parse '.*?' into flag (?P<parsed>\w+): *(?P<why>.*)",
+            str(error),
+        )
+        if not refused:
+            raise
+        raise InputError(_refusal(refused, options, platform, place)) from error
+
+
+def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, place: str) -> str:
+    name = refused["unknown"] or refused["typed"] or refused["parsed"]
+    row = f"{place}: compiler_options.{platform}.{name}"
+    defaults = DEFAULT_OPTIONS[platform]
+    if name in defaults and str(options[name]).lower() == str(defaults[name]).lower():
+        return (
+            f"{row}: this default is refused by the compiler of jax {jax.__version__}: {refused[0]}\n"
+            f"  fix   add {name}: null to compiler_options.{platform}"
+        )
+    if refused["unknown"]:
+        return (
+            f"{row}: the compiler knows no such option{did_you_mean(name, defaults)}\n"
+            f"  fix   correct the name, or remove the row"
+        )
+    expected = refused["kind"] or refused["why"]
+    return f"{row}: {options[name]!r} is refused{f' ({expected})' if expected else ''}\n  fix   correct the value"
+
+
+# Compile cache
+
+
+class CompileCache:
+    """The compile cache of this process, and what it saved since it was enabled."""
+
+    def __init__(self, directory: epath.Path | None):
+        self.directory = directory  # None: switched off
+        self.hits = 0
+        self.saved_s = 0.0  # of compile time, less the time to read; jax notes whole seconds, so rather too little
+        self._requests = 0
+
+    @property
+    def misses(self) -> int:
+        """How many programs had to be compiled."""
+        return self._requests - self.hits
+
+    def _count(self, event: str, **_: Any) -> None:
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+        self._requests += event == "/jax/compilation_cache/compile_requests_use_cache"
+
+    def _add_time(self, event: str, duration_s: float, **_: Any) -> None:
+        if event == "/jax/compilation_cache/compile_time_saved_sec":
+            self.saved_s += max(0.0, duration_s)
+
+
+def enable_compile_cache(directory: str | None = None) -> CompileCache:
+    """Programs compiled from here on are kept and found again. "none" switches that off.
+
+    By default in $GSPMD_LM_CACHE/compile, else jax's own JAX_COMPILATION_CACHE_DIR, else the user's cache directory.
+    Raises InputError if the folder cannot be written.
+    """
+    if directory == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return CompileCache(None)
+    parent = os.environ.get("GSPMD_LM_CACHE")
+    chosen = directory or (None if parent else jax.config.jax_compilation_cache_dir)
+    folder = epath.Path(chosen or Path(parent or platformdirs.user_cache_dir("gspmd_lm", appauthor=False)) / "compile")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not chosen:  # a folder that somebody else named is theirs to keep small
+            _trim(Path(folder), CACHE_LIMIT_BYTES)
+    except OSError as error:
+        raise InputError(
+            f"{folder}: the compile cache cannot be written ({error})\n"
+            "  fix   set GSPMD_LM_CACHE to a folder that you may write to, or use --compile_cache=none"
+        ) from error
+    for name, value in {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_persistent_cache_enable_xla_caches": "none",  # they would put the folder's path into every key
+        "jax_compilation_cache_max_size": -1,  # jax's own limit locks, and writes to, the folder at each read
+    }.items():
+        jax.config.update(name, value)
+    _repair_on_reading(folder)
+    cache = CompileCache(folder)
+    jax.monitoring.register_event_listener(cache._count)
+    jax.monitoring.register_event_duration_secs_listener(cache._add_time)
+    return cache
+
+
+def _trim(folder: Path, limit_bytes: int) -> None:
+    """Deletes the entries that were not used for the longest time until the others fit."""
+    entries = [(max(stat.st_atime, stat.st_mtime), stat.st_size, file) for file in folder.glob("*-cache")
+               if (stat := file.stat())]  # fmt: skip
+    total_bytes = sum(size for _, size, _ in entries)
+    for _, size, file in sorted(entries):
+        if total_bytes <= limit_bytes:
+            break
+        file.unlink(missing_ok=True)
+        total_bytes -= size
+
+
+def _repair_on_reading(folder: epath.Path) -> None:
+    """Has entries that jax cannot read deleted at once, so that the program compiled instead takes their place.
+
+    jax only warns of them and never overwrites an entry. Its warning names the program, not the entry, so the entries
+    of other layouts of the same program go too.
+    """
+    beginning = "Error reading persistent compilation cache entry for "
+    show = warnings.showwarning
+
+    def repair_or_show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        found = re.match(beginning + "'([^']+)'", str(message))
+        if not found:
+            show(message, *args, **kwargs)
+            return
+        for entry in folder.glob(f"{glob.escape(found[1])}-*-cache"):
+            entry.unlink(missing_ok=True)
+        _log.warning("%s: entries of %s could not be read and are made anew", folder, found[1])
+
+    warnings.showwarning = repair_or_show
+    warnings.filterwarnings("always", message=beginning)  # else Python would pass over the second of one program
+
+
+# Being asked to stop
+
+
+class StopSignal:
+    """Whether this run was asked, by Ctrl-C or SIGTERM, to save and end. The second Ctrl-C interrupts at once.
+
+    With several processes, a signal to any one stops all of them at the same step.
+    """
+
+    def __enter__(self) -> "StopSignal":
+        self._asked = False
+        self._interrupted = False
+        self._together = jax.distributed.is_initialized()
+        # Under jax.distributed jax itself notices SIGTERM and agrees on a step; a handler of ours would disable that.
+        numbers = [signal.SIGINT] if self._together else [signal.SIGINT, signal.SIGTERM]
+        self._previous = {number: signal.signal(number, self._notice) for number in numbers}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _notice(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted |= number == signal.SIGINT
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._asked = True
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after `step`. Every process asks once per step, of the same steps, in the same order."""
+        if self._together and not self._asked:
+            self._asked = multihost_utils.reached_preemption_sync_point(step)
+        return self._asked

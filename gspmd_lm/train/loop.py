@@ -1,0 +1,297 @@
+"""A run: restore or start, step by step, write down, evaluate, save, stop cleanly."""
+
+import collections
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from etils import epath
+from rich.console import Console
+
+from gspmd_lm import config as configs
+from gspmd_lm import runtime
+from gspmd_lm.checkpoint import Checkpoints
+from gspmd_lm.config import Config, InputError, RunFailed
+from gspmd_lm.data.loader import Loader
+from gspmd_lm.train import metrics
+from gspmd_lm.train.state import State
+from gspmd_lm.train.step import Step
+
+# Fields of Config.model that change neither the parameters' tree nor what they mean.
+_FREE = {"compute_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
+
+
+@dataclasses.dataclass
+class Run:
+    """One run on one process: what it computes, where it writes, how it speaks."""
+
+    step: Step
+    train_rows: Loader
+    held_out_rows: Loader | None
+    workdir: epath.Path
+    machine: runtime.Runtime
+    console: Console
+    cache: runtime.CompileCache | None = None
+    profile: tuple[int, int] | None = None
+    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return self.step.config
+
+    def train(self, stop: int) -> dict[str, float]:
+        """Trains to step `stop` from the newest checkpoint or from scratch. Returns the last logged values.
+
+        Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
+        """
+        train = self.config.train
+        with self.checkpoints() as checkpoints:
+            start, state = self._start(checkpoints)
+            self._write_description()
+            log = self._log(start)
+            if start >= stop:
+                self.say(f"the checkpoint stands at step {start}, nothing to do up to {stop} (--steps, train.steps)")
+            last: dict[str, float] = {}
+            shardings = {name: like.sharding for name, like in self.step.abstract_batch().items()}
+            batches = self.train_rows.batches(start, shardings, stop)
+            program = self._program("train step", self.step.lower_train) if start < stop else None
+            meter = _Meter(self, start)
+            done, interrupted = start, False
+            with runtime.StopSignal() as signal:
+                try:
+                    for at, batch in meter.waiting(batches):
+                        self._profile(at, done - start)
+                        assert program is not None
+                        state, values = program(state, batch)
+                        done = at + 1
+                        interrupted = signal.requested(done)
+                        if done == start + 1 or done % train.log_every == 0 or done == stop or interrupted:
+                            last = meter.read(done, values)
+                            log.write(done, last)
+                            self._stop_if_skipping(last, done)
+                            meter.show(done, stop, last)
+                        if train.eval_every and done % train.eval_every == 0 and done < stop and not interrupted:
+                            log.write(done, self._evaluated(state, done))
+                            meter.restart(done)
+                        if train.checkpoint_every and done % train.checkpoint_every == 0 or done == stop or interrupted:
+                            self._save(checkpoints, done, state)
+                            meter.restart(done)
+                        if interrupted:
+                            break
+                finally:
+                    batches.close()
+                    self._profile(None, 0)
+            if interrupted:
+                self.say(f"stopped at step {done} on request; the same command goes on from there")
+            elif done == stop and start < stop:
+                log.write(done, self._evaluated(state, done))
+            checkpoints.wait()
+            log.close()
+        return last
+
+    def evaluate(self, step: int | None = None) -> dict[str, float]:
+        """Loss of the held-out rows under the newest checkpoint of the workdir, or that of `step`."""
+        with self.checkpoints() as checkpoints:
+            restored = checkpoints.restore(self.step.abstract_state(), step)
+            if restored is None:
+                raise InputError(f"{self.workdir}: no checkpoint to evaluate\n  fix   train there first, with --workdir")
+            at, state, _ = restored
+        if self.held_out_rows is None:
+            raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")
+        return self._evaluated(state, at)
+
+    def checkpoints(self) -> Any:
+        """A context that closes the run's checkpoints."""
+        import contextlib
+
+        train, model = self.config.train, dataclasses.asdict(self.config.model)
+        return contextlib.closing(
+            Checkpoints(
+                str(self.workdir / "checkpoints"),
+                keep=train.keep_checkpoints,
+                keep_every=train.keep_every,
+                architecture={name: value for name, value in model.items() if name not in _FREE},
+                report=self.say,
+            )
+        )
+
+    def say(self, message: str) -> None:
+        if self.machine.is_main:
+            self.console.print(message, soft_wrap=True, highlight=False, markup=False)
+
+    def _start(self, checkpoints: Checkpoints) -> tuple[int, State]:
+        restored = checkpoints.restore(self.step.abstract_state())
+        if restored is not None:
+            at, state, extra = restored
+            if extra["data"] != self.train_rows.fingerprint:
+                self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
+            self.say(f"restored step {at} of {self.workdir}")
+            return at, state
+        return 0, self._program("initial state", self.step.lower_init)()
+
+    def _program(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
+        """A compiled function of the step, compiled once."""
+        if name not in self.compiled:
+            rules = self.step.rules
+            options = runtime.compiler_options(self.machine.platform, rules.compiler_options, rules.path)
+            began = time.perf_counter()
+            self.compiled[name] = runtime.compile(lower(), options, self.machine.platform, rules.path)
+            cache = f", {self._cached()}" if self.cache and name == "train step" else ""
+            self.say(f"{name}: compiled in {time.perf_counter() - began:.1f} s{cache}")
+        return self.compiled[name]
+
+    def _cached(self) -> str:
+        cache = self.cache
+        assert cache is not None
+        if cache.directory is None:
+            return "no compile cache"
+        saved = f", {cache.saved_s:.0f} s saved" if cache.hits else ""
+        return f"compile cache {cache.directory}: {cache.hits} found, {cache.misses} new{saved}"
+
+    def _save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
+        checkpoints.save(step, state, {"data": self.train_rows.fingerprint, "rules": self.step.rules.path})
+
+    def _evaluated(self, state: State, step: int) -> dict[str, float]:
+        """Mean loss over the held-out rows, at most train.eval_batches batches of them."""
+        if self.held_out_rows is None:
+            return {}
+        program = self._program("evaluation", self.step.lower_evaluate)
+        shardings = {name: like.sharding for name, like in self.step.abstract_batch().items()}
+        totals: collections.Counter[str] = collections.Counter()
+        for _, batch in self.held_out_rows.batches(0, shardings, self.config.train.eval_batches):
+            totals.update({name: float(value) for name, value in program(state.params, batch).items()})
+        targets = totals["target_tokens"]
+        loss = totals["cross_entropy"] / targets
+        found = {
+            "eval_loss": loss,
+            "eval_perplexity": float(np.exp(loss)),
+            "eval_accuracy": totals["correct"] / targets,
+            "eval_tokens": targets,
+        }
+        self.say(f"step {step}: held-out loss {loss:.4f}, perplexity {found['eval_perplexity']:.2f}, "
+                 f"accuracy {found['eval_accuracy']:.3f} over {targets:,.0f} tokens")  # fmt: skip
+        return found
+
+    def _stop_if_skipping(self, values: Mapping[str, float], step: int) -> None:
+        if values["skipped_in_a_row"] >= self.config.train.max_skipped:
+            raise RunFailed(
+                f"step {step}: the loss or gradient of the last {values['skipped_in_a_row']:.0f} steps was not finite, "
+                f"and they changed nothing\n  fix   lower optimizer.learning_rate, or look at the data; the newest "
+                f"checkpoint is from before"
+            )
+
+    def _profile(self, step: int | None, ran: int) -> None:
+        """Starts and stops the trace; `ran` steps were taken before. `step` is None at the end."""
+        if self.profile is None:
+            return
+        start, stop = self.profile
+        if step == start:
+            jax.profiler.start_trace(str(self.workdir / "profile"))
+            self._tracing = True
+        elif getattr(self, "_tracing", False) and (step is None or step >= stop):
+            jax.profiler.stop_trace()
+            self._tracing = False
+            self.say(f"trace of steps {start} to {stop}: {self.workdir / 'profile'}")
+
+    def _log(self, start: int) -> Any:
+        if not self.machine.is_main:
+            return _Silent()
+        trackers = self.config.train.trackers
+        return metrics.Log(self.workdir, start, trackers, self.workdir.name, configs.to_dict(self.config))
+
+    def _write_description(self) -> None:
+        """config.yaml and rules.yaml as resolved, versions.json: enough to do it again."""
+        if not self.machine.is_main:
+            return
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        (self.workdir / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(self.config), sort_keys=False))
+        (self.workdir / "rules.yaml").write_text(self.step.rules.text)
+        packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
+        versions = {name: _version(name) for name in packages}
+        versions |= {"python": platform.python_version(), "device": self.machine.device_kind}
+        about = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "mesh": dict(self.step.rules.mesh),
+            "rows": self.train_rows.description,
+            "versions": versions,
+        }
+        (self.workdir / "versions.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+class _Silent:
+    """The log of every process but the first."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Meter:
+    """Turns what a step returned and the clock into logged values and the line that people watch."""
+
+    def __init__(self, run: Run, start: int):
+        self.run = run
+        self.wait_s = 0.0
+        step = run.step
+        flops = metrics.flops_per_token(step.config.model, step.arrays.parameter_count, step.config.data.seq)
+        peak = metrics.peak_flops_per_s(run.machine.device_kind)
+        devices = step.mesh.size
+        self.mfu_of = (lambda tokens_per_s: tokens_per_s * flops / (peak * devices)) if peak else None
+        self.restart(start)
+
+    def restart(self, step: int) -> None:
+        """Begins a new interval, so that evaluation and saving are not counted as steps."""
+        self.began, self.at, self.wait_s = time.perf_counter(), step, 0.0
+
+    def waiting(self, batches: Any) -> Any:
+        """The batches, with the time spent waiting for them noted."""
+        batches = iter(batches)
+        while True:
+            before = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_s += time.perf_counter() - before
+            if batch is None:
+                return
+            yield batch
+
+    def read(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
+        """The values of the step just dispatched, which are waited for, and the speed since the last reading."""
+        found = {name: float(value) for name, value in jax.device_get(values).items()}
+        steps = step - self.at
+        step_time_s = (time.perf_counter() - self.began) / steps
+        data = self.run.config.data
+        found["perplexity"] = float(np.exp(min(found.pop("cross_entropy"), 700.0)))
+        found["step_time_s"] = step_time_s
+        found["tokens_per_s"] = data.batch * data.seq / step_time_s
+        found["data_wait_s"] = self.wait_s / steps
+        if self.mfu_of:
+            found["mfu"] = self.mfu_of(found["tokens_per_s"])
+        self.restart(step)
+        return found
+
+    def show(self, step: int, stop: int, values: Mapping[str, float]) -> None:
+        run = self.run
+        if not run.machine.is_main:
+            return
+        mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
+        skipped = f"  skipped {values['skipped_steps']:.0f}" if values["skipped_steps"] else ""
+        run.say(
+            f"step {step:>{len(str(stop))}}/{stop}  loss {values['loss']:.6f}  accuracy {values['accuracy']:.3f}  "
+            f"|gradient| {values['gradient_norm']:.3f}  lr {values['learning_rate']:.2e}  "
+            f"{values['step_time_s'] * 1e3:.0f} ms/step  {values['tokens_per_s']:,.0f} tokens/s{mfu}{skipped}"
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,186 @@
+"""Optax update rules whose choice of matrices, and whose state's placement, come from logical axes.
+
+The number of dimensions says nothing here: layers are stacked, so a norm's scale has two, and heads have an axis of
+their own, so a projection has three or four. A matrix is a parameter that maps `embed` to or from something else.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from optax import contrib
+
+from gspmd_lm import config
+from gspmd_lm.placement import Named
+
+HIDDEN = {"heads", "kv_heads", "mlp", "expert"}  # the far side of a matrix inside a block
+
+
+def is_matrix(axes: tuple[str, ...]) -> bool:
+    """Whether a parameter with these logical axes maps `embed` to or from something else."""
+    return "embed" in axes and bool(set(axes) - {"embed", "layers"})
+
+
+def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
+    """The learning rate as a function of the step."""
+    peak, warmup = cfg.learning_rate, cfg.warmup_steps
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))  # the first step already learns
+    if cfg.schedule == "constant":
+        after: optax.Schedule = optax.constant_schedule(peak)
+    elif cfg.schedule == "warmup_cosine":
+        after = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), cfg.final_fraction)
+    elif cfg.schedule == "warmup_exponential":
+        after = optax.exponential_decay(peak, 1, cfg.decay_rate)
+    else:
+        decay = cfg.decay_steps or max(steps // 10, 1)
+        stable = max(steps - warmup - decay, 0)
+        fall = optax.linear_schedule(peak, peak * cfg.final_fraction, decay)
+        after = optax.join_schedules([optax.constant_schedule(peak), fall], [stable])
+    return optax.join_schedules([rise, after], [warmup]) if warmup else after
+
+
+def build(cfg: config.Optimizer, steps: int, named: Any) -> optax.GradientTransformation:
+    """Gradients to updates: clipping by global norm, the update rule, decay of matrices, the schedule.
+
+    named: a tree of placement.Named with the parameters' structure.
+    """
+    axes = jax.tree.map(lambda leaf: leaf.axes, named, is_leaf=_is_named)
+    matrices = jax.tree.map(is_matrix, axes, is_leaf=_is_axes)
+    rule = {"adamw": _adam, "lion": _lion, "adafactor": _adafactor, "muon": _muon}[cfg.name](cfg, axes)
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
+        rule,
+        optax.add_decayed_weights(cfg.weight_decay, matrices) if cfg.weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(schedule(cfg, steps)),
+    )
+
+
+def _adam(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+    return optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
+
+
+def _lion(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+    return optax.scale_by_lion(cfg.b1, cfg.b2)
+
+
+def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+    """Muon for the matrices inside blocks, Adam for everything else. Stacked layers are separate matrices."""
+
+    def dimensions(names: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
+        if not (is_matrix(names) and HIDDEN & set(names)):
+            return None
+        embed = names.index("embed")
+        wide = tuple(i for i, name in enumerate(names) if name not in ("embed", "layers"))
+        inward = embed < wide[0]
+        return contrib.MuonDimensionNumbers(*((embed,), wide) if inward else (wide, (embed,)))
+
+    numbers = jax.tree.map(dimensions, axes, is_leaf=_is_axes)
+    muon = contrib.muon(
+        1.0, beta=cfg.b1, adam_b1=cfg.b1, adam_b2=cfg.b2, eps=cfg.eps, muon_weight_dimension_numbers=numbers,
+        consistent_rms=0.2,  # update sizes like Adam's, so that one learning rate serves both (arXiv 2502.16982)
+    )  # fmt: skip
+    return optax.chain(muon, optax.scale(-1.0))  # it was scaled by a learning rate of 1, which negates
+
+
+def _adafactor(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+    """Adafactor (arXiv 1804.04235), each layer's matrix factored as [embed, all else] or the reverse.
+
+    optax factors the two largest dimensions it is shown, so it is shown one layer's matrix at a time.
+    """
+
+    def label(names: tuple[str, ...]) -> str:
+        return f"{'stacked ' if 'layers' in names else ''}{'matrices' if is_matrix(names) else 'vectors'}"
+
+    def rule(stacked: bool, matrix: bool) -> optax.GradientTransformation:
+        # No learning rate here; like every optax rule it then ends in a sign change, which is undone.
+        inner = optax.chain(
+            optax.adafactor(None, factored=matrix, min_dim_size_to_factor=1, decay_rate=0.8), optax.scale(-1.0)
+        )
+        inner = _as_matrices(inner, axes) if matrix else inner
+        return _over_layers(inner) if stacked else inner
+
+    labels = jax.tree.map(label, axes, is_leaf=_is_axes)
+    rules = {label(names): rule("layers" in names, is_matrix(names)) for names in jax.tree.leaves(axes, is_leaf=_is_axes)}
+    return optax.partition(rules, labels)
+
+
+def _over_layers(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` applied to each layer of stacked parameters by itself."""
+    return optax.GradientTransformation(
+        jax.vmap(inner.init), lambda updates, state, params=None: jax.vmap(inner.update)(updates, state, params)
+    )
+
+
+def _as_matrices(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
+    """`inner` shown two-dimensional views: `embed` on its own side, the other axes flattened on theirs."""
+
+    def view(path: Any, x: jax.Array) -> jax.Array:
+        names = _at(axes, path)
+        names = tuple(name for name in names if name != "layers")
+        return x.reshape(x.shape[0], -1) if names[0] == "embed" else x.reshape(-1, x.shape[-1])
+
+    def views(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(view, tree)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new, state = inner.update(views(updates), state, views(params))
+        return jax.tree.map(lambda y, x: y.reshape(x.shape), new, updates), state
+
+    return optax.GradientTransformation(lambda params: inner.init(views(params)), update)
+
+
+def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
+    """A tree of Named for the optimizer state: which parameter's axes each of its arrays has.
+
+    Raises AssertionError for an array whose axes cannot be told, so that none is replicated unnoticed.
+    """
+    by_path = {leaf.path: leaf.axes for leaf in jax.tree.leaves(named, is_leaf=_is_named)}
+    shapes = {_dotted(path): like.shape for path, like in jax.tree_util.tree_leaves_with_path(abstract_params)}
+
+    def name(path: Any, like: Any) -> Named:
+        param = _dotted(path)
+        where = jax.tree_util.keystr(path, simple=True, separator=".")
+        if param not in by_path:  # a counter or a constant, once per layer where the rule runs layer by layer
+            assert like.size <= 16 or np.issubdtype(like.dtype, np.integer), where
+            return Named(where, ("",) * like.ndim)
+        axes, shape = by_path[param], shapes[param]
+        if like.shape == shape:
+            return Named(param, axes)
+        stack = axes[: axes.index("layers") + 1] if "layers" in axes else ()
+        if like.shape[len(stack) :] == (1,):  # the placeholder of a statistic that this parameter does not keep
+            return Named(where, ("",) * like.ndim)
+        inner, sizes = axes[len(stack) :], shape[len(stack) :]
+        left, right = (sizes[0], int(np.prod(sizes[1:]))) if inner[0] == "embed" else (int(np.prod(sizes[:-1])), sizes[-1])
+        sides = {"left": (left, inner[0]), "right": (right, inner[1] if inner[0] == "embed" else inner[-1])}
+        smaller = "left" if left <= right else "right"  # optax keeps the smaller side in v_row
+        larger = "right" if smaller == "left" else "left"
+        size, axis = sides[smaller if ".v_row." in f".{where}." else larger]
+        assert like.shape == (*shape[: len(stack)], size), (where, like.shape, shape)
+        return Named(param, (*stack, axis))
+
+    return jax.tree_util.tree_map_with_path(name, abstract_state)
+
+
+def _is_named(leaf: Any) -> bool:
+    return isinstance(leaf, Named)
+
+
+def _is_axes(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and all(isinstance(name, str) for name in leaf)
+
+
+def _at(tree: Any, path: Any) -> Any:
+    for key in path:
+        tree = tree[key.key]
+    return tree
+
+
+def _dotted(path: Any) -> str:
+    """The parameter's path at the end of a leaf's path: its last unbroken run of dictionary keys."""
+    keys = []
+    for key in reversed(path):
+        if not isinstance(key, jax.tree_util.DictKey):
+            break
+        keys.append(str(key.key))
+    return ".".join(reversed(keys))

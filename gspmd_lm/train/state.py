@@ -1,0 +1,119 @@
+"""What a run carries from step to step, and the shape, name and placement of every array in it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from gspmd_lm.config import Config
+from gspmd_lm.kernels.attention import unsupported
+from gspmd_lm.model.loss import losses
+from gspmd_lm.model.transformer import Decoder, init
+from gspmd_lm.placement import Named, problems, record
+from gspmd_lm.rules import Problem, Rules, check
+from gspmd_lm.train import optimizer
+
+
+class State(NamedTuple):
+    """One step's result and the next one's input."""
+
+    step: jax.Array  # int32: steps done, which is also the position in the data
+    params: Any
+    optimizer: Any
+    key: jax.Array  # of dropout; folded with the step
+    skipped: jax.Array  # int32: steps so far whose loss or gradient was not finite
+    skipped_in_a_row: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """Every array of a config, from shapes alone: nothing is allocated."""
+
+    named_params: Any  # trees of placement.Named
+    params: Any  # trees of jax.ShapeDtypeStruct
+    named_optimizer: Any
+    optimizer: Any
+    transform: optax.GradientTransformation
+    activations: dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape of one microbatch
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(like.size for like in jax.tree.leaves(self.params))
+
+
+def abstract_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The int32 arrays of a batch of `rows` sequences; segment_ids only where documents are kept apart."""
+    names = ["tokens", "targets", "positions"] + ["segment_ids"] * (config.data.packing == "documents")
+    batch = {name: jax.ShapeDtypeStruct((rows, config.data.seq), jnp.int32) for name in names}
+    return batch | {"row": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+
+
+def arrays(config: Config, microbatches: int = 1) -> Arrays:
+    """The arrays of `config`: parameters, optimizer state, and the activations that the model names."""
+    boxed = jax.eval_shape(lambda: init(config.model, jax.random.key(0)))
+    specs = nn.get_partition_spec(boxed)
+    params = nn.unbox(boxed)
+    named = jax.tree_util.tree_map_with_path(
+        lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), specs
+    )
+    transform = optimizer.build(config.optimizer, config.train.steps, named)
+    state = jax.eval_shape(transform.init, params)
+
+    def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        x_BTD, table, bias = Decoder(config.model).apply({"params": params}, batch)  # type: ignore[misc]
+        return losses(x_BTD, table, bias, batch["targets"], config.model).loss
+
+    batch = abstract_batch(config, max(config.data.batch // microbatches, 1))
+    recorded = record(forward, params, batch)
+    paths = {leaf.path for leaf in jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))}
+    activations = {name: found for name, found in recorded.items() if name not in paths}
+    return Arrays(named, params, optimizer.named_state(state, named, params), state, transform, activations)
+
+
+def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[Problem]]:
+    """The arrays of `config`, and the warnings about `rules` for it, before anything is compiled or allocated.
+
+    Raises ShardingError that lists everything that does not fit.
+    """
+    found = arrays(config, rules.microbatches)
+    more = problems(
+        rules,
+        pairs(found.named_params, found.params),
+        found.activations,
+        pairs(found.named_optimizer, found.optimizer),
+    )
+    if config.data.batch % rules.microbatches:
+        more.append(
+            Problem(
+                f"tokens: batch={config.data.batch} does not divide into microbatches={rules.microbatches}",
+                f"{rules.path}: microbatches: {rules.microbatches}",
+                "use a divisor of data.batch",
+            )
+        )
+    model, kernel = config.model, rules.attention[platform]
+    lacking = unsupported(
+        kernel,
+        head_dim=model.head_dim,
+        seq=config.data.seq,
+        segments=config.data.packing == "documents",
+        softcap=model.attention_softcap,
+        dtype=model.compute_dtype,
+    )
+    if lacking:
+        more.append(
+            Problem(
+                f"attention: {kernel} cannot do {lacking}",
+                f"{rules.path}: attention.{platform}: {kernel}",
+                f"set attention.{platform} to xla, or change the config",
+            )
+        )
+    return found, check(more)
+
+
+def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
+    """The leaves of a tree of Named, each with the leaf of `abstract` that it names."""
+    leaves = jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))
+    return list(zip(leaves, jax.tree.leaves(abstract), strict=True))

@@ -1,0 +1,169 @@
+"""The one jitted step: train, eval, explain and the benchmarks all build it here."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from gspmd_lm import mesh as meshes
+from gspmd_lm.axes import placed_by
+from gspmd_lm.config import Config
+from gspmd_lm.model.loss import Sums, losses
+from gspmd_lm.model.transformer import Decoder, init
+from gspmd_lm.placement import MeshPlacement
+from gspmd_lm.rules import Rules
+from gspmd_lm.train import optimizer
+from gspmd_lm.train.state import Arrays, State, abstract_batch
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The functions of a config under rules on a mesh, ready to be jitted, with the placement of what they take."""
+
+    config: Config
+    rules: Rules
+    arrays: Arrays
+    mesh: Mesh
+
+    @property
+    def placement(self) -> MeshPlacement:
+        return MeshPlacement(self.rules, self.mesh)
+
+    def state_shardings(self) -> State:
+        """Where each array of the state lives between steps."""
+        scalar = self.placement.sharding("rules", "", (), ())
+        return State(
+            step=scalar,
+            params=self.placement.shardings("weights", self.arrays.named_params, self.arrays.params),
+            optimizer=self.placement.shardings("optimizer", self.arrays.named_optimizer, self.arrays.optimizer),
+            key=scalar,
+            skipped=scalar,
+            skipped_in_a_row=scalar,
+        )
+
+    def abstract_state(self) -> State:
+        """The state's shapes and shardings: what a checkpoint is restored into and a program is lowered for."""
+        shapes = jax.eval_shape(self._init)
+        return jax.tree.map(_placed, shapes, self.state_shardings())
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and shardings of a global batch."""
+        shapes = abstract_batch(self.config, self.config.data.batch)
+        return {
+            name: _placed(like, self.placement.sharding("rules", "tokens", ("batch", "seq")[: like.ndim], like.shape))
+            for name, like in shapes.items()
+        }
+
+    def lower_init(self) -> jax.stages.Lowered:
+        """() -> State at step 0; the same values wherever they are placed."""
+        return jax.jit(self._init, out_shardings=self.state_shardings()).lower()
+
+    def lower_train(self) -> jax.stages.Lowered:
+        """(State, batch) -> (State, metrics); the state given is used up."""
+        jitted = jax.jit(self._train, out_shardings=(self.state_shardings(), None), donate_argnums=0)
+        return jitted.trace(self.abstract_state(), self.abstract_batch()).lower()
+
+    def lower_evaluate(self) -> jax.stages.Lowered:
+        """(params, batch) -> sums over the batch's target tokens, nothing dropped."""
+        return jax.jit(self._evaluate).trace(self.abstract_state().params, self.abstract_batch()).lower()
+
+    def _init(self) -> State:
+        seed, zero = self.config.train.seed, jnp.zeros((), jnp.int32)
+        params = jax.tree.map(lambda box: box.unbox(), init(self.config.model, jax.random.key(seed)), is_leaf=_is_boxed)
+        return State(zero, params, self.arrays.transform.init(params), jax.random.key(seed + 1), zero, zero)
+
+    def _sums(self, params: Any, batch: Batch, dropout_key: jax.Array | None) -> Sums:
+        model = self.config.model
+        with placed_by(self.placement), jax.default_matmul_precision(model.matmul_precision):
+            x_BTD, table, bias = Decoder(model).apply({"params": params}, batch, dropout_key)  # type: ignore[misc]
+            return losses(x_BTD, table, bias, batch["targets"], model)
+
+    def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
+        sums, gradients = self._gradients(state, batch, targets)
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
+        # The update runs where the optimizer's state lives; only its result goes back to where weights rest.
+        params = self._place(state.params)
+        updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
+        new_params = optax.apply_updates(params, updates)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        skipped = 1 - finite.astype(jnp.int32)
+        new_state = State(
+            step=state.step + 1,
+            params=jax.tree.map(keep, new_params, params),
+            optimizer=jax.tree.map(keep, new_optimizer, state.optimizer),
+            key=state.key,
+            skipped=state.skipped + skipped,
+            skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
+        )
+        rate = optimizer.schedule(self.config.optimizer, self.config.train.steps)
+        return new_state, {
+            "loss": sums.loss / targets,
+            "cross_entropy": sums.cross_entropy / targets,
+            "accuracy": sums.correct / targets,
+            "gradient_norm": norm,
+            "weight_norm": optax.global_norm(params),
+            "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
+            "target_tokens": targets,
+            "skipped_steps": new_state.skipped,
+            "skipped_in_a_row": new_state.skipped_in_a_row,
+        }
+
+    def _gradients(self, state: State, batch: Batch, targets: jax.Array) -> tuple[Sums, Any]:
+        """The sums and the gradients of loss / targets, accumulated in float32 over the rules' microbatches."""
+        key = jax.random.fold_in(state.key, state.step) if self.config.model.dropout else None
+
+        def loss(params: Any, batch: Batch) -> tuple[jax.Array, Sums]:
+            sums = self._sums(params, batch, key)
+            return sums.loss / targets, sums
+
+        differentiate = jax.grad(loss, has_aux=True)
+        count = self.rules.microbatches
+        if count == 1:
+            gradients, sums = differentiate(state.params, batch)
+            return sums, self._place(gradients)
+
+        def split(x: jax.Array) -> jax.Array:
+            # Row r goes to microbatch r % count: every device then works on rows that it already has.
+            x = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+            spec = self.placement.sharding("rules", "tokens", ("", "batch", "seq")[: x.ndim], x.shape)
+            return jax.lax.with_sharding_constraint(x, spec)
+
+        def accumulate(carry: tuple[Sums, Any], microbatch: Batch) -> tuple[tuple[Sums, Any], None]:
+            gradients, sums = differentiate(state.params, microbatch)
+            return jax.tree.map(lambda total, new: total + new, carry, (sums, self._place(gradients))), None
+
+        zero = jnp.zeros((), jnp.float32)
+        zeros = self._place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params))
+        (sums, gradients), _ = jax.lax.scan(accumulate, (Sums(zero, zero, zero), zeros), jax.tree.map(split, batch))
+        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
+
+    def _place(self, tree: Any) -> Any:
+        """A tree shaped like the parameters, where gradients and optimizer state live."""
+        shardings = self.placement.shardings("optimizer", self.arrays.named_params, self.arrays.params)
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+    def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
+        sums = self._sums(params, batch, None)
+        targets = (batch["targets"] >= 0).sum(dtype=jnp.float32)
+        return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
+
+
+def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[jax.Device]) -> Step:
+    """The step of `config` under `rules`, which have been checked, on `devices`: real, simulated or compile-only."""
+    return Step(config, rules, arrays, meshes.build(rules, devices))
+
+
+def _placed(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+
+def _is_boxed(leaf: Any) -> bool:
+    return hasattr(leaf, "unbox")

@@ -1,0 +1,66 @@
+"""The table of a layout: every array, how it is split, and the bytes that each device holds. Counted from shapes."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from gspmd_lm.config import Config
+from gspmd_lm.placement import Named
+from gspmd_lm.rules import Rules, human_bytes
+from gspmd_lm.train.state import Arrays, pairs
+
+
+def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None:
+    """Prints the arrays of a layout and, per device, the totals of weights, optimizer state and gradients."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("array", "logical axes", "shape", "at rest", "in use"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("bytes per device", justify="right", no_wrap=True)
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        at_rest, held = _held(rules, "weights", leaf, like)
+        in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]
+        table.add_row(leaf.path, " ".join(leaf.axes), _sizes(like.shape), _split(leaf.axes, at_rest),
+                      _split(leaf.axes, in_use), f"{held:,}")  # fmt: skip
+    table.add_section()
+    for name, (axes, shape) in arrays.activations.items():
+        spec = rules.resolve("rules", name, axes, shape)[0]
+        itemsize = 4 if name in ("tokens", "logits") else jnp.dtype(config.model.compute_dtype).itemsize
+        held = math.prod(shape) * itemsize // _pieces(rules, spec)
+        table.add_row(name, " ".join(axes), _sizes(shape), "", _split(axes, spec), f"{held:,}")
+    console.print(table)
+    console.print()
+    totals = {
+        "weights": [_held(rules, "weights", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
+        "optimizer": [_held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_optimizer, arrays.optimizer)],
+        "gradients": [_held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
+    }
+    mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
+    console.print(f"{config.name} under {rules.path}: {arrays.parameter_count:,} parameters, mesh {mesh}", soft_wrap=True)
+    console.print("bytes per device, counted:")
+    for name, held in totals.items():
+        console.print(f"  {name:10} {sum(held):>20,}  {human_bytes(sum(held))}")
+    everything = sum(map(sum, totals.values()))
+    console.print(f"  {'sum':10} {everything:>20,}  {human_bytes(everything)}, activations and temporaries not counted")
+
+
+def _held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """How an array is split, and the bytes of it on each device."""
+    spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
+    return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // _pieces(rules, spec)
+
+
+def _pieces(rules: Rules, spec: tuple[tuple[str, ...], ...]) -> int:
+    return math.prod(rules.mesh[name] for names in spec for name in names)
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _split(axes: tuple[str, ...], spec: tuple[tuple[str, ...], ...]) -> str:
+    """'embed/fsdp heads/tensor'; 'replicated' where nothing is split."""
+    parts = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
+    return " ".join(parts) or "replicated"

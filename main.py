@@ -1,0 +1,3 @@
+from gspmd_lm.cli import main
+
+main()

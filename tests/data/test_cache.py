@@ -1,0 +1,208 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspmd_lm.config import Data, InputError
+from gspmd_lm.data import cache, sources, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def texts(folder):
+    """A source of 60 documents, 20 of which are copies of others."""
+    lines = [json.dumps({"text": f"document {i % 40} " * (1 + i % 40)}) for i in range(60)]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return sources.open(Data(source=str(folder / "a.jsonl")))
+
+
+class Counting(tokenizer.Bytes):
+    """Bytes, remembering how many documents it was asked for."""
+
+    documents = 0
+
+    def encode_all(self, documents):
+        self.documents += len(documents)
+        return super().encode_all(documents)
+
+
+def _split(stream):
+    return [piece.astype(np.uint8).tobytes() for piece in np.split(stream, np.flatnonzero(stream == 256) + 1)[:-1]]
+
+
+def test_every_document_is_on_one_side_and_copies_are_together(texts):
+    cached = cache.open(texts, Counting(), 0.25)
+    train, held_out = (_split(part.stream) for part in (cached.train, cached.held_out))
+    ends = b"\0"  # 256 as one byte
+    assert sorted(train + held_out) == sorted(document + ends for document in texts.documents())
+    assert not set(train) & set(held_out) and len(set(held_out)) == 10 and len(set(train)) == 30
+    assert (cached.train.ends, cached.held_out.ends) == (len(train), len(held_out))
+    assert cached.train.stream.dtype == np.uint16
+
+
+def test_growing_the_source_keeps_most_documents_on_their_side(texts, folder):
+    held = set(_split(cache.open(texts, Counting(), 0.25).held_out.stream))
+    with (folder / "a.jsonl").open("a") as file:
+        file.writelines('\n{"text": "new %d"}' % i for i in range(4))  # noqa: UP031
+    grown = set(
+        _split(cache.open(sources.open(Data(source=str(folder / "a.jsonl"))), Counting(), 0.25).held_out.stream)
+    )
+    assert len(held - grown) <= 1 + 4
+
+
+def test_a_small_share_holds_one_document_and_none_holds_none(texts):
+    assert cache.open(texts, Counting(), 0.001).held_out.ends >= 1
+    assert cache.open(texts, Counting(), 0.0).held_out.ends == 0
+
+
+def test_the_second_time_nothing_is_tokenized(texts):
+    first, second = Counting(), Counting()
+    one, two = cache.open(texts, first, 0.1), cache.open(texts, second, 0.1)
+    assert (first.documents, second.documents) == (60, 0) and one.folder == two.folder
+    assert (one.train.stream == two.train.stream).all()
+    assert cache.open(texts, second, 0.2).folder != one.folder and second.documents == 60
+
+
+def test_the_folder_is_chosen_when_it_is_needed(texts, folder, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "elsewhere"))
+    assert cache.open(texts, Counting(), 0.1).folder.is_relative_to(folder / "elsewhere" / "data")
+    monkeypatch.delenv("GSPMD_LM_CACHE")
+    assert cache.root().parts[-2:] == ("gspmd_lm", "data")
+
+
+@pytest.mark.parametrize("stop_after", [1, 3])
+def test_a_stopped_build_goes_on_where_it_was(texts, monkeypatch, stop_after):
+    whole = cache.open(texts, Counting(), 0.25)
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1000)
+    monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")
+    reports = []
+
+    def stop(what, done_bytes, total_bytes):
+        reports.append((what, done_bytes, total_bytes))
+        if len(reports) == stop_after:
+            raise KeyboardInterrupt
+
+    first, second = Counting(), Counting()
+    with pytest.raises(KeyboardInterrupt):
+        cache.open(texts, first, 0.25, stop)
+    assert not [path for path in cache.root().iterdir() if path.is_dir() and path.suffix != ".partial"]
+    for path in cache.root().glob("*.partial/*.tokens"):
+        with path.open("ab") as file:  # as a kill in the middle of a write would leave it
+            file.write(b"\x07" * 33)
+    resumed = cache.open(texts, second, 0.25, lambda *report: reports.append(report))
+    assert 0 < first.documents < 60 and first.documents + second.documents == 60
+    for a, b in ((whole.train, resumed.train), (whole.held_out, resumed.held_out)):
+        assert (a.stream == b.stream).all() and len(a.stream) == len(b.stream) and a.ends == b.ends
+    total = sum(map(len, texts.documents()))
+    assert [report[1] for report in reports] == sorted(report[1] for report in reports)
+    assert reports[-1] == ("tokenizing", total, total)
+
+
+BUILD = textwrap.dedent("""
+    import os, signal, sys, time
+    from gspmd_lm.config import Data
+    from gspmd_lm.data import cache, sources, tokenizer
+    cache.SEGMENT_BYTES = 2000
+    mode, path = sys.argv[1:]
+    source = sources.open(Data(source=path))
+    input("ready\\n")
+    built = 0
+    def progress(what, done_bytes, total_bytes):
+        global built
+        built += what == "tokenizing"
+        if mode == "die" and built == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+    cached = cache.open(source, tokenizer.load("bytes"), 0.25, progress)
+    print(built, len(cached.train.stream), len(cached.held_out.stream))
+""")
+
+
+def _start(mode, texts):
+    command = [sys.executable, "-c", BUILD, mode, str(texts.files[0])]
+    environment = os.environ | {"PYTHONPATH": str(Path(cache.__file__).parents[2])}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+
+
+def test_a_killed_build_leaves_no_lock_and_nothing_that_looks_complete(texts):
+    dying = _start("die", texts)
+    dying.communicate("\n", timeout=60)
+    assert dying.returncode == -signal.SIGKILL
+    assert [path.suffix for path in cache.root().iterdir() if path.is_dir()] == [".partial"]
+    tokens = Counting()
+    cached = cache.open(texts, tokens, 0.25)
+    assert 0 < tokens.documents < 60
+    assert len(cached.train.stream) + len(cached.held_out.stream) == 60 + sum(map(len, texts.documents()))
+
+
+def test_of_two_processes_one_builds(texts):
+    both = [_start("live", texts) for _ in range(2)]
+    for process in both:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin
+        print(file=process.stdin, flush=True)
+    results = [process.communicate(timeout=60)[0].split() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(int(built) > 0 for built, *_ in results) == [False, True]
+    assert results[0][1:] == results[1][1:]
+
+
+def test_a_damaged_cache_is_built_again(texts):
+    cached = cache.open(texts, Counting(), 0.25)
+    expected = cached.train.stream.copy()
+    for damage in ("cut", "gone", "garbled"):
+        if damage == "cut":
+            os.truncate(cached.folder / "train.tokens", 100)
+        elif damage == "gone":
+            (cached.folder / "held_out.tokens").unlink()
+        else:
+            (cached.folder / "progress.json").write_text("{")
+        tokens = Counting()
+        assert (cache.open(texts, tokens, 0.25).train.stream == expected).all() and tokens.documents == 60
+
+
+def test_one_document_cannot_be_split(folder):
+    (folder / "a.txt").write_text("all in one")
+    source = sources.open(Data(source=str(folder / "a.txt")))
+    with pytest.raises(InputError, match=r"has 1 distinct documents: none would be left .*\n  fix   lower"):
+        cache.open(source, Counting(), 0.02)
+    assert cache.open(source, Counting(), 0.0).train.ends == 1
+
+
+def test_a_source_that_changes_meanwhile(folder, monkeypatch):
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(name)
+    source = sources.open(Data(source=f"{folder}/*.txt"))
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1)
+    with pytest.raises(InputError, match="changed while they were read"):
+        cache.open(source, Counting(), 0.0, lambda *_: (folder / "c.txt").write_text("other"))
+    assert not list(cache.root().glob("*.partial"))
+
+
+def test_a_folder_that_cannot_be_written(texts, folder, monkeypatch):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "file"))
+    with pytest.raises(InputError, match="cannot be written .*\n  fix   set GSPMD_LM_CACHE"):
+        cache.open(texts, Counting(), 0.1)
+
+
+def test_large_vocabularies_take_four_bytes(texts):
+    class Large(Counting):
+        vocab_size = 70_000
+        end = 69_999
+        fingerprint = "large"
+
+    cached = cache.open(texts, Large(), 0.1)
+    assert cached.train.stream.dtype == np.uint32 and cached.train.stream[-1] == 69_999

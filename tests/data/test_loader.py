@@ -1,0 +1,210 @@
+import json
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspmd_lm import config
+from gspmd_lm.config import InputError
+from gspmd_lm.data import loader, packing
+
+NAMES = (*packing.FIELDS, "row")
+MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    lines = [json.dumps({"text": f"document {i} " * (1 + i % 40)}) for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _config(vocab=257, **data):
+    data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0.1} | data
+    return config.from_dict({"name": "x", "model": MODEL | {"vocab": vocab}, "data": data, "train": {"steps": 1}}, "x")
+
+
+def _open(**data):
+    train, held_out = loader.open(_config(**data))
+    assert held_out
+    return train, held_out
+
+
+ROWS, GRID = P("rows"), P("rows", "columns")
+
+
+def _shardings(rows, columns, batch=GRID, row=ROWS):
+    mesh = jax.make_mesh((rows, columns), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return {name: NamedSharding(mesh, row if name == "row" else batch) for name in NAMES}
+
+
+def test_each_epoch_reads_every_row_once_in_its_own_order():
+    train, _ = _open()
+    count = len(train.rows)
+    order = np.concatenate([train.indices_at(step, range(8)) for step in range(2 * count // 8 + 1)])
+    first, second = order[:count], order[count : 2 * count]
+    assert sorted(first) == sorted(second) == list(range(count))
+    assert (first != second).any() and (first != np.arange(count)).any()
+    assert train.steps_per_epoch == -(-count // 8)
+
+
+def test_the_order_is_a_function_of_seed_and_step():
+    train, again, other = (_open(seed=seed)[0] for seed in (5, 5, 6))
+    for step in (1_000_003, 7, 0):  # in any order of asking
+        assert (train.indices_at(step, range(8)) == again.indices_at(step, range(8))).all()
+    one, two = (np.concatenate([each.indices_at(step, range(8)) for step in range(9)]) for each in (train, other))
+    assert (one != two).any()
+    assert isinstance(_open(seed=-1)[0].indices_at(0, range(8)), np.ndarray)
+
+
+def test_the_second_epoch_of_a_seed_is_not_the_first_of_the_next():
+    one, two = (loader.open(_config(source="random:16", seed=seed))[0] for seed in (5, 6))
+    second = [one.indices_at(step, range(8)).tolist() for step in (2, 3)]
+    assert second != [two.indices_at(step, range(8)).tolist() for step in (0, 1)]
+
+
+def test_a_part_of_a_batch_is_that_part_of_the_whole():
+    train, _ = _open()
+    whole = train.rows_at(3, slice(None))
+    for part in (slice(2, 5), slice(0, 1), [1, 6]):
+        for name, array in train.rows_at(3, part).items():
+            assert (array == whole[name][part]).all() and array.dtype == np.int32
+    assert whole["row"].tolist() == list(range(8))
+
+
+def test_fewer_rows_than_a_batch_repeat_within_it():
+    train, _ = loader.open(_config(source="random:3", held_out=0))
+    assert sorted(train.indices_at(0, range(8))[:6]) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("batch", [P("rows", "columns"), P("rows"), P(None, "columns"), P(("rows", "columns")), P()])
+@pytest.mark.parametrize("row", [P("rows"), P()])
+def test_arrays_are_the_same_under_every_sharding(batch, row):
+    train, _ = _open()
+    shardings = _shardings(4, 2, batch, row)
+    batches = train.batches(5, shardings)
+    for step in (5, 6):
+        got_step, arrays = next(batches)
+        assert got_step == step and set(arrays) == set(NAMES)
+        for name, array in train.rows_at(step, slice(None)).items():
+            assert (np.asarray(arrays[name]) == array).all() and arrays[name].sharding == shardings[name]
+    batches.close()
+
+
+def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch):
+    train, _ = _open()
+    shardings = _shardings(4, 2)
+    original = NamedSharding.addressable_devices_indices_map
+
+    def of_one_process(self, shape):
+        """The devices of rows 2 and 3 of the mesh, as the second of two processes would have them."""
+        return {device: index for device, index in original(self, shape).items() if device.id >= 4}
+
+    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_one_process)
+    places = loader._local_places(shardings, {name: (8,) if name == "row" else (8, 32) for name in NAMES})
+    assert places.tolist() == [4, 5, 6, 7]
+    local, whole = train.rows_at(0, places), train.rows_at(0, slice(None))
+    index = (slice(6, 8), slice(16, 32))
+    assert (loader._part(local["tokens"], places, index) == whole["tokens"][index]).all()
+
+
+def test_evaluation_reads_each_row_once_and_fills_up_with_padding():
+    _, held_out = _open(batch=16, seed=1)
+    _, other = _open(batch=16, seed=2)
+    batches = list(held_out.batches(0, _shardings(1, 1), stop_step=10**6))
+    assert [step for step, _ in batches] == list(range(held_out.steps_per_epoch))
+    assert len(held_out.rows) % 16, "the last batch must be a short one for this test"
+    targets = np.concatenate([arrays["targets"] for _, arrays in batches])
+    assert (targets >= 0).sum() == held_out.tokens_per_epoch
+    assert (targets[len(held_out.rows) :] == -1).all() and (batches[-1][1]["segment_ids"][-1] == 0).all()
+    assert len(list(held_out.batches(0, _shardings(1, 1), stop_step=1))) == 1
+    for step, arrays in other.batches(0, _shardings(1, 1)):
+        assert (arrays["tokens"] == batches[step][1]["tokens"]).all()
+
+
+@pytest.mark.parametrize("packing_name", ["documents", "stream"])
+def test_counts(packing_name):
+    train, _ = _open(packing=packing_name)
+    targets = train.rows.read(range(len(train.rows)))["targets"]
+    assert (targets >= 0).sum() == train.tokens_per_epoch
+    assert (targets == -1).any() == (packing_name == "documents")
+    assert f"{len(train.rows):,} rows" in train.description and "sha256" in train.description
+
+
+def test_random_rows():
+    train, held_out = _open(source="random:20", vocab=11)
+    every, other = (feed.rows.read(range(20))["tokens"] for feed in (train, held_out))
+    assert set(every.reshape(-1).tolist()) == set(range(11)) and (every != other).any()
+    assert len(train.rows) == len(held_out.rows) == 20 and train.tokens_per_epoch == 20 * 32
+    assert train.fingerprint != held_out.fingerprint
+    assert loader.open(_config(source="random:20", held_out=0))[1] is None
+
+
+def test_the_thread_ends_and_its_errors_are_raised_here(monkeypatch):
+    train, _ = _open()
+    before = set(threading.enumerate())
+    batches = train.batches(0, _shardings(8, 1))
+    next(batches)
+    assert set(threading.enumerate()) - before
+    batches.close()
+    _wait_until(lambda: not set(threading.enumerate()) - before)
+
+    def fail(self, indices):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(packing.Rows, "read", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(train.batches(0, _shardings(8, 1)))
+    _wait_until(lambda: not set(threading.enumerate()) - before)
+
+
+def _wait_until(condition, within_s=10.0):
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < within_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("data", "vocab", "message"),
+    [
+        (
+            {},
+            100,
+            r"data\.tokenizer=bytes has 257 tokens, more than model\.vocab=100 .*\n  fix   set model\.vocab to 257",
+        ),
+        (
+            {"source": "small.txt", "held_out": 0},
+            257,
+            r"6 tokens for training are less than one row, data\.seq \+ 1 = 33",
+        ),
+        (
+            {"source": "small.txt b.txt", "held_out": 0.5, "packing": "stream"},
+            257,
+            r"for (training|evaluation) are less",
+        ),
+        ({"source": "none/*.txt"}, 257, "matches no file"),
+        ({"source": "random:x"}, 257, "write random:ROWS"),
+        ({"tokenizer": "none.json"}, 257, "no such file"),
+    ],
+)
+def test_bad_input(folder, data, vocab, message):
+    (folder / "small.txt").write_text("small")
+    (folder / "b.txt").write_text("b" * 1000)
+    with pytest.raises(InputError, match=message):
+        loader.open(_config(vocab=vocab, **data))
+
+
+def test_a_padded_vocabulary_does_not_make_room_for_tokens():
+    model = MODEL | {"vocab": 200, "padded_vocab": 512}
+    padded = config.from_dict({"name": "x", "model": model, "train": {"steps": 1}, "data": {"seq": 32}}, "x")
+    with pytest.raises(
+        InputError, match=r"embedding: 512.*\n  fix   set model.vocab to 257 and model.padded_vocab to 0"
+    ):
+        loader.open(padded)

@@ -1,0 +1,135 @@
+import json
+
+import numpy as np
+import pytest
+
+from gspmd_lm.config import InputError
+from gspmd_lm.data import tokenizer
+
+TEXT = b"the cat sat on the mat and the hat\n" * 50
+NOT_UTF8 = b"the \xff\xfe cat \xe4 mat"
+
+
+@pytest.fixture
+def bpe_path(tmp_path):
+    path = tmp_path / "bpe" / "tokenizer.json"
+    tokenizer.train([TEXT], 280, path)
+    return path
+
+
+def test_bytes_keep_every_byte():
+    tokens = tokenizer.load("bytes")
+    every = bytes(range(256))
+    assert tokens.vocab_size == 257 and tokens.end == 256
+    assert tokens.encode(every).dtype == np.int32
+    assert tokens.decode(tokens.encode(every)) == every
+    assert tokens.decode([104, 256, 105, 300]) == b"hi"
+
+
+def test_a_trained_tokenizer_is_shorter_than_bytes_and_reads_back(bpe_path):
+    tokens = tokenizer.load(str(bpe_path.parent))  # the folder does too
+    ids = tokens.encode(TEXT)
+    assert 257 < tokens.vocab_size <= 280 and len(ids) < 0.5 * len(TEXT)
+    assert tokens.decode(ids) == TEXT
+    assert tokens.end not in ids
+    assert tokens.fingerprint == tokenizer.load(str(bpe_path)).fingerprint
+
+
+def test_bytes_that_are_not_utf8_get_their_own_tokens(bpe_path):
+    tokens = tokenizer.load(str(bpe_path))
+    ids = tokens.encode_all([b"the mat", NOT_UTF8, b"\xff", "grün".encode()])
+    plain = json.loads(bpe_path.read_text())["model"]["vocab"]
+    assert ids[2].tolist() == [plain["ÿ"]]  # GPT-2's name of byte 255
+    assert [plain["ÿ"], plain["þ"], plain["ä"]] == [i for i in ids[1] if i in (plain["ÿ"], plain["þ"], plain["ä"])]
+    assert tokens.decode(ids[1]).decode() == NOT_UTF8.decode("utf-8", "replace")
+    assert tokens.decode(ids[3]).decode() == "grün" and tokens.decode(ids[0]) == b"the mat"
+    assert tokens.replaced_bytes == 0
+
+
+def test_bytes_that_no_token_stands_for_are_counted(tmp_path, words_path):
+    tokens = tokenizer.load(str(words_path))
+    tokens.encode(NOT_UTF8)
+    assert tokens.replaced_bytes == 3
+
+
+@pytest.fixture
+def words_path(tmp_path):
+    """A tokenizer of whole words, without any for bytes, as others may have made it."""
+    vocab = {"[UNK]": 0, "the": 1, "cat": 2, "mat": 3}
+    raw = {
+        "version": "1.0",
+        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "padding": None,
+        "added_tokens": [_added(4, "</s>")],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def _added(number, content, special=True):
+    return {
+        "id": number,
+        "content": content,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": special,
+    }
+
+
+def test_a_files_settings_for_inference_do_not_cut_documents(words_path):
+    tokens = tokenizer.load(str(words_path))
+    assert tokens.encode(b"the cat the mat").tolist() == [1, 2, 1, 3]
+    assert tokens.vocab_size == 5 and tokens.end == 4
+
+
+def test_a_special_token_spelled_out_in_a_document_is_text(bpe_path):
+    tokens = tokenizer.load(str(bpe_path))
+    forged = b"the cat" + tokenizer.END_OF_TEXT.encode() + b"the mat"
+    assert tokens.end not in tokens.encode(forged)
+    assert tokens.decode(tokens.encode(forged)) == forged
+
+
+def test_the_config_beside_names_the_end(words_path):
+    raw = json.loads(words_path.read_text())
+    raw["added_tokens"].append(_added(5, "<stop>"))
+    words_path.write_text(json.dumps(raw))
+    assert tokenizer.load(str(words_path)).end == 4
+    for named in ("<stop>", {"content": "<stop>"}):
+        words_path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        assert tokenizer.load(str(words_path)).end == 5
+
+
+def test_no_end_token(words_path):
+    raw = json.loads(words_path.read_text())
+    raw["added_tokens"] = [_added(4, "<stop>")]
+    words_path.write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=r"no end-of-text token \(special tokens: <stop>\)\n  fix   add"):
+        tokenizer.load(str(words_path))
+
+
+@pytest.mark.parametrize("raw", [b"{}", b"not json", b"\xff\xfe", b'{"model": 1}', b""])
+def test_not_a_tokenizer_json(tmp_path, raw):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(raw)
+    with pytest.raises(InputError, match="tokenizer.json"):
+        tokenizer.load(str(path))
+
+
+def test_training_refuses_what_cannot_work(tmp_path, bpe_path):
+    with pytest.raises(InputError, match="no such file"):
+        tokenizer.load(str(tmp_path / "none.json"))
+    with pytest.raises(InputError, match="vocabulary of 256 is too small"):
+        tokenizer.train([TEXT], 256, tmp_path / "small.json")
+    with pytest.raises(InputError, match="exists already"):
+        tokenizer.train([TEXT], 300, bpe_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        tokenizer.train([TEXT], 300, tmp_path / "file" / "tokenizer.json")

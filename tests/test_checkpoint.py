@@ -1,0 +1,482 @@
+"""Checkpoints: what is saved comes back bitwise under any sharding; what is damaged is never used."""
+
+import dataclasses
+import json
+import logging
+import logging.handlers
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gspmd_lm.checkpoint import Checkpoints
+from gspmd_lm.config import InputError
+
+ARCHITECTURE = {"layers": 4, "embed": 8, "norm": "rmsnorm", "rope_scaling": None}
+SIZES = {"data": 2, "tensor": 4}
+
+
+class Counters(NamedTuple):
+    skipped: jax.Array
+    pairs: tuple[jax.Array, None]
+
+
+@flax.struct.dataclass
+class State:
+    step: jax.Array
+    weights: dict[str, Any]
+    opt_state: optax.OptState
+    key: jax.Array
+    counters: Counters
+
+
+def make_state(step: int, axes: tuple[str | None, ...] = ("data",), optimizer=None, embed: int = 8) -> State:
+    """A state whose values depend on `step`; weights are sharded over `axes`, all else is replicated."""
+    mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
+    split, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (axes, ()))
+    table = np.random.default_rng(step).normal(size=(16, embed)).astype(np.float32)
+    weights = {
+        "table": jax.device_put(table, split),
+        "block": {
+            "w": jax.device_put(jnp.asarray(table, jnp.bfloat16), split),
+            "scale": jax.device_put(table[0], whole),
+        },
+    }
+    optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    others = jax.device_put(
+        (jnp.int32(step), jax.random.key(step), Counters(jnp.int32(7), (jnp.arange(step, step + 3), None))), whole
+    )
+    opt_state = jax.tree.map(lambda x: x + step if x.ndim else jax.device_put(x + step, whole), optimizer.init(weights))
+    return State(others[0], weights, opt_state, others[1], others[2])
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_equal(found: State, expected: State) -> None:
+    """Same tree, values, dtypes and shardings, bit for bit."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+class Run:
+    """Opens the checkpoints of one directory again and again, as restarts would; collects the reports."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.reports: list[str] = []
+        self.opened: list[Checkpoints] = []
+
+    def open(self, *, keep: int = 3, keep_every: int = 0, architecture=ARCHITECTURE) -> Checkpoints:
+        checkpoints = Checkpoints(
+            str(self.directory), keep=keep, keep_every=keep_every, architecture=architecture, report=self.reports.append
+        )
+        self.opened.append(checkpoints)
+        return checkpoints
+
+    def save(self, *steps: int) -> Checkpoints:
+        checkpoints = self.open()
+        for step in steps:
+            checkpoints.save(step, make_state(step), {"data": {"step": step}})
+        checkpoints.wait()
+        return checkpoints
+
+    def largest_file(self, step: int) -> Path:
+        files = [path for path in (self.directory / str(step) / "state").rglob("*") if path.is_file()]
+        return max((path for path in files if path.parent.name == "d"), key=lambda path: path.stat().st_size)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run" / "checkpoints")
+    yield run
+    for checkpoints in run.opened:
+        checkpoints.close()
+
+
+def flip_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("axes", [("tensor", "data"), (None, ("data", "tensor")), ()])
+def test_restores_bitwise_under_another_sharding(run, axes):
+    run.save(5)
+    wanted = make_state(5, axes)
+    step, state, extra = run.open().restore(abstract(wanted))
+    assert step == 5
+    assert extra == {"data": {"step": 5}}
+    assert_equal(state, wanted)
+    assert not run.reports
+
+
+def test_restores_on_fewer_devices(run):
+    run.save(5)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    wanted = jax.device_put(make_state(5), one)
+    _, state, _ = run.open().restore(abstract(wanted))
+    assert_equal(state, wanted)
+
+
+def test_a_donated_state_is_saved_as_it_was(run):
+    checkpoints = run.open()
+    state, expected = make_state(5), make_state(5)
+    overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x if x.ndim == 0 else x * 0, s), donate_argnums=0)
+    checkpoints.save(5, state.weights, {})
+    overwrite(state.weights)
+    _, found, _ = checkpoints.restore(abstract(expected).weights)
+    assert np.array_equal(found["table"], expected.weights["table"])
+
+
+def test_restored_random_keys_draw_the_same(run):
+    run.save(5)
+    _, state, _ = run.open().restore(abstract(make_state(5)))
+    assert jax.random.normal(state.key) == jax.random.normal(jax.random.key(5))
+
+
+def test_random_keys_of_another_kind_are_refused(run):
+    run.save(5)
+    key = jax.device_put(jax.random.key(5, impl="rbg"), make_state(5).key.sharding)
+    with pytest.raises(InputError, match=r"different: key: uint32\[2\] in the checkpoint, uint32\[4\] wanted"):
+        run.open().restore(abstract(dataclasses.replace(make_state(5), key=key)))
+
+
+def test_no_checkpoint_gives_none_and_creates_nothing(run):
+    assert run.open().restore(abstract(make_state(5))) is None
+    assert run.open().steps() == []
+    assert not run.directory.exists()
+
+
+def test_keeps_the_newest_and_every_nth(run):
+    checkpoints = run.open(keep=2, keep_every=4)
+    for step in range(1, 9):
+        checkpoints.save(step, make_state(step), {})
+    checkpoints.close()
+    assert run.open().steps() == [4, 7, 8]
+    assert sorted(path.name for path in run.directory.iterdir()) == ["4", "7", "8"]
+    assert run.open().restore(abstract(make_state(4)), step=4)[0] == 4
+
+
+def test_a_kill_while_deleting_leaves_no_half_step(run, monkeypatch):
+    checkpoints = run.open(keep=1)
+    monkeypatch.setattr(checkpoints, "_empty_trash", lambda: None)
+    checkpoints.save(1, make_state(1), {})
+    checkpoints.save(2, make_state(2), {})
+    checkpoints.wait()
+    (run.directory / "deleted" / "1" / "sha256.json").unlink()  # as far as the kill let it come
+    restarted = run.open(keep=1)
+    assert restarted.steps() == [2]
+    restarted.save(3, make_state(3), {})
+    restarted.close()
+    assert [path.name for path in run.directory.iterdir()] == ["3"]
+
+
+def test_an_explicit_step(run):
+    run.save(1, 2)
+    assert_equal(run.open().restore(abstract(make_state(1)), step=1)[1], make_state(1))
+    with pytest.raises(InputError, match="there is no checkpoint 7\n  fix   use one of 1, 2"):
+        run.open().restore(abstract(make_state(1)), step=7)
+
+
+def test_an_explicit_step_without_any_checkpoint(run):
+    with pytest.raises(InputError, match="there is no checkpoint 7"):
+        run.open().restore(abstract(make_state(1)), step=7)
+
+
+def flip(run: Run, step: int) -> None:
+    flip_byte(run.largest_file(step))
+
+
+def truncate(run: Run, step: int) -> None:
+    os.truncate(run.largest_file(step), 5)
+
+
+def remove(run: Run, step: int) -> None:
+    run.largest_file(step).unlink()
+
+
+def flip_structure(run: Run, step: int) -> None:
+    flip_byte(run.directory / str(step) / "state" / "_METADATA")
+
+
+def flip_extra(run: Run, step: int) -> None:
+    flip_byte(run.directory / str(step) / "run" / "metadata")
+
+
+def flip_manifest(run: Run, step: int) -> None:
+    flip_byte(run.directory / str(step) / "sha256.json")
+
+
+def remove_manifest(run: Run, step: int) -> None:
+    (run.directory / str(step) / "sha256.json").unlink()
+
+
+def list_as_manifest(run: Run, step: int) -> None:
+    (run.directory / str(step) / "sha256.json").write_text("[1, 2]")
+
+
+def rename_a_field(run: Run, step: int) -> None:
+    file = run.directory / str(step) / "sha256.json"
+    file.write_text(file.read_text().replace('"bytes"', '"bites"', 1))
+
+
+def empty(run: Run, step: int) -> None:
+    shutil.rmtree(run.directory / str(step))
+    (run.directory / str(step)).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (flip, "its sha256 has changed"),
+        (truncate, "5 bytes instead of"),
+        (remove, "missing"),
+        (flip_structure, "_METADATA: its sha256 has changed"),
+        (flip_extra, "run/metadata: its sha256 has changed"),
+        (flip_manifest, ""),
+        (remove_manifest, "sha256.json cannot be read"),
+        (list_as_manifest, "sha256.json cannot be read"),
+        (rename_a_field, "sha256.json cannot be read"),
+        (empty, "sha256.json cannot be read"),
+    ],
+)
+def test_a_damaged_step_is_reported_and_the_one_before_is_used(run, damage, words):
+    run.save(1, 2)
+    damage(run, 2)
+    step, state, extra = run.open().restore(abstract(make_state(1)))
+    assert (step, extra) == (1, {"data": {"step": 1}})
+    assert_equal(state, make_state(1))
+    (report,) = run.reports
+    assert report.startswith(f"checkpoint 2 in {run.directory} is damaged (") and words in report
+
+
+def test_damage_that_restoring_does_not_read_is_no_damage(run):
+    run.save(1, 2)
+    for step in (1, 2):
+        (run.directory / str(step) / "_CHECKPOINT_METADATA").write_text("{")
+    restarted = run.open()
+    assert restarted.restore(abstract(make_state(1)))[0] == 2
+    restarted.save(3, make_state(3), {})
+    restarted.wait()
+    assert restarted.steps() == [1, 2, 3]
+
+
+def test_all_damaged(run):
+    run.save(1, 2)
+    flip(run, 1)
+    remove(run, 2)
+    with pytest.raises(
+        InputError, match=r"(?s)no other checkpoint.*\n  2: .*missing\n  1: .*sha256 has changed\n  fix"
+    ):
+        run.open().restore(abstract(make_state(1)))
+    assert len(run.reports) == 2
+
+
+def test_a_damaged_explicit_step_is_refused(run):
+    run.save(1, 2)
+    flip(run, 2)
+    with pytest.raises(InputError, match="2: state/.*sha256 has changed"):
+        run.open().restore(abstract(make_state(1)), step=2)
+
+
+def test_saving_after_a_damaged_step_replaces_it(run):
+    run.save(1, 2, 4)
+    flip(run, 2)
+    flip(run, 4)
+    restarted = run.open()
+    assert restarted.restore(abstract(make_state(1)))[0] == 1
+    restarted.save(2, make_state(22), {})
+    restarted.wait()
+    assert run.reports[-1].startswith("checkpoint 2 replaces 2, 4 in")
+    assert run.open().steps() == [1, 2]
+    assert_equal(run.open().restore(abstract(make_state(1)))[1], make_state(22))
+
+
+def test_the_step_just_restored_or_saved_is_not_written_again(run):
+    run.save(1, 2)
+    restarted = run.open()
+    restarted.restore(abstract(make_state(1)))
+    restarted.save(2, make_state(99), {})
+    restarted.save(3, make_state(3), {})
+    restarted.save(3, make_state(99), {})
+    restarted.wait()
+    for step in (2, 3):
+        assert_equal(run.open().restore(abstract(make_state(1)), step=step)[1], make_state(step))
+    assert not run.reports
+
+
+def test_another_architecture_is_refused_with_its_fields(run):
+    run.save(1)
+    other = {**ARCHITECTURE, "layers": 6, "norm": "layernorm", "qk_norm": True}
+    with pytest.raises(InputError) as error:
+        run.open(architecture=other).restore(abstract(make_state(1, embed=4)))
+    assert str(error.value).splitlines() == [
+        f"{run.directory / '1'}: a checkpoint of another architecture",
+        "  layers: 4 in the checkpoint, 6 in the config",
+        "  norm: rmsnorm in the checkpoint, layernorm in the config",
+        "  qk_norm: absent in the checkpoint, True in the config",
+        "  fix   use the config it was saved with, or another --workdir",
+    ]
+
+
+def test_an_architecture_with_tuples_equals_itself(run):
+    architecture = {"sizes": (1, 2), "scaling": {"factor": 8.0}}
+    run.open(architecture=architecture).save(1, make_state(1), {})
+    run.opened[-1].wait()
+    assert run.open(architecture=architecture).restore(abstract(make_state(1)))[0] == 1
+
+
+def test_another_optimizer_is_refused_with_its_arrays(run):
+    run.save(1)
+    wanted = abstract(make_state(1, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3))))
+    with pytest.raises(InputError) as error:
+        run.open().restore(wanted)
+    message = str(error.value)
+    assert "  unexpected: opt_state.1.0.nu.table: float32[16, 8]" in message
+    assert "missing" not in message and "different" not in message
+    plain = abstract(make_state(1, optimizer=optax.sgd(1e-3, momentum=0.9)))
+    with pytest.raises(InputError, match=r"  missing: opt_state\.0\.trace\.block\.scale: float32\[8\]"):
+        run.open().restore(plain)
+
+
+def test_another_shape_or_dtype_is_refused(run):
+    run.save(1)
+    with pytest.raises(
+        InputError, match=r"weights\.table: float32\[16, 8\] in the checkpoint, float32\[16, 4\] wanted"
+    ):
+        run.open().restore(abstract(make_state(1, embed=4)))
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16, sharding=x.sharding) if x.dtype == jnp.bfloat16 else x,
+        abstract(make_state(1)),
+    )
+    with pytest.raises(InputError, match=r"block\.w: bfloat16\[16, 8\] in the checkpoint, float16\[16, 8\] wanted"):
+        run.open().restore(wanted)
+
+
+def fail_while_writing(run: Run, checkpoints: Checkpoints, monkeypatch) -> None:
+    """Lets checkpoint 2 fail: the disk is full when its manifest is written."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gspmd_lm.checkpoint._sum", full)
+        checkpoints.save(2, make_state(2), {})
+        thread = next(thread for thread in threading.enumerate() if thread.name == "save_finalize")
+        threading.Thread.join(thread)  # Orbax's own join would already raise
+
+
+@pytest.mark.parametrize("call", ["wait", "save", "close", "restore"])
+def test_a_failed_write_is_raised_by_the_next_call(run, monkeypatch, call):
+    checkpoints = run.open(keep=1)
+    checkpoints.save(1, make_state(1), {})
+    checkpoints.wait()
+    fail_while_writing(run, checkpoints, monkeypatch)
+    arguments = {"save": (3, make_state(3), {}), "restore": (abstract(make_state(1)),)}.get(call, ())
+    with pytest.raises(RuntimeError, match="checkpoint 2 was not written to .*No space left on device"):
+        getattr(checkpoints, call)(*arguments)
+    assert checkpoints.steps() == [1]
+    if call != "close":
+        checkpoints.save(4, make_state(4), {})
+        checkpoints.wait()
+        assert run.open().steps() == [4]
+
+
+def test_a_directory_that_vanished_is_an_error(run):
+    checkpoints = run.save(1)
+    shutil.rmtree(run.directory)
+    run.directory.write_text("a file is in the way")
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match=f"checkpoint 2 was not written to {run.directory}: .*Not a directory"):
+        checkpoints.save(2, make_state(2), {})
+    assert not {thread for thread in threading.enumerate() if not thread.daemon} - before  # nothing delays the exit
+
+
+def test_a_file_as_directory_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(InputError, match="not a directory"):
+        Checkpoints(str(file), keep=1, keep_every=0, architecture={})
+
+
+def test_values_that_json_cannot_hold_are_refused_at_once(run):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run.open().save(1, make_state(1), {"array": np.zeros(3)})
+    assert run.open().steps() == []
+
+
+KILLED = """
+import os, signal, sys
+import jax, numpy as np
+import gspmd_lm.checkpoint as checkpoint
+checkpoints = checkpoint.Checkpoints(sys.argv[1], keep=3, keep_every=0, architecture={})
+state = {"w": jax.numpy.arange(1000)}
+checkpoints.save(1, state, {})
+checkpoints.wait()
+if sys.argv[2] == "before the manifest":
+    checkpoint._sum = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+else:
+    checkpoints._manager._checkpoint_deleter.delete_steps = lambda steps: os.kill(os.getpid(), signal.SIGKILL)
+checkpoints.save(2, state, {})
+checkpoints.wait()
+"""
+
+
+@pytest.mark.parametrize(("moment", "newest"), [("before the manifest", 1), ("after the commit", 2)])
+def test_a_kill_while_saving_leaves_a_usable_step(run, moment, newest):
+    command = [sys.executable, "-c", KILLED, str(run.directory), moment]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == -signal.SIGKILL
+    state = {"w": jnp.arange(1000)}
+    restarted = run.open(architecture={})
+    assert restarted.steps() == list(range(1, newest + 1))
+    step, found, _ = restarted.restore(abstract(state))
+    assert step == newest and np.array_equal(found["w"], state["w"])
+    restarted.save(3, state, {})
+    restarted.close()
+    assert sorted(path.name for path in run.directory.iterdir()) == [*map(str, range(1, newest + 1)), "3"]
+    assert not run.reports
+
+
+def test_orbax_is_quiet_and_other_messages_are_not(run):
+    handler = logging.handlers.BufferingHandler(capacity=1000)
+    absl = logging.getLogger("absl")
+    level = absl.level
+    absl.addHandler(handler)
+    absl.setLevel(logging.INFO)
+    try:
+        run.save(1).restore(abstract(make_state(1)))
+        from absl import logging as absl_logging
+
+        absl_logging.info("ours")
+    finally:
+        absl.removeHandler(handler)
+        absl.setLevel(level)
+    assert [record.getMessage() for record in handler.buffer] == ["ours"]
+
+
+def test_the_manifest_lists_every_file_that_restoring_reads(run):
+    run.save(1)
+    folder = run.directory / "1"
+    listed = json.loads((folder / "sha256.json").read_text())
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert present - set(listed) == {"sha256.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert all(len(entry["sha256"]) == 64 and entry["bytes"] > 0 for entry in listed.values())
