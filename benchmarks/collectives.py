@@ -67,9 +67,11 @@ def ring_bytes(collectives: Iterable[Collective]) -> float:
 def count(text: str) -> list[Collective]:
     """Every collective of a program, in the order of its text; `text` is that of `compiled.as_text()`.
 
-    A conditional counts with all its branches. Raises ValueError for a loop with collectives whose turns cannot be told.
+    A conditional counts with all its branches.
+
+    Raises: ValueError for a loop with collectives whose turns cannot be told.
     """
-    program = _parse(text)
+    program, entry = _parse(text)
     devices = math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0]))
     found: list[Collective] = []
 
@@ -88,7 +90,7 @@ def count(text: str) -> list[Collective]:
                     walk(called, times, depth)
             found.extend(_moved(instruction, instructions, name, devices, times, depth))
 
-    walk(next(reversed(program)), times=1, depth=0)  # the entry is printed last
+    walk(entry, times=1, depth=0)
     return found
 
 
@@ -128,21 +130,23 @@ class _Instruction:
         return [one] if one else []
 
 
-def _parse(text: str) -> dict[str, dict[str, _Instruction]]:
-    """Computation -> name -> instruction."""
+def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
+    """Computation -> name -> instruction, and the name of the computation where the program begins."""
     program: dict[str, dict[str, _Instruction]] = {}
+    entry = ""
     inside: dict[str, _Instruction] = {}
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if line.startswith("HloModule"):
             continue
         if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
             inside = program.setdefault(head.group(1), {})
+            entry = head.group(1) if line.startswith("ENTRY") else entry
         elif body := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line):
             shape, rest = _split_shape(body.group(2))
             opcode, _, rest = rest.partition("(")
             operands = re.findall(r"%([\w.\-]+)", rest[: rest.find(")")])
             inside[body.group(1)] = _Instruction(body.group(1), shape, opcode, tuple(operands), rest)
-    return program
+    return program, entry
 
 
 def _split_shape(text: str) -> tuple[str, str]:
@@ -187,9 +191,7 @@ def _moved(
     if kind == "all-to-all" and instruction.shape.startswith("("):  # one array, handed out as a tuple of its pieces
         tensors = [(dtype, (group, *shape)) for dtype, shape in tensors[::group]]
     for dtype, shape in tensors:
-        yield Collective(
-            kind, dtype, shape, group, times, depth, computation, op_name.group(1) if op_name else ""
-        )
+        yield Collective(kind, dtype, shape, group, times, depth, computation, op_name.group(1) if op_name else "")
 
 
 def _group_size(attributes: str, devices: int) -> int:

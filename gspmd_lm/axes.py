@@ -33,8 +33,8 @@ AXES = {
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 
-# Every array that a rules file may name: weights by the end of their path, then batch arrays and activations.
-ARRAYS = {
+# Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
+WEIGHTS = {
     "embedding": "token table",
     "position_embedding": "table of learned positions",
     "unembedding": "output matrix of an untied model",
@@ -55,6 +55,8 @@ ARRAYS = {
     "b_down": "bias of w_down",
     "scale": "scale of a norm (final_norm.scale, attention_norm.scale, ...)",
     "bias": "bias of a norm",
+}
+ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "residual": "the residual stream between blocks",
     "block_input": "what the projections of a block read: the normed residual, gathered",
@@ -65,6 +67,7 @@ ARRAYS = {
     "hidden": "output of the MLP's activation, before w_down",
     "logits": "one chunk of the logits",
 }
+ARRAYS = WEIGHTS | ACTIVATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +120,6 @@ class Placement(Protocol):
         """The sum over the leading dimension, one entry for each piece of `split`, where `table` puts `array`: a
         reduce-scatter where the result is split over the same mesh axes, else an all-reduce."""
         ...
-
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         """`function` run by each device on its own piece of the arrays, which are named as in `shard`."""

@@ -44,7 +44,7 @@ class Checkpoints:
         architecture: Mapping[str, Any],
         report: Callable[[str], None] = _log.warning,
     ):
-        """Opens `directory`, a local path or a URL (gs://, s3://), which need not exist.
+        """Opens `directory`, a local path or a gs:// URL, which need not exist.
 
         keep: how many of the newest steps stay; keep_every: besides them, every multiple of it stays (0: none).
         architecture: plain values saved with each step; `restore` refuses a step saved with others.
@@ -221,8 +221,14 @@ _ABSENT = object()
 def _open_directory(directory: str) -> epath.Path:
     """The absolute path of `directory`, reached once, so that a wrong one stops the run before it starts."""
     path = epath.Path(directory)
+    scheme, is_url, _ = directory.partition("://")
+    if is_url and scheme != "gs":  # Orbax 0.12.8 makes s3:/ of s3:// and calls it a relative path
+        raise InputError(
+            f"{directory}: Orbax writes checkpoints to local paths and to gs://, not to {scheme}://\n"
+            "  fix   mount the bucket as a file system and give its path, or use gs://"
+        )
     try:
-        if "://" not in directory:
+        if not is_url:
             path = path.expanduser().absolute()
         is_other = path.exists() and not path.is_dir()
     except ImportError as error:

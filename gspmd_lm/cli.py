@@ -62,23 +62,29 @@ def _flags(verb: str) -> flags.FlagValues:
     """The flags of a verb, and nobody else's."""
     values = flags.FlagValues()
     text = lambda name, default, about: flags.DEFINE_string(name, default, about, flag_values=values)  # noqa: E731
-    whole = lambda name, default, about: flags.DEFINE_integer(name, default, about, flag_values=values)  # noqa: E731
+    whole = lambda name, default, about, least=None: flags.DEFINE_integer(  # noqa: E731
+        name, default, about, lower_bound=least, flag_values=values
+    )
     text("config", None, "what is computed: a path, or a name in configs/. Default: the workdir's, else tiny.")
     text("rules", None, "where it runs: a path, a name in rules/, or none. Default: the workdir's, else none.")
-    text("workdir", None, "folder of the run; may be remote (gs://, s3://). Default: a fresh one in runs/.")
+    text("workdir", None, "folder of the run; may be remote (gs://). Default: a fresh one in runs/.")
     flags.DEFINE_multi_string("set", [], "section.key=value laid over the config; may be repeated.", flag_values=values)
     text("mesh", "", "sizes laid over the rules' mesh, such as tensor=4 or data=2,tensor=4.")
     text("platform", None, "cpu, gpu or tpu. Default: what is there.")
-    whole("devices", 8, "how many devices to simulate on a CPU where a size of the mesh is -1.")
+    whole("devices", 8, "how many devices to simulate on a CPU where a size of the mesh is -1.", 1)
     text("coordinator", None, "HOST:PORT of the first of several processes, where jax does not find it by itself.")
     whole("num_processes", None, "how many processes there are.")
     whole("process_id", None, "which of them this one is, from 0.")
     text("compile_cache", None, "folder of compiled programs; none switches it off. Default: the user's cache.")
     if verb == "train":
-        whole("steps", None, "where to stop. The schedule's length is the config's train.steps, also the default.")
-        flags.DEFINE_boolean("dry_run", False, "print every array and its bytes per device, and stop.", flag_values=values)
+        whole("steps", None, "where to stop. The schedule's length is the config's train.steps, also the default.", 1)
+        flags.DEFINE_boolean(
+            "dry_run", False, "print every array and its bytes per device, and stop.", flag_values=values
+        )
         text("profile", None, "START:STOP, the steps to write a trace of into the workdir.")
-        text("train_tokenizer", None, "train a BPE tokenizer of model.vocab tokens on data.source, write it here, stop.")
+        text(
+            "train_tokenizer", None, "train a BPE tokenizer of model.vocab tokens on data.source, write it here, stop."
+        )
     else:
         whole("step", None, "which checkpoint. Default: the newest that is undamaged.")
     flags.DEFINE_boolean("help", False, "show this and stop.", short_name="h", flag_values=values)
@@ -113,6 +119,8 @@ def _run(argv: list[str]) -> int:
     if values.help:
         print(_help(verb))
         return 0
+    if len(rest) > 1 and rest[1] in VERBS:
+        raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
     if len(rest) > 1:
         raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
     return _train_or_evaluate(verb or "train", values)
@@ -127,6 +135,9 @@ def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
     from gspmd_lm import runtime
 
     workdir = epath.Path(values.workdir) if values.workdir else None
+    profile = _profile(values.profile) if verb == "train" else None
+    if verb == "eval" and workdir is None:
+        raise InputError("eval needs the folder of a run that has saved a checkpoint\n  fix   eval --workdir=DIR")
     config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
     rules = layouts.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
     processes = values.num_processes or 1
@@ -160,9 +171,6 @@ def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
         return 0
     if verb == "train" and values.train_tokenizer:
         return _train_tokenizer(config, values.train_tokenizer, console)
-    if verb == "eval" and workdir is None:
-        raise InputError("eval needs --workdir, the folder of a run that has saved a checkpoint")
-    profile = _profile(values.profile) if verb == "train" else None
     cache = runtime.enable_compile_cache(values.compile_cache)
     workdir = workdir or epath.Path("runs") / _fresh_name(config.name, rules.name)
 
@@ -170,6 +178,11 @@ def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
     from gspmd_lm.train import loop
 
     train_rows, held_out_rows = loader.open(config, _progress(console) if machine.is_main else None)
+    if verb == "train":
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{workdir}: cannot be written ({error.strerror})\n  fix   --workdir=DIR") from error
     built = step.build(config, rules, arrays, devices)
     run = loop.Run(built, train_rows, held_out_rows, workdir, machine, console, cache, profile)
     mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
@@ -202,7 +215,7 @@ def _profile(span: str | None) -> tuple[int, int] | None:
         return None
     start, colon, stop = span.partition(":")
     if not colon or not start.isdigit() or not stop.isdigit() or int(start) >= int(stop):
-        raise InputError(f"--profile={span}: write START:STOP, two steps, such as --profile=10:13")
+        raise InputError(f"--profile={span}: not two steps, the first before the second\n  fix   --profile=10:13")
     return int(start), int(stop)
 
 

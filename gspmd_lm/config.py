@@ -11,7 +11,7 @@ import pydantic
 import yaml
 from pydantic.dataclasses import dataclass
 
-_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
+_STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class InputError(ValueError):
@@ -73,17 +73,16 @@ class Model:
     matmul_precision: Literal["default", "high", "highest"] = "default"
 
     def __post_init__(self):
-        for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        wrong = _below(self, 1, "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context")
+        if self.kv_heads > 0 and self.heads % self.kv_heads:
+            wrong.append(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.padded_vocab and self.padded_vocab < self.vocab:
-            raise ValueError(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
+            wrong.append(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+            wrong.append(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"positions: rope needs an even head_dim, got {self.head_dim}")
+            wrong.append(f"positions: rope needs an even head_dim, got {self.head_dim}")
+        _refuse(wrong)
 
     @property
     def vocab_rows(self) -> int:
@@ -106,10 +105,10 @@ class Data:
     seed: int = 0  # of the order of rows
 
     def __post_init__(self):
-        if self.batch < 1 or self.seq < 1:
-            raise ValueError(f"batch={self.batch} and seq={self.seq} must be at least 1")
+        wrong = _below(self, 1, "batch", "seq")
         if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1")
+            wrong.append(f"held_out={self.held_out} must be at least 0 and below 1")
+        _refuse(wrong)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -129,6 +128,9 @@ class Optimizer:
     eps: float = 1e-8
     clip_norm: float = 1.0  # 0 means none
 
+    def __post_init__(self):
+        _refuse(_below(self, 0, "learning_rate", "warmup_steps", "decay_steps", "weight_decay", "clip_norm"))
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Train:
@@ -146,9 +148,10 @@ class Train:
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
 
     def __post_init__(self):
-        for name in ("steps", "log_every", "eval_batches", "keep_checkpoints", "max_skipped"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        _refuse(
+            _below(self, 1, "steps", "log_every", "eval_batches", "keep_checkpoints", "max_skipped")
+            + _below(self, 0, "eval_every", "checkpoint_every", "keep_every")
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -164,6 +167,16 @@ class Config:
     def __post_init__(self):
         if self.data.seq > self.model.context:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+
+
+def _below(section: Any, least: int, *names: str) -> list[str]:
+    low = [name for name in names if getattr(section, name) < least]
+    return [f"{name}={getattr(section, name)} must be at least {least}" for name in low]
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -191,8 +204,19 @@ def parse_yaml(text: str, place: str) -> Any:
     """The value of one YAML document. Raises InputError, naming `place` and the line, where it is not YAML."""
     try:
         return yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise InputError(f"{place}: not valid YAML\n  {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        raise InputError(f"{place}: not valid YAML\n  {reason}") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises InputError where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def find_file(name: str, folder: str) -> Path:
@@ -219,35 +243,34 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     Raises InputError that lists every problem of the file and of the overrides at once.
     """
     path = find_file(name, "configs")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    raw = parse_yaml(text, str(path))
+    raw = parse_yaml(read_text(path), str(path))
     if not isinstance(raw, dict):
-        raise InputError(f"{path}: a config is a mapping of sections, not {type(raw).__name__}")
+        kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
+        raise InputError(f"{path}: a config is a mapping of sections; this one {kind}")
     for override in overrides:
         key, equals, value = override.partition("=")
-        section, _, field = key.strip().partition(".")
-        if not equals or not section:
+        *sections, field = key.strip().split(".")
+        if not equals or not field:
             raise InputError(f"--set {override}: write --set section.key=value")
-        parsed = parse_yaml(value, f"--set {override}")
-        if field:
-            if not isinstance(raw.setdefault(section, {}), dict):
-                raise InputError(f"{path}: section {section} is not a mapping")
-            raw[section][field] = parsed
-        else:
-            raw[section] = parsed
+        target = raw
+        for section in sections:
+            if target.get(section) is None:
+                target[section] = {}
+            target = target[section]
+            if not isinstance(target, dict):
+                raise InputError(f"--set {override}: in {path}, {section} is not a mapping")
+        target[field] = parse_yaml(value, f"--set {override}")
     raw.setdefault("name", path.stem)
-    return from_dict(raw, str(path))
+    return from_dict(raw, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
 
 
 def from_dict(raw: Mapping[str, Any], place: str) -> Config:
     """A checked Config. Raises InputError, naming `place` and every wrong field."""
     try:
-        return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw, default=str))  # JSON mode: lists become tuples
+        # In JSON mode a strict tuple may be written as a list.
+        return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw, default=str))
     except pydantic.ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [line for problem in error.errors() for line in _explain(problem)]
         raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
 
 
@@ -256,22 +279,32 @@ def to_dict(config: Config) -> dict[str, Any]:
     return pydantic.TypeAdapter(Config).dump_python(config, mode="json")
 
 
-def _explain(problem: Any) -> str:
-    """One line for one of pydantic's findings, in the words of the file."""
-    where = ".".join(str(part) for part in problem["loc"])
-    got = problem.get("input")
-    if problem["type"] == "unexpected_keyword_argument":
-        known = _fields_at(problem["loc"][:-1])
-        return f"  {where}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}"
-    if problem["type"] in ("missing", "missing_argument"):
-        return f"  {where}: missing"
-    if problem["type"] in ("float_type", "int_type") and isinstance(got, str):
-        try:
-            return f"  {where}: YAML reads {got} as text; write {_yaml_float(got)}"
-        except ValueError:
-            pass  # not a number at all: the general message below says so
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"  {where}: {message}" + ("" if problem["type"] == "value_error" else f", got {got!r}")
+_KINDS = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+    "dataclass_type": "must be a mapping",
+}
+
+
+def _explain(problem: Any) -> list[str]:
+    """The lines for one of pydantic's findings, in the words of the file."""
+    where, kind, got = ".".join(str(part) for part in problem["loc"]), problem["type"], problem.get("input")
+    if kind == "value_error":  # of a section's own checks, one on each line
+        found = problem["msg"].removeprefix("Value error, ").split("\n")
+        return [f"  {where}: {line}" if where else f"  {line}" for line in found]
+    if kind == "unexpected_keyword_argument":
+        message = f"unknown key{did_you_mean(str(problem['loc'][-1]), _fields_at(problem['loc'][:-1]))}"
+    elif kind in ("missing", "missing_argument"):
+        message = "missing"
+    elif kind in ("float_type", "int_type") and isinstance(got, str) and (number := _yaml_number(got, kind)):
+        message = f"YAML reads {got} as text; write {number}"
+    else:
+        hint = did_you_mean(str(got), problem["ctx"]["expected"].split("'")) if kind == "literal_error" else ""
+        message = f"{_KINDS.get(kind) or problem['msg'].replace('Input should be', 'must be')}, got {got!r}{hint}"
+    return [f"  {where}: {message}"]
 
 
 def _fields_at(path: Sequence[Any]) -> list[str]:
@@ -282,7 +315,13 @@ def _fields_at(path: Sequence[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
-def _yaml_float(word: str) -> str:
-    """The spelling of a number that PyYAML reads as one: 3e-4 becomes 3.0e-4."""
-    mantissa, _, exponent = f"{float(word):e}".partition("e")
+def _yaml_number(word: str, kind: str) -> str | None:
+    """The spelling of a number that PyYAML reads as one: 3e-4 becomes 3.0e-4. None for a word that is no number."""
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    if kind == "int_type":
+        return str(int(number)) if number.is_integer() else None
+    mantissa, _, exponent = f"{number:.15e}".partition("e")
     return f"{float(mantissa)}e{int(exponent):+d}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.axes import Remat, Split, placed_by
-from gspmd_lm.rules import Problem, Rules
+from gspmd_lm.rules import Problem, Rules, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,9 @@ class MeshPlacement:
         return remat(self.rules)
 
     def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """Where `table` puts an array. The rules were checked, so nothing can be wrong here."""
+        """Where `table` puts an array. Raises ShardingError for one that no check saw, made only under these rules."""
         spec, problems = self.rules.resolve(table, path, axes, shape)
-        assert not problems, problems
+        check(problems)
         return NamedSharding(self.mesh, _partition_spec(spec))
 
     def shardings(self, table: str, named: Any, abstract: Any) -> Any:
@@ -56,8 +56,7 @@ class MeshPlacement:
         return jax.lax.with_sharding_constraint(x, self.sharding(table, array, axes, x.shape))
 
     def split(self, array: str, axis: str) -> Split:
-        over = self.rules.split("rules", array, axis)
-        return Split(over, math.prod(self.mesh.shape[name] for name in over))
+        return _split(self.rules, array, axis)
 
     def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
         """The sum over the leading dimension of `partials`, which is split as `split` says.
@@ -103,7 +102,6 @@ class MeshPlacement:
         )(partials)
         return jax.lax.with_sharding_constraint(reduced, result)
 
-
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         def spec(text: str) -> PartitionSpec:
             array, _, axes = text.partition(": ")
@@ -141,7 +139,9 @@ class Recorder:
     remat: Remat | None = None
     attention = "xla"
 
-    def __init__(self) -> None:
+    def __init__(self, split: Rules | None = None) -> None:
+        """`split` are rules that fit the model, by which it cuts its loops; without them everything is in one piece."""
+        self.rules = split
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
     def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
@@ -150,19 +150,20 @@ class Recorder:
         return x
 
     def split(self, array: str, axis: str) -> Split:
-        return Split()
+        return _split(self.rules, array, axis) if self.rules else Split()
 
     def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
         return self.constrain(partials.sum(0), array, axes, table)
-
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         return function
 
 
-def record(function: Callable[..., Any], *abstract: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+def record(
+    function: Callable[..., Any], *abstract: Any, split: Rules | None = None
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """Logical axes and shape of every array that `function` places, found without computing anything."""
-    recorder = Recorder()
+    recorder = Recorder(split)
     with placed_by(recorder):
         jax.eval_shape(function, *abstract)
     return recorder.arrays
@@ -181,9 +182,16 @@ def problems(
     for table, (leaf, like) in tables:
         found += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
     for array, (axes, shape) in activations.items():
-        found += rules.resolve("rules", array, axes, shape)[1]
-    arrays = {leaf.path: leaf.axes for leaf, _ in params} | {array: axes for array, (axes, _) in activations.items()}
-    return list(dict.fromkeys(found + rules.unused(arrays)))
+        itemsize = 4 if array == "tokens" else 0  # a batch of one row cannot be shared out, so it must not pass
+        found += rules.resolve("rules", array, axes, shape, itemsize)[1]
+    weights = {leaf.path: leaf.axes for leaf, _ in params}
+    found += rules.unused(weights, {array: axes for array, (axes, _) in activations.items()})
+    return list(dict.fromkeys(found))
+
+
+def _split(rules: Rules, array: str, axis: str) -> Split:
+    over = rules.split("rules", array, axis)
+    return Split(over, math.prod(rules.mesh[name] for name in over))
 
 
 def _partition_spec(spec: Any) -> PartitionSpec:

@@ -10,13 +10,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from gspmd_lm.axes import ARRAYS, AXES, MESH_AXES
-from gspmd_lm.config import InputError, did_you_mean, find_file, parse_yaml
+import yaml
+
+from gspmd_lm.axes import ACTIVATIONS, ARRAYS, AXES, MESH_AXES
+from gspmd_lm.config import InputError, did_you_mean, find_file, parse_yaml, read_text
 
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
 SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
+IN_BLOCKS = tuple(name for name in ACTIVATIONS if name not in ("tokens", "logits"))  # what remat has a choice about
 
 
 class ShardingError(InputError):
@@ -30,10 +33,19 @@ class Problem:
     message: str
     row: str
     fix: str
+    instead: str = ""  # another fix
+    replicated_bytes: int = 0  # the price of the first fix
     warning: bool = False
 
+    @property
+    def place(self) -> str:
+        """The array, the row or the section that the message begins with."""
+        return self.message.partition(": ")[0]
+
     def __str__(self) -> str:
-        return f"{self.message}\n  rule  {self.row}\n  fix   {self.fix}"
+        cost = f" (replicates {human_bytes(self.replicated_bytes)} per device)" if self.replicated_bytes else ""
+        instead = f", or {self.instead}" if self.instead else ""
+        return f"{self.message}\n  rule  {self.row}\n  fix   {self.fix}{cost}{instead}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +57,11 @@ class Row:
     array: str  # the end of an array's path; "" for every array
     axis: str
     mesh_axes: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """rules.residual.seq"""
+        return ".".join(filter(None, (self.table, self.array, self.axis)))
 
     def speaks_of(self, path: str) -> bool:
         return not self.array or path == self.array or path.endswith("." + self.array)
@@ -114,14 +131,10 @@ class Rules:
                 continue
             twice = [name for name in names if name in taken]
             if twice:
-                first = taken[twice[0]]
-                problems.append(
-                    Problem(
-                        f"{path}: {twice[0]} would split both {first.axis} and {axis}",
-                        f"{first.place}\n        {row.place}",
-                        f"give one of them another mesh axis, or set {row.table}.{path.split('.')[-1]}.{axis} to null",
-                    )
-                )
+                first, key = taken[twice[0]], f"{row.table}.{path.split('.')[-1]}.{axis}"
+                message = f"{path}: {twice[0]} would split both {first.axis} and {axis}"
+                fix = f"give one of them another mesh axis, or set {key} to null"
+                problems.append(Problem(message, f"{first.place}\n        {row.place}", fix))
             taken.update(dict.fromkeys(names, row))
             pieces = math.prod(self.mesh[name] for name in names)
             if size % pieces:
@@ -132,65 +145,73 @@ class Rules:
         self, row: Row, path: str, axis: str, size: int, names: tuple[str, ...], total_bytes: int
     ) -> Problem:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
-        cost = f" (replicates {human_bytes(total_bytes)} per device)" if total_bytes else ""
-        fix = f"set {row.table}.{row.axis if not row.array else f'{row.array}.{row.axis}'} to null{cost}"
-        if len(names) == 1:
-            fitting = [n for n in range(1, self.mesh[names[0]] + 1) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
-            fix += f", or use {names[0]}={' or '.join(map(str, fitting))}"
-        return Problem(f"{path}: {axis}={size} does not divide over {over}", row.place, fix)
+        pieces = math.prod(self.mesh[name] for name in names)
+        fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
+        instead = f"use {names[0]}={_either(fitting)}" if len(names) == 1 else ""
+        if axis == "batch":
+            each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
+            fix = f"make data.batch a multiple of {pieces * self.microbatches}"
+            return Problem(f"{path}: batch={size}{each} does not divide over {over}", row.place, fix, instead)
+        message = f"{path}: {axis}={size} does not divide over {over}"
+        return Problem(message, row.place, f"set {row.key} to null", instead, total_bytes)
 
-    def fill(self, device_count: int, override: str = "") -> "Rules":
+    def fill(self, device_count: int) -> "Rules":
         """These rules with a -1 in the mesh replaced, so that the mesh has exactly `device_count` devices.
 
         A mesh that does not is a problem added to the result.
         """
-        known = math.prod(size for size in self.mesh.values() if size > 0)
-        mesh = dict(self.mesh)
+        mesh, place = dict(self.mesh), f"{self.path}: mesh: {_flow(dict(self.mesh))}"
+        known = math.prod(size for size in mesh.values() if size > 0)
         open_axis = next((name for name, size in mesh.items() if size == -1), None)
         problems = list(self.problems)
         if open_axis is not None:
             mesh[open_axis] = max(1, device_count // known)
-        if math.prod(mesh.values()) != device_count:
-            written = ", ".join(f"{name}: {size}" for name, size in self.mesh.items())
-            if open_axis is not None:
-                fix = f"make the other sizes divide {device_count}"
-            else:
-                sizes = [f"{name}={size * device_count // known}" for name, size in mesh.items()
-                         if size * device_count % known == 0]
-                fix = f"--mesh={sizes[0]}" if sizes else f"choose sizes whose product is {device_count}"
-            problems.append(
-                Problem(f"mesh: {known} device{'s' * (known > 1)} asked for, {device_count} here",
-                        f"{self.path}: mesh: {{{written}}}", fix)
-            )  # fmt: skip
+        if not mesh or math.prod(mesh.values()) == device_count:
+            pass  # a missing mesh is a problem that is noted already
+        elif open_axis is not None:
+            others = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if name != open_axis)
+            problems.append(Problem(f"mesh: {others} does not divide {device_count} devices", place,
+                                    f"make the sizes other than {open_axis} a divisor of {device_count}"))  # fmt: skip
+        else:
+            fitting = [f"--mesh={name}={size * device_count // known}" for name, size in mesh.items()
+                       if size * device_count % known == 0]  # fmt: skip
+            problems.append(Problem(f"mesh: {known} device{'s' * (known > 1)} asked for, {device_count} here", place,
+                                    fitting[0] if fitting else f"choose sizes whose product is {device_count}",
+                                    f"--platform=cpu to simulate {known}"))  # fmt: skip
+        problems += [
+            Problem(f"dcn: {name}={mesh[name]} is not made of {slices} slices", f"{self.path}: dcn.{name}: {slices}",
+                    f"use a divisor of {mesh[name]}")
+            for name, slices in self.dcn.items() if mesh[name] % slices
+        ]  # fmt: skip
         return dataclasses.replace(self, mesh=mesh, problems=tuple(problems))
 
-    def unused(self, arrays: Mapping[str, Sequence[str]]) -> list[Problem]:
-        """Rows that speak of nothing in a model whose arrays (path -> logical axes) are given.
+    def unused(self, weights: Mapping[str, Sequence[str]], activations: Mapping[str, Sequence[str]]) -> list[Problem]:
+        """Rows that speak of nothing in a model whose weights and activations (path -> logical axes) are given.
 
         An array or axis that no model has is an error; one that only this model lacks is a warning.
         """
         problems = []
         for row in self.rows:
+            arrays = {**weights, **activations} if row.table == "rules" else weights
             named = {path: axes for path, axes in arrays.items() if row.speaks_of(path)}
+            last, lasts = row.array.split(".")[-1], {path.split(".")[-1] for path in arrays}
             if any(row.axis in axes for axes in named.values()):
                 continue
-            if row.array and named:
+            if any(row.speaks_of(path) and row.axis in axes for path, axes in activations.items()):
+                message = f"{row.key}: only activations have this axis"
+                problems.append(Problem(message, row.place, "move the row to rules"))
+            elif row.array and named:
                 has = sorted({axis for axes in named.values() for axis in axes})
-                problems.append(Problem(f"{row.array} has no axis {row.axis}", row.place, f"its axes: {', '.join(has)}"))
-            elif row.array and row.array.split(".")[-1] not in ARRAYS:
-                hint = did_you_mean(row.array, [*ARRAYS, *arrays])
-                problems.append(
-                    Problem(f"{row.array}: no array has this name{hint}", row.place,
-                            f"name one of {', '.join(ARRAYS)}")
-                )  # fmt: skip
-            elif row.array and "." in row.array and any(path.endswith(row.array.split(".")[-1]) for path in arrays):
-                near = difflib.get_close_matches(row.array, arrays, n=3, cutoff=0)
-                problems.append(Problem(f"{row.array}: no array has this name", row.place, f"nearest: {', '.join(near)}"))
+                message = f"{row.key}: {row.array} has no axis {row.axis}"
+                problems.append(Problem(message, row.place, f"use {_either(has)}"))
+            elif row.array and (last not in ARRAYS or (last != row.array and last in lasts)):
+                message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*ARRAYS, *arrays])}"
+                near = difflib.get_close_matches(row.array, {**ARRAYS, **arrays}, n=3, cutoff=0)
+                fix = f"use {_either(near)}; --rules=none --dry_run lists them all"
+                problems.append(Problem(message, row.place, fix))
             else:
-                what = row.array or row.axis
-                problems.append(
-                    Problem(f"{what}: this config has none, the row does nothing", row.place, "drop the row", warning=True)
-                )
+                message = f"{row.key}: this config has no {row.array or row.axis}, the row does nothing"
+                problems.append(Problem(message, row.place, "drop the row", warning=True))
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):
                 problems.append(
@@ -203,17 +224,19 @@ class Rules:
 def check(problems: Iterable[Problem]) -> list[Problem]:
     """The warnings among `problems`. Raises ShardingError with all the others, alike ones folded into one."""
     problems = list(problems)
-    groups: dict[tuple[str, str], list[Problem]] = {}
+    groups: dict[tuple[str, str], dict[str, Problem]] = {}  # row and finding -> place -> problem
     for problem in problems:
         if not problem.warning:
-            place, _, finding = problem.message.partition(": ")
-            groups.setdefault((problem.row, finding), []).append(problem)
-    if groups:
-        texts = []
-        for alike in groups.values():
-            others = list(dict.fromkeys(p.message.partition(": ")[0] for p in alike[1:]))
-            others = [name for name in others if name != alike[0].message.partition(": ")[0]]
-            texts.append(f"{alike[0]}" + (f"\n  also  {', '.join(others)}" if others else ""))
+            finding = problem.message.removeprefix(problem.place)
+            groups.setdefault((problem.row, finding), {}).setdefault(problem.place, problem)
+    texts = []
+    for alike in groups.values():
+        first, *others = alike.values()
+        total_bytes = sum(problem.replicated_bytes for problem in alike.values())
+        texts.append(str(dataclasses.replace(first, replicated_bytes=total_bytes)))
+        if others:
+            texts.append(f"  also  {', '.join(problem.place for problem in others)}")
+    if texts:
         raise ShardingError("\n".join(texts))
     return [problem for problem in problems if problem.warning]
 
@@ -225,10 +248,7 @@ def load(name: str, mesh_override: str = "") -> Rules:
     mapping; everything else that is wrong stands in `.problems`.
     """
     path = find_file("single" if name == "none" else name, "rules")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    text = read_text(path)
     raw = parse_yaml(text, str(path))
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
@@ -245,44 +265,55 @@ class _Reader:
         self.problems: list[Problem] = []
 
     def wrong(self, message: str, key: str, value: Any, fix: str) -> None:
-        shown = _flow(value)
-        self.problems.append(Problem(message, f"{self.path}: {key}: {shown}", fix))
+        self.problems.append(Problem(message, f"{self.path}: {key}: {_flow(value)}", fix))
+
+    def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
+        """Whether `word` is one of `words`; a problem if not."""
+        words = tuple(words)
+        if word not in words:
+            self.wrong(
+                f"{what} {_flow(word)}{did_you_mean(str(word), words)}", key, value, f"use {_either(words)}{fix}"
+            )
+        return word in words
+
+    def size(self, number: Any, what: str, key: str, fix: str = "") -> bool:
+        """Whether `number` is a whole one from 1; a problem if not."""
+        good = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        if not good:
+            self.wrong(f"{what}={_flow(number)} is no size", key, number, f"write a whole number from 1{fix}")
+        return good
+
+    def mapping(self, key: str, value: Any) -> Mapping[Any, Any]:
+        if value is not None and not isinstance(value, dict):
+            self.wrong(f"{key}: must be a mapping", key, value, f"write '{key}: {{name: value}}' or drop it")
+        return value if isinstance(value, dict) else {}
 
     def rules(self, raw: Mapping[Any, Any], mesh_override: str) -> Rules:
         for key, value in raw.items():
-            if key not in SECTIONS:
-                self.wrong(f"{key}: unknown section{did_you_mean(str(key), SECTIONS)}", str(key), value,
-                           f"use one of {', '.join(SECTIONS)}")  # fmt: skip
+            self.known(key, SECTIONS, "unknown section", str(key), value)
         mesh = self.mesh(raw.get("mesh"), mesh_override)
         rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
         microbatches = raw.get("microbatches", 1)
-        if not _is_int(microbatches) or microbatches < 1:
-            self.wrong("microbatches: must be a whole number from 1", "microbatches", microbatches, "write 1")
-            microbatches = 1
         return Rules(
             path=self.path,
             mesh=mesh,
             rows=rows,
             remat=self.remat(raw.get("remat", "none")),
-            microbatches=microbatches,
+            microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
             attention=self.attention(raw.get("attention")),
-            compiler_options=self.compiler_options(raw.get("compiler_options")),
+            compiler_options={
+                platform: self.mapping(f"compiler_options.{platform}", entries)
+                for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))
+            },
             dcn=self.dcn(raw.get("dcn"), mesh),
             problems=tuple(self.problems),
         )
 
-    def mapping(self, key: str, value: Any) -> Mapping[Any, Any]:
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            self.wrong(f"{key}: must be a mapping", key, value, f"write '{key}: {{name: value}}' or drop it")
-            return {}
-        return value
-
     def mesh(self, value: Any, override: str) -> dict[str, int]:
-        if not value:
+        if not isinstance(value, dict) or not value:
             self.wrong("mesh: a rules file needs a mesh", "mesh", value, "write for example 'mesh: {tensor: 8}'")
-        raw = dict(self.mapping("mesh", value))
+            return {}
+        raw = dict(value)
         for item in filter(None, override.split(",")):
             name, _, size = item.partition("=")
             if name not in raw:
@@ -290,22 +321,20 @@ class _Reader:
                     f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
                     f"  fix   its axes are {', '.join(map(str, raw))}"
                 )
-            raw[name] = int(size) if size.lstrip("-").isdigit() else size
+            if not size.removeprefix("-").isdigit():
+                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh=data=2,tensor=4")
+            raw[name] = int(size)
         mesh: dict[str, int] = {}
         for name, size in raw.items():
-            if name not in MESH_AXES:
-                self.wrong(f"mesh: unknown mesh axis {name}{did_you_mean(str(name), MESH_AXES)}", f"mesh.{name}", size,
-                           f"use one of {', '.join(MESH_AXES)}")  # fmt: skip
-            if not _is_int(size) or (size < 1 and size != -1):
-                self.wrong(f"mesh: {name}={size} is no size", f"mesh.{name}", size,
-                           "write a whole number from 1, or -1 for all the devices that are left")  # fmt: skip
-                size = 1
-            mesh[str(name)] = size
-        if list(mesh.values()).count(-1) > 1:
-            names = [name for name, size in mesh.items() if size == -1]
-            self.wrong(f"mesh: {' and '.join(names)} are both -1", "mesh", value, "give all but one of them a size")
-            for name in names[1:]:
-                mesh[name] = 1
+            self.known(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
+            rest = ", or -1 for all the devices that are left"
+            mesh[str(name)] = size if size == -1 or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
+        still_open = [name for name, size in mesh.items() if size == -1]
+        if len(still_open) > 1:
+            self.wrong(
+                f"mesh: {' and '.join(still_open)} are both -1", "mesh", value, "give all but one of them a size"
+            )
+            mesh |= dict.fromkeys(still_open[1:], 1)
         return mesh
 
     def table(self, table: str, value: Any, mesh: Mapping[str, int]) -> Iterable[Row]:
@@ -313,81 +342,61 @@ class _Reader:
             array, _, axis = str(key).rpartition(".")
             where = f"{table}.{key}"
             names = tuple(target) if isinstance(target, list) else () if target is None else (target,)
-            good = True
+            found = len(self.problems)
             if axis not in AXES:
-                known = [f"{array}.{name}" if array else name for name in AXES]
-                hint = did_you_mean(str(key), known) or did_you_mean(axis, AXES)
-                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use one of {', '.join(AXES)}")
-                good = False
-            for name in names:
-                if name not in mesh:
-                    hint = did_you_mean(str(name), mesh)
-                    self.wrong(f"{where}: {name} is no axis of the mesh{hint}", where, target,
-                               f"use one of {', '.join(mesh)}, or null to replicate")  # fmt: skip
-                    good = False
-            for name in dict.fromkeys(names):
-                if names.count(name) > 1:
-                    self.wrong(f"{where}: {name} stands twice", where, target, f"name {name} once")
-                    good = False
-            if good:
+                hint = did_you_mean(axis, AXES)
+                if not array and axis in ARRAYS:
+                    hint = f" ({axis} is an array: write {axis}.AXIS)"
+                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {_either(AXES)}")
+            for at, name in enumerate(names):
+                if name in names[:at]:
+                    self.wrong(f"{where}: {_flow(name)} stands twice", where, target, f"name {_flow(name)} once")
+                elif mesh:  # without one, that it is missing says enough
+                    what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
+                    self.known(name, mesh, what, where, target, rest)
+            if len(self.problems) == found and mesh:
                 yield Row(f"{self.path}: {where}: {_flow(target)}", table, array, axis, names)
 
     def remat(self, value: Any) -> Remat:
-        if value in ("none", "block", "dots"):
-            return Remat(value)
         if not isinstance(value, dict):
-            hint = did_you_mean(str(value), ("none", "block", "dots"))
-            self.wrong(f"remat: unknown policy {value}{hint}", "remat", value,
-                       "use none, block, dots, or {save: [q, k, v], offload: [residual]}")  # fmt: skip
-            return Remat()
-        lists: dict[str, tuple[str, ...]] = {}
+            policies = "none", "block", "dots", "{save: [q, k, v], offload: [residual]}"
+            good = self.known(value, policies, "remat: unknown policy", "remat", value)
+            return Remat(value if good else "none")
+        lists: dict[str, list[str]] = {"save": [], "offload": []}
         for key, names in value.items():
-            if key not in ("save", "offload") or not isinstance(names, list):
-                self.wrong(f"remat: unknown entry {key}{did_you_mean(str(key), ('save', 'offload'))}", f"remat.{key}",
-                           names, "write {save: [q, k, v], offload: [residual]}")  # fmt: skip
+            if not self.known(key, lists, "remat: unknown entry", f"remat.{key}", names):
                 continue
-            for name in names:
-                if name not in ARRAYS:
-                    self.wrong(f"remat: no array is named {name}{did_you_mean(str(name), ARRAYS)}", f"remat.{key}",
-                               names, "name activations, such as residual, q, k, v, attention_out, hidden")  # fmt: skip
-            lists[key] = tuple(map(str, names))
-        return Remat("names", lists.get("save", ()), lists.get("offload", ()))
+            if not isinstance(names, list):
+                self.wrong(f"remat.{key}: must be a list", f"remat.{key}", names, "write for example [q, k, v]")
+                continue
+            what = "remat: no activation of a block is named"
+            lists[key] = [name for name in names if self.known(name, IN_BLOCKS, what, f"remat.{key}", names)]
+        for name in sorted(set(lists["save"]) & set(lists["offload"])):
+            self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
+        return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
+
+    def by_platform(self, section: str, value: Any) -> list[tuple[str, Any]]:
+        entries = self.mapping(section, value).items()
+        what = f"{section}: unknown platform"
+        return [
+            (name, entry) for name, entry in entries if self.known(name, PLATFORMS, what, f"{section}.{name}", entry)
+        ]
 
     def attention(self, value: Any) -> dict[str, str]:
-        chosen = dict.fromkeys(PLATFORMS, "xla")
-        for platform, kernel in self.mapping("attention", value).items():
-            if platform not in PLATFORMS:
-                self.wrong(f"attention: unknown platform {platform}{did_you_mean(str(platform), PLATFORMS)}",
-                           f"attention.{platform}", kernel, f"use {', '.join(PLATFORMS)}")  # fmt: skip
-            elif kernel not in KERNELS[platform]:
-                self.wrong(f"attention: {platform} has no kernel {kernel}{did_you_mean(str(kernel), KERNELS[platform])}",
-                           f"attention.{platform}", kernel, f"use {' or '.join(KERNELS[platform])}")  # fmt: skip
-            else:
+        chosen: dict[str, str] = dict.fromkeys(PLATFORMS, "xla")
+        for platform, kernel in self.by_platform("attention", value):
+            what = f"attention: {platform} has no kernel"
+            if self.known(kernel, KERNELS[platform], what, f"attention.{platform}", kernel):
                 chosen[platform] = kernel
         return chosen
 
-    def compiler_options(self, value: Any) -> dict[str, Mapping[str, Any]]:
-        options: dict[str, Mapping[str, Any]] = {}
-        for platform, entries in self.mapping("compiler_options", value).items():
-            if platform not in PLATFORMS:
-                self.wrong(f"compiler_options: unknown platform {platform}{did_you_mean(str(platform), PLATFORMS)}",
-                           f"compiler_options.{platform}", entries, f"use {', '.join(PLATFORMS)}")  # fmt: skip
-            else:
-                options[platform] = self.mapping(f"compiler_options.{platform}", entries)
-        return options
-
     def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
-        parts: dict[str, int] = {}
-        for name, size in self.mapping("dcn", value).items():
-            if name not in mesh:
-                self.wrong(f"dcn: {name} is no axis of the mesh{did_you_mean(str(name), mesh)}", f"dcn.{name}", size,
-                           f"use one of {', '.join(mesh)}")  # fmt: skip
-            elif not _is_int(size) or size < 1 or (mesh[name] > 0 and mesh[name] % size):
-                self.wrong(f"dcn: {name}={mesh[name]} is not made of {size} slices", f"dcn.{name}", size,
-                           f"use a divisor of {mesh[name]}")  # fmt: skip
-            else:
-                parts[name] = size
-        return parts
+        return {
+            name: slices
+            for name, slices in self.mapping("dcn", value).items()
+            if self.known(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
+            and self.size(slices, f"dcn: {name}", f"dcn.{name}")
+        }
 
 
 def human_bytes(count: float) -> str:
@@ -399,16 +408,12 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _either(words: Iterable[Any]) -> str:
+    """'1, 2 or 4'"""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _flow(value: Any) -> str:
     """A value as it would stand on one line of YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_flow, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(entry)}" for key, entry in value.items()) + "}"
-    return str(value)
+    return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=float("inf")).strip()[1:-1]

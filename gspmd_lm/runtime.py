@@ -28,8 +28,8 @@ CACHE_LIMIT_BYTES = 8 * 2**30
 # What the compiler is told unless a rules file says otherwise; null there removes a row. Each name was accepted by the
 # compilers that come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
 DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
-    # A simulated device may wait long for seven others that share two cores; after 40 s XLA would abort the process.
-    "cpu": {"xla_cpu_collective_call_terminate_timeout_seconds": 600},
+    # --xla_cpu_collective_call_terminate_timeout_seconds is of use in XLA_FLAGS only; here it is accepted in vain.
+    "cpu": {},
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_all_gather_combine_threshold_bytes": 256 * 2**20,
@@ -49,6 +49,7 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_overlap_compute_collective_tc": True,
         "xla_enable_async_all_gather": True,
         "xla_enable_async_all_reduce": True,
+        "xla_jf_crs_combiner_threshold_in_bytes": 256 * 2**20,  # all-reduces
     },
 }
 
@@ -88,8 +89,8 @@ def start(
 
     `platform` wins over JAX_PLATFORMS, which wins over what is found. `simulated_devices` counts only on cpu, and per
     process. Processes join as the three flags say, else as jax reads it from Slurm, Open MPI, an indexed Kubernetes
-    job or a TPU VM; `num_processes=1` alone keeps this process by itself.
-    Raises InputError if a flag is wrong, the platform is not there or the other processes cannot be reached.
+    job or a TPU VM; `num_processes=1` alone keeps this process by itself. XLA aborts a process that waited 5 minutes
+    in vain for the others. Raises InputError if a flag is wrong, the platform is not there or jax cannot join them.
     """
     _check_flags(coordinator, num_processes, process_id)
     if simulated_devices < 1:
@@ -117,8 +118,9 @@ def _choose_platform(asked: str | None) -> str:
     TPU chips need no search: on their hosts jax, when imported, sets jax_platforms to "tpu,cpu".
     """
     origin = f"--platform={asked}"
-    if asked is None and jax.config.jax_platforms:
-        asked, origin = jax.config.jax_platforms.split(",")[0], f"JAX_PLATFORMS={jax.config.jax_platforms}"
+    preset: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if asked is None and preset:
+        asked, origin = preset.split(",")[0], f"JAX_PLATFORMS={preset}"
     if asked is not None:
         name = {"cuda": "gpu"}.get(asked.lower(), asked.lower())
         if name not in PLATFORMS:
@@ -126,9 +128,8 @@ def _choose_platform(asked: str | None) -> str:
                 f"{origin}: unknown platform{did_you_mean(name, PLATFORMS)}\n  fix   use cpu, gpu (or cuda) or tpu"
             )
         return name
-    if any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
-        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-            return "cpu"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
         if any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins")):
             return "gpu"
         _log.warning("an NVIDIA GPU is here, but not jax's plugin for it: pip install 'gspmd_lm[cuda]' to use it")
@@ -168,34 +169,28 @@ def _check_flags(coordinator: str | None, num_processes: int | None, process_id:
 
 def _join(platform: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Starts jax.distributed if there are, or may be, other processes."""
-    if num_processes == 1 and coordinator is None:
+    if coordinator is None and (num_processes == 1 or not _launched_in_parallel(platform)):
         return
-    if coordinator is None and not _launched_in_parallel(platform):
-        return
+    _log.info("waiting for the other processes%s", f" at {coordinator}" if coordinator else "")
     try:
-        if coordinator is None:
-            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-        else:
-            jax.distributed.initialize(
-                coordinator,
-                num_processes,
-                process_id,
-                cluster_detection_method="deactivate",
-                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-            )
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            cluster_detection_method="deactivate" if coordinator else None,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        )
     except (ValueError, RuntimeError) as error:
         if coordinator is None and "coordinator_address should be defined" in str(error):
             return  # jax does not recognise the environment: this process is alone
         raise InputError(
             f"the other processes cannot be joined: {error}\n"
-            "  fix   start all of them within 5 minutes, with a coordinator address that each can reach;\n"
-            "        --num_processes=1 runs this process by itself"
+            "  fix   give --coordinator, --num_processes and --process_id, or run by itself with --num_processes=1"
         ) from error
 
 
 def _launched_in_parallel(platform: str) -> bool:
-    """Whether to let jax look for other processes. It has no question without consequences, so this one comes first:
-    in a pod that is no indexed job, jax would warn or raise."""
+    """Whether to let jax look for other processes: in a pod that is no indexed job, it would warn or raise."""
     counts = [os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     return platform == "tpu" or "JOB_COMPLETION_INDEX" in os.environ or any(count != "1" for count in counts)
 
@@ -244,7 +239,7 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: s
     except jax.errors.JaxRuntimeError as error:
         refused = re.search(
             r"No such compile option: '(?P<unknown>[^']*)'"
-            r"|While setting option (?P<typed>\w+), '.*?' is not (?P<kind>.*)"
+            r"|While setting option (?P<typed>\w+), '.*?' (?P<kind>is not [^.]*)"
             r"|Failed to parse '.*?' into flag (?P<parsed>\w+): *(?P<why>.*)",
             str(error),
         )
@@ -256,19 +251,16 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: s
 def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, place: str) -> str:
     name = refused["unknown"] or refused["typed"] or refused["parsed"]
     row = f"{place}: compiler_options.{platform}.{name}"
-    defaults = DEFAULT_OPTIONS[platform]
-    if name in defaults and str(options[name]).lower() == str(defaults[name]).lower():
+    defaults = compiler_options(platform, {}, place)
+    if name in defaults and options[name] == defaults[name]:
         return (
             f"{row}: this default is refused by the compiler of jax {jax.__version__}: {refused[0]}\n"
             f"  fix   add {name}: null to compiler_options.{platform}"
         )
     if refused["unknown"]:
-        return (
-            f"{row}: the compiler knows no such option{did_you_mean(name, defaults)}\n"
-            f"  fix   correct the name, or remove the row"
-        )
-    expected = refused["kind"] or refused["why"]
-    return f"{row}: {options[name]!r} is refused{f' ({expected})' if expected else ''}\n  fix   correct the value"
+        return f"{row}: the compiler knows no such option{did_you_mean(name, defaults)}\n  fix   correct or remove it"
+    reason = refused["kind"] or f"cannot be read. {refused['why']}".rstrip()
+    return f"{row}: {options[name]!r} {reason}\n  fix   correct the value (true and false are written without quotes)"
 
 
 # Compile cache
@@ -292,9 +284,9 @@ class CompileCache:
         self.hits += event == "/jax/compilation_cache/cache_hits"
         self._requests += event == "/jax/compilation_cache/compile_requests_use_cache"
 
-    def _add_time(self, event: str, duration_s: float, **_: Any) -> None:
+    def _add_time(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/compilation_cache/compile_time_saved_sec":
-            self.saved_s += max(0.0, duration_s)
+            self.saved_s += max(0.0, duration_secs)
 
 
 def enable_compile_cache(directory: str | None = None) -> CompileCache:
@@ -307,7 +299,8 @@ def enable_compile_cache(directory: str | None = None) -> CompileCache:
         jax.config.update("jax_enable_compilation_cache", False)
         return CompileCache(None)
     parent = os.environ.get("GSPMD_LM_CACHE")
-    chosen = directory or (None if parent else jax.config.jax_compilation_cache_dir)
+    preset: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = directory or (None if parent else preset)
     folder = epath.Path(chosen or Path(parent or platformdirs.user_cache_dir("gspmd_lm", appauthor=False)) / "compile")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -365,7 +358,7 @@ def _repair_on_reading(folder: epath.Path) -> None:
         _log.warning("%s: entries of %s could not be read and are made anew", folder, found[1])
 
     warnings.showwarning = repair_or_show
-    warnings.filterwarnings("always", message=beginning)  # else Python would pass over the second of one program
+    warnings.filterwarnings("always", message=beginning)  # whatever else Python was told to ignore or raise
 
 
 # Being asked to stop

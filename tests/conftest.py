@@ -8,3 +8,78 @@ os.environ["PJRT_NPROC"] = os.environ["NPROC"] = "32"  # threads for eight devic
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm.train import state, step
+
+
+@pytest.fixture(scope="session")
+def small():
+    """A function that makes a float32 config small enough to compile in a second or two: small(block="parallel")."""
+    base = configs.from_dict(
+        {
+            "name": "small",
+            "model": {
+                "layers": 2, "embed": 32, "heads": 8, "kv_heads": 8, "head_dim": 4, "mlp": 64, "vocab": 61,
+                "padded_vocab": 64, "context": 32, "compute_dtype": "float32", "matmul_precision": "highest",
+            },
+            "data": {"source": "random:64", "packing": "documents", "batch": 32, "seq": 16},
+            "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 5},
+            "train": {"steps": 20},
+        },
+        "tests",
+    )  # fmt: skip
+
+    def make(*, optimizer=None, data=None, train=None, **model):
+        changed = {
+            "model": dataclasses.replace(base.model, **model),
+            "optimizer": dataclasses.replace(base.optimizer, **(optimizer or {})),
+            "data": dataclasses.replace(base.data, **(data or {})),
+            "train": dataclasses.replace(base.train, **(train or {})),
+        }
+        return dataclasses.replace(base, **changed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def built():
+    """A function that builds the step of a config under a rules file (or Rules), which may be changed on the way."""
+
+    def make(config, rules, **changes):
+        rules = layouts.load(rules) if isinstance(rules, str) else rules
+        rules = dataclasses.replace(rules, **changes)
+        devices = jax.devices()[: 1 if rules.devices == 1 else 8]
+        rules = rules.fill(len(devices))
+        arrays, _ = state.checked(config, rules, "cpu")
+        return step.build(config, rules, arrays, devices)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def batch_of():
+    """A function that draws the batch of a step: random tokens in two documents per row, placed for a Step."""
+
+    def make(built_step, at=0):
+        data, rng = built_step.config.data, np.random.default_rng(at)
+        tokens = rng.integers(0, built_step.config.model.vocab, (data.batch, data.seq + 1), dtype=np.int32)
+        cut = rng.integers(1, data.seq, (data.batch, 1))
+        place = np.arange(data.seq)[None]
+        arrays = {
+            "tokens": tokens[:, :-1],
+            "targets": np.where(place == cut - 1, -1, tokens[:, 1:]).astype(np.int32),
+            "segment_ids": np.where(place < cut, 1, 2).astype(np.int32),
+            "positions": np.where(place < cut, place, place - cut).astype(np.int32),
+            "row": np.arange(data.batch, dtype=np.int32),
+        }
+        wanted = built_step.abstract_batch()
+        return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
+
+    return make

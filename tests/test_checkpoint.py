@@ -401,14 +401,26 @@ def test_a_failed_write_is_raised_by_the_next_call(run, monkeypatch, call):
         assert run.open().steps() == [4]
 
 
-def test_a_directory_that_vanished_is_an_error(run):
-    checkpoints = run.save(1)
-    shutil.rmtree(run.directory)
-    run.directory.write_text("a file is in the way")
-    before = set(threading.enumerate())
-    with pytest.raises(RuntimeError, match=f"checkpoint 2 was not written to {run.directory}: .*Not a directory"):
-        checkpoints.save(2, make_state(2), {})
-    assert not {thread for thread in threading.enumerate() if not thread.daemon} - before  # nothing delays the exit
+VANISHED = """
+import shutil, sys
+import jax
+from gspmd_lm.checkpoint import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], keep=3, keep_every=0, architecture={})
+state = {"w": jax.numpy.arange(1000)}
+checkpoints.save(1, state, {})
+checkpoints.wait()
+shutil.rmtree(sys.argv[1])
+open(sys.argv[1], "w").close()
+checkpoints.save(2, state, {})
+checkpoints.close()
+"""
+
+
+def test_a_directory_that_vanished_is_an_error_and_the_process_ends(run):
+    command = [sys.executable, "-c", VANISHED, str(run.directory)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1
+    assert f"RuntimeError: checkpoint 2 was not written to {run.directory}: [Errno 20] Not a dir" in process.stderr
 
 
 def test_a_file_as_directory_is_refused(tmp_path):
@@ -416,6 +428,11 @@ def test_a_file_as_directory_is_refused(tmp_path):
     file.write_text("")
     with pytest.raises(InputError, match="not a directory"):
         Checkpoints(str(file), keep=1, keep_every=0, architecture={})
+
+
+def test_a_store_that_orbax_cannot_write_to_is_refused():
+    with pytest.raises(InputError, match="not to s3://\n  fix   mount the bucket"):
+        Checkpoints("s3://bucket/run", keep=1, keep_every=0, architecture={})
 
 
 def test_values_that_json_cannot_hold_are_refused_at_once(run):

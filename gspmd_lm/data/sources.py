@@ -128,6 +128,8 @@ def open(data: Data, progress: Progress | None = None) -> Source:
 
     Raises InputError if a glob matches nothing, or a file is empty, unreadable or of an unknown kind.
     """
+    if random_rows(data.source) is not None:
+        raise InputError(f"data.source: {data.source} has no documents\n  fix   give stdlib or globs of text files")
     if data.source == "stdlib":
         files, name = _standard_library(), "the standard library's"
     else:

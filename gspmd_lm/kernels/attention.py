@@ -29,7 +29,12 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT:
     if softcap:
         return _softcapped(q_BTNH, k_BSKH, v_BSKH, mask_B1TS, softcap)
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=mask_B1TS, is_causal=True, implementation=kernel  # type: ignore[arg-type]
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask_B1TS,
+        is_causal=True,
+        implementation=kernel,  # type: ignore[arg-type]
     )
 
 

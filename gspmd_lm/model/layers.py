@@ -21,7 +21,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def weight(
-    module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model, init: nn.initializers.Initializer
+    module: nn.Module,
+    name: str,
+    axes: str,
+    shape: tuple[int, ...],
+    cfg: config.Model,
+    init: nn.initializers.Initializer,
 ) -> Weight:
     """A parameter of `module`, annotated with one logical axis per dimension. It is cast when it is used."""
     names = tuple(axes.split())

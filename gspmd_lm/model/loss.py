@@ -26,9 +26,7 @@ class Sums(NamedTuple):
     correct: jax.Array
 
 
-def losses(
-    x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax.Array, cfg: config.Model
-) -> Sums:
+def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax.Array, cfg: config.Model) -> Sums:
     """Sums of the losses of all tokens whose target is not negative.
 
     x_BTD: what the decoder returns. table: [V, D]. bias: [V]. targets_BT: int32, -1 where there is no target.
@@ -112,7 +110,9 @@ def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients):
     target_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
     cross_entropy_BT = jnp.where(has_target_BT, log_z_BT - target_BT, 0)
     loss_BT = cross_entropy_BT + jnp.where(has_target_BT, cfg.z_loss * log_z_BT**2, 0)
-    sums = Sums(loss_BT.sum(), cross_entropy_BT.sum(), (has_target_BT & (target_BT >= highest_BT)).sum(dtype=jnp.float32))
+    sums = Sums(
+        loss_BT.sum(), cross_entropy_BT.sum(), (has_target_BT & (target_BT >= highest_BT)).sum(dtype=jnp.float32)
+    )
     if not gradients:
         return sums, None
     scale_BT = (1 + 2 * cfg.z_loss * log_z_BT) / total_BT

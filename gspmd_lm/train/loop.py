@@ -102,7 +102,9 @@ class Run:
         with self.checkpoints() as checkpoints:
             restored = checkpoints.restore(self.step.abstract_state(), step)
             if restored is None:
-                raise InputError(f"{self.workdir}: no checkpoint to evaluate\n  fix   train there first, with --workdir")
+                raise InputError(
+                    f"{self.workdir}: no checkpoint to evaluate\n  fix   train there first, with --workdir"
+                )
             at, state, _ = restored
         if self.held_out_rows is None:
             raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")

@@ -97,7 +97,9 @@ def _missing(tracker: str, package: str) -> str:
 class Log:
     """metrics.jsonl and the trackers of a run. Only the first process makes one."""
 
-    def __init__(self, workdir: epath.Path, start_step: int, trackers: Sequence[str], name: str, config: dict[str, Any]):
+    def __init__(
+        self, workdir: epath.Path, start_step: int, trackers: Sequence[str], name: str, config: dict[str, Any]
+    ):
         """Opens the log of a run that stands at `start_step`; rows of later steps belong to a course that was left."""
         self.path = workdir / "metrics.jsonl"
         self.remote = "://" in str(workdir)  # object stores do not append: the file is written whole

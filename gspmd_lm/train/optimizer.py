@@ -101,7 +101,9 @@ def _adafactor(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation
         return _over_layers(inner) if stacked else inner
 
     labels = jax.tree.map(label, axes, is_leaf=_is_axes)
-    rules = {label(names): rule("layers" in names, is_matrix(names)) for names in jax.tree.leaves(axes, is_leaf=_is_axes)}
+    rules = {
+        label(names): rule("layers" in names, is_matrix(names)) for names in jax.tree.leaves(axes, is_leaf=_is_axes)
+    }
     return optax.partition(rules, labels)
 
 
@@ -151,7 +153,9 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
         if like.shape[len(stack) :] == (1,):  # the placeholder of a statistic that this parameter does not keep
             return Named(where, ("",) * like.ndim)
         inner, sizes = axes[len(stack) :], shape[len(stack) :]
-        left, right = (sizes[0], int(np.prod(sizes[1:]))) if inner[0] == "embed" else (int(np.prod(sizes[:-1])), sizes[-1])
+        left, right = (
+            (sizes[0], int(np.prod(sizes[1:]))) if inner[0] == "embed" else (int(np.prod(sizes[:-1])), sizes[-1])
+        )
         sides = {"left": (left, inner[0]), "right": (right, inner[1] if inner[0] == "embed" else inner[-1])}
         smaller = "left" if left <= right else "right"  # optax keeps the smaller side in v_row
         larger = "right" if smaller == "left" else "left"

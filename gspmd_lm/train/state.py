@@ -28,16 +28,18 @@ class State(NamedTuple):
     skipped_in_a_row: jax.Array
 
 
+Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Every array of a config, from shapes alone: nothing is allocated."""
+    """The arrays of a state, from shapes alone: nothing is allocated."""
 
     named_params: Any  # trees of placement.Named
     params: Any  # trees of jax.ShapeDtypeStruct
     named_optimizer: Any
     optimizer: Any
     transform: optax.GradientTransformation
-    activations: dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape of one microbatch
 
     @property
     def parameter_count(self) -> int:
@@ -51,8 +53,8 @@ def abstract_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]
     return batch | {"row": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
 
-def arrays(config: Config, microbatches: int = 1) -> Arrays:
-    """The arrays of `config`: parameters, optimizer state, and the activations that the model names."""
+def arrays(config: Config) -> Arrays:
+    """The parameters and the optimizer state of `config`."""
     boxed = jax.eval_shape(lambda: init(config.model, jax.random.key(0)))
     specs = nn.get_partition_spec(boxed)
     params = nn.unbox(boxed)
@@ -62,15 +64,20 @@ def arrays(config: Config, microbatches: int = 1) -> Arrays:
     transform = optimizer.build(config.optimizer, config.train.steps, named)
     state = jax.eval_shape(transform.init, params)
 
+    return Arrays(named, params, optimizer.named_state(state, named, params), state, transform)
+
+
+def activations(config: Config, found: Arrays, microbatches: int, split: Rules | None = None) -> Activations:
+    """The activations that the model names in one microbatch, with the chunks of `split`, rules that were checked."""
+
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         x_BTD, table, bias = Decoder(config.model).apply({"params": params}, batch)  # type: ignore[misc]
         return losses(x_BTD, table, bias, batch["targets"], config.model).loss
 
     batch = abstract_batch(config, max(config.data.batch // microbatches, 1))
-    recorded = record(forward, params, batch)
-    paths = {leaf.path for leaf in jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))}
-    activations = {name: found for name, found in recorded.items() if name not in paths}
-    return Arrays(named, params, optimizer.named_state(state, named, params), state, transform, activations)
+    paths = {leaf.path for leaf, _ in pairs(found.named_params, found.params)}
+    recorded = record(forward, found.params, batch, split=split)
+    return {name: array for name, array in recorded.items() if name not in paths}
 
 
 def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[Problem]]:
@@ -78,14 +85,15 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
 
     Raises ShardingError that lists everything that does not fit.
     """
-    found = arrays(config, rules.microbatches)
+    found = arrays(config)
+    whole = config.data.batch % rules.microbatches == 0
     more = problems(
         rules,
         pairs(found.named_params, found.params),
-        found.activations,
+        activations(config, found, rules.microbatches if whole else 1),
         pairs(found.named_optimizer, found.optimizer),
     )
-    if config.data.batch % rules.microbatches:
+    if not whole:
         more.append(
             Problem(
                 f"tokens: batch={config.data.batch} does not divide into microbatches={rules.microbatches}",

@@ -1,7 +1,8 @@
 """The one jitted step: train, eval, explain and the benchmarks all build it here."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -80,14 +81,19 @@ class Step:
 
     def _sums(self, params: Any, batch: Batch, dropout_key: jax.Array | None) -> Sums:
         model = self.config.model
-        with placed_by(self.placement), jax.default_matmul_precision(model.matmul_precision):
-            x_BTD, table, bias = Decoder(model).apply({"params": params}, batch, dropout_key)  # type: ignore[misc]
-            return losses(x_BTD, table, bias, batch["targets"], model)
+        x_BTD, table, bias = Decoder(model).apply({"params": params}, batch, dropout_key)  # type: ignore[misc]
+        return losses(x_BTD, table, bias, batch["targets"], model)
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        """The context of a whole program: backward rules are traced after the forward pass has returned."""
+        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+            yield
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
         sums, gradients = self._gradients(state, batch, targets)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         # The update runs where the optimizer's state lives; only its result goes back to where weights rest.
         params = self._place(state.params)
@@ -109,7 +115,7 @@ class Step:
             "cross_entropy": sums.cross_entropy / targets,
             "accuracy": sums.correct / targets,
             "gradient_norm": norm,
-            "weight_norm": optax.global_norm(params),
+            "weight_norm": optax.tree.norm(params),
             "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
             "target_tokens": targets,
             "skipped_steps": new_state.skipped,
@@ -124,7 +130,10 @@ class Step:
             sums = self._sums(params, batch, key)
             return sums.loss / targets, sums
 
-        differentiate = jax.grad(loss, has_aux=True)
+        def differentiate(params: Any, batch: Batch) -> tuple[Any, Sums]:
+            with self._traced():
+                return jax.grad(loss, has_aux=True)(params, batch)
+
         count = self.rules.microbatches
         if count == 1:
             gradients, sums = differentiate(state.params, batch)
@@ -151,7 +160,8 @@ class Step:
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        sums = self._sums(params, batch, None)
+        with self._traced():
+            sums = self._sums(params, batch, None)
         targets = (batch["targets"] >= 0).sum(dtype=jnp.float32)
         return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
 

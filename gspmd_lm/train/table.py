@@ -10,7 +10,7 @@ from rich.table import Table
 from gspmd_lm.config import Config
 from gspmd_lm.placement import Named
 from gspmd_lm.rules import Rules, human_bytes
-from gspmd_lm.train.state import Arrays, pairs
+from gspmd_lm.train.state import Arrays, activations, pairs
 
 
 def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None:
@@ -25,7 +25,7 @@ def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None
         table.add_row(leaf.path, " ".join(leaf.axes), _sizes(like.shape), _split(leaf.axes, at_rest),
                       _split(leaf.axes, in_use), f"{held:,}")  # fmt: skip
     table.add_section()
-    for name, (axes, shape) in arrays.activations.items():
+    for name, (axes, shape) in activations(config, arrays, rules.microbatches, rules).items():
         spec = rules.resolve("rules", name, axes, shape)[0]
         itemsize = 4 if name in ("tokens", "logits") else jnp.dtype(config.model.compute_dtype).itemsize
         held = math.prod(shape) * itemsize // _pieces(rules, spec)
@@ -38,7 +38,9 @@ def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None
         "gradients": [_held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
     }
     mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-    console.print(f"{config.name} under {rules.path}: {arrays.parameter_count:,} parameters, mesh {mesh}", soft_wrap=True)
+    console.print(
+        f"{config.name} under {rules.path}: {arrays.parameter_count:,} parameters, mesh {mesh}", soft_wrap=True
+    )
     console.print("bytes per device, counted:")
     for name, held in totals.items():
         console.print(f"  {name:10} {sum(held):>20,}  {human_bytes(sum(held))}")

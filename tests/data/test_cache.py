@@ -194,7 +194,7 @@ def test_a_source_that_changes_meanwhile(folder, monkeypatch):
 def test_a_folder_that_cannot_be_written(texts, folder, monkeypatch):
     (folder / "file").write_text("")
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "file"))
-    with pytest.raises(InputError, match="cannot be written .*\n  fix   set GSPMD_LM_CACHE"):
+    with pytest.raises(InputError, match=r"cannot be written .*\n  fix   set GSPMD_LM_CACHE"):
         cache.open(texts, Counting(), 0.1)
 
 

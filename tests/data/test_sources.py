@@ -161,6 +161,8 @@ def test_globs_that_match_nothing(tmp_path):
 def test_random_rows():
     assert sources.random_rows("random:64") == 64
     assert sources.random_rows("stdlib") is None
+    with pytest.raises(InputError, match="random:64 has no documents"):
+        sources.open(Data(source="random:64"))
     for wrong in ("random:", "random:0", "random:-3", "random:many"):
         with pytest.raises(InputError, match="write random:ROWS"):
             sources.random_rows(wrong)

@@ -119,7 +119,7 @@ def test_no_end_token(words_path):
 def test_not_a_tokenizer_json(tmp_path, raw):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(raw)
-    with pytest.raises(InputError, match="tokenizer.json"):
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
         tokenizer.load(str(path))
 
 

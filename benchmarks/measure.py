@@ -1,0 +1,111 @@
+"""What the benchmarks share: simulated devices, batches, our step ready to run, and fair timing of several steps."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm import rules as layouts
+from gspmd_lm.train import state, step
+
+
+def simulate(devices: int) -> None:
+    """Makes this process see `devices` devices on the CPU; call it before anything touches one."""
+    os.environ["PJRT_NPROC"] = os.environ["NPROC"] = "32"  # with fewer threads, two mesh axes can deadlock
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def provenance() -> dict[str, Any]:
+    """Where and with what a figure was measured, without names of machines."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+    return {"date": datetime.date.today().isoformat(), "machine": machine, **versions}
+
+
+def random_batch(cfg: config.Config, key: jax.Array) -> dict[str, jax.Array]:
+    """Rows of random tokens, whole texts."""
+    B, T = cfg.data.batch, cfg.data.seq
+    tokens = jax.random.randint(key, (B, T + 1), 0, cfg.model.vocab)
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "row": jnp.arange(B),
+            "segment_ids": jnp.ones((B, T), jnp.int32)}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours:
+    """Our compiled step of a config under a rules file, and how long it took to get there."""
+
+    step: step.Step
+    train: Any  # jax.stages.Compiled
+    compile_s: float  # tracing and lowering included
+
+    def start(self) -> state.State:
+        return self.step.lower_init().compile()()
+
+    def place(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: jax.device_put(batch[name], like.sharding) for name, like in self.step.abstract_batch().items()}
+
+
+def ours(cfg: config.Config, rules: layouts.Rules) -> Ours:
+    """Raises ShardingError where the rules do not fit the config."""
+    arrays, _ = state.checked(cfg, rules, jax.default_backend())
+    built = step.build(cfg, rules, arrays, jax.devices()[: rules.devices])
+    began = time.perf_counter()
+    train = built.lower_train().compile()
+    return Ours(built, train, time.perf_counter() - began)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Medians over rounds, per step."""
+
+    step_s: float
+    cpu_s: float  # processor seconds of the whole process, user and system
+
+
+def interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int, per_round: int) -> dict[str, Times]:
+    """The times of each function, which runs one step and returns something to wait for.
+
+    The functions take turns, so that whatever else the machine does befalls all of them.
+    """
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, run in steps.items():
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
+            jax.block_until_ready([run() for _ in range(per_round)])
+            if turn:  # the first round warms up
+                taken = time.perf_counter() - wall_s, time.process_time() - cpu_s
+                samples[name].append((taken[0] / per_round, taken[1] / per_round))
+    return {name: Times(*map(statistics.median, zip(*taken, strict=True))) for name, taken in samples.items()}
+
+
+def program_size(text: str) -> tuple[int, int]:
+    """Lines of a compiled program, and how many of them are instructions; tables of source positions do not count."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    first = next(at for at, line in enumerate(lines) if line.endswith("{"))
+    return len(lines) - first, sum(" = " in line for line in lines[first:])
+
+
+def markdown(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table of `rows`, its columns in the order of `columns`: key -> heading."""
+    lines = [[*columns.values()], ["---"] * len(columns), *([str(row[key]) for key in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Keeps `rows` and where they were measured as results/<name>.json."""
+    path = Path(__file__).parent / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,63 @@
+"""Attention kernels against each other, on one device. Splash runs in Pallas's interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm.kernels import attention
+
+B, T, N, K, H = 2, 128, 4, 2, 128
+
+
+@pytest.fixture(scope="module")
+def qkv():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, (B, T, heads, H)) for key, heads in zip(keys, (N, K, K), strict=True))
+
+
+@pytest.fixture(scope="module")
+def segments():
+    return jnp.where(jnp.arange(T) < jnp.array([[40], [100]]), 1, 2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_splash_computes_what_xla_does(qkv, segments, packed, softcap):
+    segments = segments if packed else None
+    want = attention.attend(*qkv, segments, softcap)
+    got = attention._splash(*qkv, segments, softcap, interpret=True)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_splash_has_the_gradients_of_xla(qkv, segments):
+    weigh = jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
+
+    def of(function):
+        return jax.grad(lambda q, k, v: (function(q, k, v) * weigh).sum(), (0, 1, 2))(*qkv)
+
+    got = of(lambda *a: attention._splash(*a, segments, 0.0, interpret=True))
+    for a, b in zip(got, of(lambda *a: attention.attend(*a, segments, 0.0)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_a_large_softcap_is_none(qkv, segments):
+    want = attention.attend(*qkv, segments, 0.0)
+    np.testing.assert_allclose(attention.attend(*qkv, segments, 1e4), want, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "asked", "words"),
+    [
+        ("cudnn", {"segments": True}, "packing: documents"),
+        ("cudnn", {"softcap": 30.0}, "attention_softcap: 30"),
+        ("cudnn", {"dtype": "float32"}, "compute_dtype: float32"),
+        ("cudnn", {"head_dim": 256}, "head_dim: 256"),
+        ("splash", {"seq": 100}, "seq: 100"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
+    usual = {"head_dim": 128, "seq": 256, "segments": False, "softcap": 0.0, "dtype": "bfloat16"}
+    assert attention.unsupported(kernel, **usual) is None
+    assert words in attention.unsupported(kernel, **(usual | asked))
+    assert attention.unsupported("xla", **(usual | asked)) is None

@@ -1,0 +1,98 @@
+"""The chunked loss against the plain formula, and its memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gspmd_lm.axes import Weight
+from gspmd_lm.model import loss
+
+B, T, D = 4, 24, 16
+
+
+def arrays(cfg, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (B, T, D), dtype)
+    table = jax.random.normal(keys[1], (cfg.vocab_rows, D))
+    bias = jax.random.normal(keys[2], (cfg.vocab_rows,))
+    targets = jax.random.randint(keys[3], (B, T), -1, cfg.vocab)  # some have none
+    return x, table, bias, targets
+
+
+def chunked(cfg, x, table, bias, targets):
+    weight = Weight(table, "unembedding", ("vocab", "embed"), jnp.dtype("float32"))
+    held = None if bias is None else Weight(bias, "unembedding_bias", ("vocab",), jnp.dtype("float32"))
+    return loss.losses(x, weight, held, targets, cfg)
+
+
+def plain(cfg, x, table, bias, targets):
+    logits = jnp.einsum("btd,vd->btv", x, table) + (0 if bias is None else bias)
+    if cfg.logit_softcap:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+    logits = logits[..., : cfg.vocab]
+    counted = targets >= 0
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+    total = cross_entropy + cfg.z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    correct = (logits.argmax(-1) == targets) & counted
+    return jnp.where(counted, total, 0).sum(), jnp.where(counted, cross_entropy, 0).sum(), correct.sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 10**6])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_softcap": 3.0}, {"z_loss": 0.01}, {"logit_softcap": 3.0, "z_loss": 0.01}]
+)
+def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunk_tokens, small, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk_tokens)
+    cfg = small(**options).model
+    x, table, bias, targets = arrays(cfg)
+    bias = bias if with_bias else None
+    got, want = chunked(cfg, x, table, bias, targets), plain(cfg, x, table, bias, targets)
+    np.testing.assert_allclose(jnp.stack(got), jnp.stack(want).astype(jnp.float32), rtol=1e-5)
+    inputs = (x, table, bias) if with_bias else (x, table)
+
+    def of(function):
+        return jax.grad(
+            lambda *a: 0.5 * function(cfg, *a, *(() if with_bias else (None,)), targets)[0], range(len(inputs))
+        )
+
+    for got, want in zip(of(chunked)(*inputs), of(plain)(*inputs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_rows_of_padding_are_never_predicted(small):
+    cfg = small(vocab=61, padded_vocab=64).model
+    x, table, _, targets = arrays(cfg)
+    loud = table.at[61:].set(100.0)  # would win every comparison
+    np.testing.assert_allclose(chunked(cfg, x, loud, None, targets), chunked(cfg, x, table, None, targets), rtol=1e-6)
+    gradient = jax.grad(lambda t: chunked(cfg, x, t, None, targets).loss)(loud)
+    assert np.all(np.asarray(gradient)[61:] == 0)
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp8", "tp8"])
+def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(layout, small, built):
+    """Doubling the sequence of a model whose logits would dwarf everything adds less than its logits would."""
+    wide = dict(layers=1, vocab=32768, padded_vocab=0, context=8192, embed=64, head_dim=8)
+    temporaries = {}
+    for seq in (1024, 2048):
+        step = built(small(**wide, data={"seq": seq, "batch": 8, "packing": "stream"}, train={"steps": 20}), layout)
+        shapes = step.abstract_state().params
+        x = jax.ShapeDtypeStruct((8, seq, 64), jnp.float32, sharding=step.placement.sharding(
+            "rules", "residual", ("batch", "seq", "embed"), (8, seq, 64)))  # fmt: skip
+
+        def forward_and_back(x, table, targets, step=step):
+            from gspmd_lm.axes import placed_by
+
+            with placed_by(step.placement):
+                return jax.grad(lambda x, t: chunked(step.config.model, x, t, None, targets).loss, (0, 1))(x, table)
+
+        targets = step.abstract_batch()["targets"]
+        compiled = jax.jit(forward_and_back).lower(x, shapes["unembedding"], targets).compile()
+        temporaries[seq] = compiled.memory_analysis().temp_size_in_bytes
+    pieces = 1 if layout == "single" else 8
+    logits_bytes = 8 * 1024 * 32768 * 4 // pieces  # of the added tokens, on one device
+    activations_bytes = 8 * 1024 * 64 * 4
+    growth = temporaries[2048] - temporaries[1024]
+    assert growth < logits_bytes / 10 + 4 * activations_bytes, (temporaries, logits_bytes)

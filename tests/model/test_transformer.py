@@ -1,0 +1,150 @@
+"""What the decoder computes, on one device."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm.config import RopeScaling
+from gspmd_lm.model import layers
+from gspmd_lm.model.transformer import Decoder, init
+
+T = 12
+VARIANTS = {
+    "llama": {},
+    "gpt2": dict(norm="layernorm", norm_bias=True, mlp_kind="plain", activation="gelu_tanh", positions="learned",
+                 qkv_bias=True, attention_out_bias=True, mlp_bias=True, tied_embeddings=True),
+    "parallel": dict(block="parallel", qk_norm=True, kv_heads=2, positions="sinusoidal", activation="gelu",
+                     unembedding_bias=True),
+    "plain": dict(norm_scale=False, positions="none", mlp_kind="plain", activation="relu", attention_softcap=5.0,
+                  rope_scaling=RopeScaling()),
+}  # fmt: skip
+
+
+@pytest.fixture(params=VARIANTS, name="cfg")
+def variant(request, small):
+    return small(**VARIANTS[request.param]).model
+
+
+def rows(cfg, tokens, segments=None, positions=None):
+    tokens = jnp.atleast_2d(jnp.asarray(tokens, jnp.int32))
+    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return {
+        "tokens": tokens,
+        "positions": place if positions is None else positions,
+        "segment_ids": jnp.ones_like(tokens) if segments is None else segments,
+        "row": jnp.arange(tokens.shape[0]),
+    }
+
+
+def weights(cfg):
+    """Initial weights, larger than they start so that every part of the model matters."""
+    params = nn.unbox(init(cfg, jax.random.key(3)))
+    return jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, params)
+
+
+def hidden(cfg, params, batch):
+    x_BTD, table, bias = Decoder(cfg).apply({"params": params}, batch)
+    return x_BTD
+
+
+def test_a_position_sees_itself_and_what_came_before(cfg):
+    """By gradient: the hidden state at t depends on the embeddings of tokens up to t and on no later one."""
+    tokens = np.random.default_rng(0).permutation(cfg.vocab)[:T]  # all different, so each has its own row
+    params = weights(cfg)
+
+    def at(embedding, t):
+        return hidden(cfg, params | {"embedding": embedding}, rows(cfg, tokens))[0, t].sum() + 0.0
+
+    for t in (0, 5, T - 1):
+        # A norm's output sums to a constant: weigh it, so that there is a gradient.
+        weigh = jnp.linspace(-1, 1, cfg.embed)
+        gradient = jax.grad(
+            lambda e, t=t, w=weigh: (hidden(cfg, params | {"embedding": e}, rows(cfg, tokens))[0, t] * w).sum()
+        )(params["embedding"])
+        touched = np.abs(np.asarray(gradient))[tokens].max(axis=1) > 0
+        assert touched.tolist() == [i <= t for i in range(T)]
+
+
+def test_packed_documents_do_not_see_each_other(cfg):
+    """Two documents in one row give what each gives alone, and no gradient crosses."""
+    rng = np.random.default_rng(1)
+    first, second = rng.integers(0, cfg.vocab, 5), rng.integers(0, cfg.vocab, T - 5)
+    packed = rows(
+        cfg,
+        np.concatenate([first, second]),
+        segments=jnp.asarray([[1] * 5 + [2] * (T - 5)]),
+        positions=jnp.asarray([[*range(5), *range(T - 5)]]),
+    )
+    params = weights(cfg)
+    together = hidden(cfg, params, packed)[0]
+    np.testing.assert_allclose(together[:5], hidden(cfg, params, rows(cfg, first))[0], atol=2e-5)
+    np.testing.assert_allclose(together[5:], hidden(cfg, params, rows(cfg, second))[0], atol=2e-5)
+    apart = hidden(cfg, params, rows(cfg, np.concatenate([first, second])))[0]
+    assert np.abs(apart[5:] - together[5:]).max() > 1e-3
+
+
+def test_logits_follow_the_reference_formula(small):
+    """One layer written out in numpy from the definitions: RMSNorm, rotary grouped-query attention, gated MLP."""
+    cfg = small(layers=1, kv_heads=2).model
+    params = jax.device_get(weights(cfg))
+    tokens = np.random.default_rng(2).integers(0, cfg.vocab, T)
+    block = jax.tree.map(lambda x: x[0], params["layers"])
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * scale
+
+    def rotate(x_TNH):
+        half = cfg.head_dim // 2
+        angle = np.arange(T)[:, None, None] / cfg.rope_theta ** (np.arange(half) / half)
+        z = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * np.exp(1j * angle)
+        return np.concatenate([z.real, z.imag], -1)
+
+    x = params["embedding"][tokens]
+    y = norm(x, block["attention_norm"]["scale"])
+    q = rotate(np.einsum("td,dnh->tnh", y, block["attention"]["wq"]))
+    k = rotate(np.einsum("td,dkh->tkh", y, block["attention"]["wk"])).repeat(4, 1)
+    v = np.einsum("td,dkh->tkh", y, block["attention"]["wv"]).repeat(4, 1)
+    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(cfg.head_dim)
+    scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+    share = np.exp(scores - scores.max(-1, keepdims=True))
+    share /= share.sum(-1, keepdims=True)
+    x = x + np.einsum("tnh,nhd->td", np.einsum("nts,snh->tnh", share, v), block["attention"]["wo"])
+    y = norm(x, block["mlp_norm"]["scale"])
+    gate, up = y @ block["mlp"]["w_gate"], y @ block["mlp"]["w_up"]
+    x = norm(x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp"]["w_down"], params["final_norm"]["scale"])
+    np.testing.assert_allclose(hidden(cfg, params, rows(cfg, tokens))[0], x, atol=3e-5)
+
+
+def test_dropout_masks_belong_to_rows(small):
+    """The mask of a row is the same alone and in a batch, differs between rows, and keeps the expected share."""
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(4))
+    x = jnp.ones((4, 64, 32))
+    dropped = layers.dropout(x, 0.25, keys, 1)
+    np.testing.assert_array_equal(layers.dropout(x[2:3], 0.25, keys[2:3], 1)[0], dropped[2])
+    assert not np.array_equal(dropped[0], dropped[1])
+    assert not np.array_equal(layers.dropout(x, 0.25, keys, 2), dropped)
+    assert np.mean(np.asarray(dropped) > 0) == pytest.approx(0.75, abs=0.02)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.03)
+    assert layers.dropout(x, 0.25, None, 1) is x
+
+
+def test_dropout_changes_training_only(small):
+    cfg = small(dropout=0.5).model
+    params, batch = weights(cfg), rows(cfg, np.arange(T))
+    plain = hidden(cfg, params, batch)
+    np.testing.assert_array_equal(plain, hidden(dataclasses.replace(cfg, dropout=0.0), params, batch))
+    assert not np.allclose(plain, Decoder(cfg).apply({"params": params}, batch, jax.random.key(0))[0])
+
+
+def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):
+    cfg = small(head_dim=64, rope_theta=500000.0).model
+    scaled = dataclasses.replace(cfg, rope_scaling=RopeScaling(factor=8.0))
+    x = jnp.ones((1, 1, 1, 64))
+    at, later = jnp.array([[100]]), jnp.array([[800]])
+    plain, stretched = layers.rope(x, at, cfg), layers.rope(x, later, scaled)
+    np.testing.assert_allclose(layers.rope(x, at, scaled)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
+    np.testing.assert_allclose(stretched[..., 31], plain[..., 31], atol=1e-6)  # the slowest, eight times as far

@@ -1,0 +1,60 @@
+"""Texts that tests compare with files in tests/golden/, and shapes that several of them need.
+
+A text that changed on purpose is recorded anew with GSPMD_LM_RECORD=1 pytest; read the difference before committing it.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gspmd_lm.train import state
+
+GOLDEN = Path(__file__).parent / "golden"
+_arrays, _activations = {}, {}
+
+
+def same_as_recorded(file: str, title: str, text: str) -> None:
+    """Fails unless `text` is what the section `title` of a golden file holds."""
+    sections = _read(GOLDEN / file)
+    if os.environ.get("GSPMD_LM_RECORD"):
+        sections[title] = text
+        joined = "\n".join(f"=== {name}\n{sections[name]}\n" for name in sorted(sections))
+        (GOLDEN / file).write_text(joined, encoding="utf-8")
+    assert title in sections, f"{file} has no section {title}; record it with GSPMD_LM_RECORD=1 pytest"
+    assert text == sections[title]
+
+
+def titles(file: str) -> set[str]:
+    """The sections of a golden file."""
+    return set(_read(GOLDEN / file))
+
+
+def _read(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    parts = path.read_text(encoding="utf-8").removeprefix("=== ").split("\n=== ")
+    pairs = (part.partition("\n") for part in parts)
+    return {title: text.rstrip("\n") for title, _, text in pairs}
+
+
+@pytest.fixture
+def shapes_once(monkeypatch):
+    """The shapes of a config are found once in a session, instead of once for each of its rules files."""
+    arrays, activations = state.arrays, state.activations
+
+    def arrays_once(config):
+        if config not in _arrays:
+            _arrays[config] = arrays(config)
+        return _arrays[config]
+
+    def activations_once(config, found, microbatches, split=None):
+        if split is not None:
+            return activations(config, found, microbatches, split)
+        key = config, microbatches
+        if key not in _activations:
+            _activations[key] = activations(config, found, microbatches)
+        return _activations[key]
+
+    monkeypatch.setattr(state, "arrays", arrays_once)
+    monkeypatch.setattr(state, "activations", activations_once)

@@ -1,0 +1,181 @@
+"""The command line: verbs, flags, exit codes, and that wrong input never shows a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspmd_lm import cli, runtime
+
+ROOT = Path(__file__).parent.parent
+DRY = ("--rules=tp8", "--dry_run")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Exit code, stdout and stderr of a command, run in this process from the root of the checkout."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", *arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return end.value.code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("trian",), "trian: no such verb (did you mean train?)\n  fix   use one of train, eval\n"),
+        (("generate",), "generate: no such verb\n  fix   use one of train, eval\n"),
+        (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
+        (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),
+        (("--rule=tp8",), "Unknown command line flag 'rule'. Did you mean: rules ?\n"),
+        (("eval", "--dry_run"), "Unknown command line flag 'dry_run'\n"),
+        (("--steps=many",), "flag --steps=many: invalid literal for int() with base 10: 'many'\n"),
+        (("--steps=0",), "flag --steps=0: 0 is not a positive integer\n"),
+        (("--devices=0",), "flag --devices=0: "),
+        (("eval",), "eval needs the folder of a run that has saved a checkpoint\n  fix   eval --workdir=DIR\n"),
+        (
+            ("--profile=13:10",),
+            "--profile=13:10: not two steps, the first before the second\n  fix   --profile=10:13\n",
+        ),
+        (("--config=tinny",), "tinny: no such file, here or in configs/ (did you mean tiny?)\n"),
+        (("--rules=tp9",), "tp9: no such file, here or in rules/ (did you mean tp8?)\n"),
+        (("--rules=tp8", "--mesh=tenser=4"), "--mesh=tenser=4: rules/tp8.yaml has no mesh axis 'tenser'"),
+        (
+            ("--set", "train.step=3"),
+            "configs/tiny.yaml --set train.step=3: 1 problem\n  train.step: unknown key (did you mean",
+        ),
+        (("--rules=tp8", "--platform=gpo"), "--platform=gpo: unknown platform (did you mean gpu?)\n"),
+        (("--rules=tp8", "--num_processes=2"), "--num_processes given without --coordinator and --process_id\n"),
+        (
+            ("--rules=tp8", "--set", "model.kv_heads=2"),
+            "layers.attention.wk: kv_heads=2 does not divide over tensor=8\n"
+            "  rule  rules/tp8.yaml: rules.kv_heads: tensor\n"
+            "  fix   set rules.kv_heads to null (replicates 131.1 kB per device), or use tensor=1 or 2\n"
+            "  also  layers.attention.wv, k, v\n",
+        ),
+    ],
+)
+def test_wrong_input_exits_with_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert err.startswith(message)
+    assert out == ""
+
+
+def test_every_problem_of_a_rules_file_in_one_message(run, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "mesh: {tensor: 8}\nrules: {heds: tensor, batch: tensr, q.mlp: tensor}\nramat: block\n"
+    )
+    code, _, err = run(f"--rules={tmp_path / 'x.yaml'}")
+    assert code == 2
+    assert err.count("  rule  ") == err.count("  fix   ") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (
+            ("--help",),
+            ("train ", "eval ", "--config", "--rules", "--workdir", "--steps", "--set", "--dry_run", "--help"),
+        ),
+        (("train", "--help"), ("--steps", "--dry_run", "--profile", "--train_tokenizer")),
+        (("eval", "-h"), ("--step ", "--workdir")),
+    ],
+)
+def test_help(run, arguments, flags):
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    for flag in flags:
+        assert flag in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_help_of_a_verb_shows_only_its_flags(run):
+    assert "--dry_run" not in run("eval", "--help")[1]
+    assert "--step " not in run("train", "--help")[1]
+
+
+def test_dry_run(run):
+    code, out, err = run("--rules=fsdp2_tp4.yaml", "--dry_run")
+    assert (code, err) == (0, "")
+    assert "layers.attention.wq" in out and "embed/fsdp heads/tensor" in out
+    assert (
+        "tiny under rules/fsdp2_tp4.yaml: 920,704 parameters, mesh fsdp=2 tensor=4".replace(" tensor", " x tensor")
+        in out
+    )
+    for total in ("weights", "optimizer", "gradients", "sum"):
+        assert f"\n  {total} " in out
+
+
+def test_dry_run_takes_a_size_from_mesh(run):
+    code, out, _ = run("--rules=dp2_tp4", "--mesh=data=4,tensor=2", "--dry_run")
+    assert code == 0
+    assert "mesh data=4 x tensor=2" in out
+
+
+def test_dry_run_shows_warnings(run, tmp_path):
+    (tmp_path / "x.yaml").write_text("mesh: {data: 8}\nrules: {batch: data, expert: data}\n")
+    code, out, _ = run(f"--rules={tmp_path / 'x.yaml'}", "--dry_run")
+    assert code == 0
+    assert out.startswith("warning: rules.expert: this config has no expert, the row does nothing\n")
+
+
+def test_the_files_of_a_run_are_its_defaults(run, tmp_path):
+    (tmp_path / "config.yaml").write_text((ROOT / "configs" / "bench_4m.yaml").read_text() + "name: before\n")
+    (tmp_path / "rules.yaml").write_text((ROOT / "rules" / "tp8.yaml").read_text())
+    code, out, _ = run(f"--workdir={tmp_path}", "--dry_run")
+    assert code == 0
+    assert f"before under {tmp_path / 'rules.yaml'}" in out
+
+
+def test_a_workdir_that_cannot_be_made(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "enable_compile_cache", lambda directory: runtime.CompileCache(None))
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
+    code, _, err = run("--config=uva", "--rules=tp8", f"--workdir={tmp_path / 'file' / 'run'}")
+    assert code == 2
+    assert err == f"{tmp_path / 'file' / 'run'}: cannot be written (Not a directory)\n  fix   --workdir=DIR\n"
+
+
+def test_a_failure_of_the_program_shows_where(capsys, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(cli, "_train_or_evaluate", fail)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py"])
+    assert end.value.code == 1
+    assert "ZeroDivisionError: ours" in capsys.readouterr().err
+
+
+def test_an_interrupt_has_its_own_code(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_train_or_evaluate", interrupt)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py"])
+    assert end.value.code == 130
+
+
+def test_a_pod_in_seconds_on_a_laptop():
+    """512 devices are simulated, none of 405B weights is allocated; nothing but the table is printed."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PJRT_NPROC", "NPROC", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "main.py", "--config=llama3_405b", "--rules=fsdp_tp", "--devices=512", "--dry_run"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "405,853,388,800 parameters, mesh fsdp=128 x tensor=4" in done.stdout

@@ -1,0 +1,219 @@
+"""Configs: strict, and wrong ones told what is wrong."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from gspmd_lm import config
+from gspmd_lm.config import InputError
+
+MODEL = "{layers: 4, embed: 128, heads: 8, kv_heads: 8, head_dim: 16, mlp: 384, vocab: 257, context: 256}"
+RIGHT = f"model: {MODEL}\ntrain: {{steps: 10}}\n"
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """The config of a text, as if it stood in mine.yaml."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(text=RIGHT, *overrides):
+        (tmp_path / "mine.yaml").write_text(text)
+        return config.load("mine.yaml", overrides)
+
+    return load
+
+
+def test_defaults_and_name(load):
+    found = load()
+    assert found.name == "mine"
+    assert found.model.layers == 4
+    assert found.data == config.Data()
+    assert found.optimizer.name == "adamw"
+
+
+def test_a_config_is_frozen(load):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().model.layers = 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            RIGHT.replace("heads: 8, kv", "headz: 8, kv"),
+            "mine.yaml: 2 problems\n  model.heads: missing\n  model.headz: unknown key (did you mean heads?)",
+        ),
+        (RIGHT + "dta: {batch: 3}\n", "mine.yaml: 1 problem\n  dta: unknown key (did you mean data?)"),
+        (
+            RIGHT + "optimizer: {learning_rate: 3e-4}\n",
+            "mine.yaml: 1 problem\n  optimizer.learning_rate: YAML reads 3e-4 as text; write 3.0e-4",
+        ),
+        (
+            RIGHT + "data: {batch: 1e3}\n",
+            "mine.yaml: 1 problem\n  data.batch: YAML reads 1e3 as text; write 1000",
+        ),
+        (
+            RIGHT + "optimizer: {name: adam, schedule: 3}\n",
+            "mine.yaml: 2 problems\n"
+            "  optimizer.name: must be 'adamw', 'adafactor', 'lion' or 'muon', got 'adam' (did you mean adamw?)\n"
+            "  optimizer.schedule: must be 'warmup_cosine', 'warmup_exponential', 'warmup_stable_decay' or 'constant',"
+            " got 3",
+        ),
+        (
+            RIGHT + "data: {batch: 3.5, seq: x, source: 7, held_out: .nan}\noptimizer: [1]\n",
+            "mine.yaml: 5 problems\n"
+            "  data.source: must be text, got 7\n"
+            "  data.batch: must be a whole number, got 3.5\n"
+            "  data.seq: must be a whole number, got 'x'\n"
+            "  data.held_out: must be a finite number, got nan\n"
+            "  optimizer: must be a mapping, got [1]",
+        ),
+        (
+            f"model: {MODEL[:-1]}, qk_norm: 1, rope_scaling: {{fator: 2.0}}}}\ntrain: {{steps: 1, trackers: wandb}}\n",
+            "mine.yaml: 3 problems\n"
+            "  model.qk_norm: must be true or false, got 1\n"
+            "  model.rope_scaling.fator: unknown key (did you mean factor?)\n"
+            "  train.trackers: must be a list, got 'wandb'",
+        ),
+        (
+            f"model: {MODEL[:-1]}, layers: 0}}\ntrain: {{}}\n".replace("layers: 4, ", ""),
+            "mine.yaml: 2 problems\n  model: layers=0 must be at least 1\n  train.steps: missing",
+        ),
+        (
+            f"model: {MODEL[:-1]}, dropout: 1.0, padded_vocab: 3}}\ntrain: {{steps: 0, keep_every: -1}}\n"
+            "data: {batch: 0, held_out: 1.0}\noptimizer: {warmup_steps: -1}\n".replace("kv_heads: 8", "kv_heads: 3"),
+            "mine.yaml: 8 problems\n"
+            "  model: heads=8 is not a multiple of kv_heads=3\n"
+            "  model: padded_vocab=3 is smaller than vocab=257\n"
+            "  model: dropout=1.0 must be at least 0 and below 1\n"
+            "  data: batch=0 must be at least 1\n"
+            "  data: held_out=1.0 must be at least 0 and below 1\n"
+            "  optimizer: warmup_steps=-1 must be at least 0\n"
+            "  train: steps=0 must be at least 1\n"
+            "  train: keep_every=-1 must be at least 0",
+        ),
+        (
+            RIGHT + "data: {seq: 512}\n",
+            "mine.yaml: 1 problem\n  data.seq=512 is longer than model.context=256",
+        ),
+        (
+            RIGHT.replace("head_dim: 16", "head_dim: 15"),
+            "mine.yaml: 1 problem\n  model: positions: rope needs an even head_dim, got 15",
+        ),
+        (RIGHT + "train: {steps: 3}\n", "mine.yaml: not valid YAML\n  line 3: the key 'train' stands twice"),
+        ("? [model]\n: 3\n", "mine.yaml: not valid YAML\n  line 1: a key must be a word, not ['model']"),
+        ("day: 2024-13-45\n", "mine.yaml: not valid YAML\n  month must be in 1..12"),
+        ("", "mine.yaml: a config is a mapping of sections; this one is empty"),
+        ("- 3\n", "mine.yaml: a config is a mapping of sections; this one is a list"),
+    ],
+)
+def test_wrong_file(load, text, message):
+    with pytest.raises(InputError) as error:
+        load(text)
+    assert str(error.value) == message
+
+
+def test_not_yaml_names_the_line(load):
+    with pytest.raises(InputError, match=r"^mine.yaml: not valid YAML\n  while parsing a flow sequence at line 2, "):
+        load("train:\n  steps: [1\n")
+
+
+def test_not_utf8(load, tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9\n")
+    with pytest.raises(InputError, match=r"^latin.yaml: not UTF-8 text \(invalid continuation byte at byte 5\)$"):
+        config.load("latin.yaml")
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(InputError, match=r"gone.yaml: cannot be read \(No such file or directory\)$"):
+        config.read_text(tmp_path / "gone.yaml")
+
+
+def test_missing_file_names_the_nearest():
+    with pytest.raises(InputError) as error:
+        config.load("lama3_8b")
+    first, fix = str(error.value).split("\n")
+    assert first == "lama3_8b: no such file, here or in configs/ (did you mean llama3_8b?)"
+    assert fix.startswith("  fix   give a path, or one of bench_4m, ")
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny.yaml", "configs/tiny", "configs/tiny.yaml"])
+def test_names_are_looked_up_in_configs(name):
+    assert config.load(name).name == "tiny"
+
+
+def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config.load("tiny").name == "tiny"
+
+
+def test_overrides(load):
+    found = load(
+        RIGHT,
+        "train.checkpoint_every=4",
+        "optimizer.learning_rate=1.0e-3",
+        "model.rope_scaling.factor=4.0",
+        "train.trackers=[]",
+        "data.source=text/*.md more/*.md",
+        "name=other",
+    )
+    assert found.train.checkpoint_every == 4
+    assert found.train.steps == 10
+    assert found.optimizer.learning_rate == 1e-3
+    assert found.model.rope_scaling == config.RopeScaling(factor=4.0)
+    assert found.train.trackers == ()
+    assert found.data.source == "text/*.md more/*.md"
+    assert found.name == "other"
+
+
+def test_the_last_override_wins(load):
+    assert load(RIGHT, "train.steps=3", "train.steps=5").train.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.checkpoint_every", "--set train.checkpoint_every: write --set section.key=value"),
+        ("=4", "--set =4: write --set section.key=value"),
+        ("train.=4", "--set train.=4: write --set section.key=value"),
+        ("name.first=a", "--set name.first=a: in mine.yaml, name is not a mapping"),
+        (
+            "train.checkpoint_evry=4",
+            "mine.yaml --set train.checkpoint_evry=4: 1 problem\n"
+            "  train.checkpoint_evry: unknown key (did you mean checkpoint_every?)",
+        ),
+        ("trian.steps=4", "mine.yaml --set trian.steps=4: 1 problem\n  trian: unknown key (did you mean train?)"),
+        (
+            "optimizer.learning_rate=1e-3",
+            "mine.yaml --set optimizer.learning_rate=1e-3: 1 problem\n"
+            "  optimizer.learning_rate: YAML reads 1e-3 as text; write 1.0e-3",
+        ),
+    ],
+)
+def test_wrong_override(load, override, message):
+    with pytest.raises(InputError) as error:
+        load("name: a\n" + RIGHT, override)
+    assert str(error.value) == message
+
+
+def test_shipped_configs_survive_yaml(shipped_config):
+    found = config.load(shipped_config)
+    again = config.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict(found))), "again")
+    assert again == found
+
+
+def test_shipped_configs_begin_with_the_command_that_runs_them(shipped_config):
+    first = config.find_file(shipped_config, "configs").read_text().split("\n")[0]
+    assert first.startswith("# python main.py ")
+    assert f"--config={shipped_config}" in first or shipped_config == "tiny"
+
+
+@pytest.fixture(params=["bench_4m", "gpt2_124m", "llama3_405b", "llama3_70b", "llama3_8b", "tiny", "uva", "uva_large"])
+def shipped_config(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("word", "hint"), [("heds", " (did you mean heads?)"), ("zzz", ""), ("", "")])
+def test_did_you_mean(word, hint):
+    assert config.did_you_mean(word, ["heads", "mlp"]) == hint

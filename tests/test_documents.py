@@ -1,0 +1,68 @@
+"""The documents say what the code says: tables of names and options, and the messages of wrong rules files."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gspmd_lm import axes, runtime
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm.train import state
+
+ROOT = Path(__file__).parent.parent
+RULES = (ROOT / "docs/rules.md").read_text()
+WRONG = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```\n\n```text\n(.*?)\n```", RULES, re.DOTALL)
+
+
+def test_axes_and_arrays():
+    wanted = [f"| `{name}` | {letter} | {meaning} |" for name, (letter, meaning) in axes.AXES.items()]
+    wanted += [f"| `{name}` | {meaning} |" for name, meaning in axes.ARRAYS.items()]
+    listed = re.findall(r"^\| `\w+` \|.*\|$", RULES[RULES.index("## Logical axes") : RULES.index("## Every key")], re.M)
+    assert listed == wanted
+    assert ", ".join(f"`{name}`" for name in axes.MESH_AXES) in RULES
+
+
+def test_compiler_options():
+    listed = re.findall(r"^\| (cpu|gpu|tpu) \| `(\w+)` \| `(\w+)` \| .+ \|$", RULES, re.M)
+    wanted = [(platform, *row) for platform, rows in runtime.DEFAULT_OPTIONS.items() for row in rows.items()]
+    assert [(platform, name, yaml.safe_load(value)) for platform, name, value in listed] == wanted
+
+
+def test_shipped_rules():
+    listed = dict(re.findall(r"^\| `(\w+)` \| (.+\.) \|$", RULES, re.M))
+    shipped = {
+        path.stem: path.read_text().splitlines()[0].removeprefix("# ") for path in (ROOT / "rules").glob("*.yaml")
+    }
+    assert listed == shipped
+
+
+def test_every_key_is_explained():
+    for key in layouts.SECTIONS:
+        assert re.search(rf"^### .*`{key}`", RULES, re.M), key
+
+
+@pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=[name for name, _, _ in WRONG])
+def test_wrong_files(name, text, message, tmp_path, monkeypatch):
+    config = configs.load("tiny")
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(f"# {name}\n{text}")
+    with pytest.raises(configs.InputError) as found:
+        state.checked(config, layouts.load(name).fill(8), "cpu")
+    assert str(found.value) == message
+
+
+def test_the_message_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    with pytest.raises(configs.InputError) as found:
+        state.checked(configs.load("tiny", ["model.kv_heads=2"]), layouts.load("tp8"), "cpu")
+    shown = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)[0]
+    assert re.sub(r"\S*(rules/tp8.yaml)", r"\1", str(found.value)) == shown
+    assert (ROOT / "rules/tp8.yaml").read_text().rstrip() in text and (ROOT / "rules/tp8.yaml").read_text() in RULES
+
+
+def test_links():
+    for page in [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/rules.md", "docs/pods.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,148 @@
+"""Every config under every shipped rules file: it resolves, or says what golden/layouts.txt has recorded."""
+
+import io
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fixture)
+from rich.console import Console
+
+from gspmd_lm import axes, config, rules
+from gspmd_lm.config import InputError
+from gspmd_lm.train import state, table
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+LAYOUTS = sorted(path.stem for path in (ROOT / "rules").glob("*.yaml"))
+PODS = [("fsdp", 256), ("fsdp", 512), ("fsdp_tp", 256), ("fsdp_tp", 512)]
+PAIRS = [(name, layout, 8) for name in CONFIGS for layout in LAYOUTS]
+PAIRS += [(name, layout, devices) for name in CONFIGS for layout, devices in PODS]
+
+# One variant for every array that a rules file may name.
+PLAIN = ("model.mlp_kind=plain", "model.norm=layernorm", "model.norm_bias=true", "model.positions=learned")
+BIASED = (
+    *(f"model.{name}=true" for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias")),
+    *PLAIN[1:],
+)
+VARIANTS = [(), PLAIN, BIASED, ("model.qk_norm=true", "model.block=parallel", "model.tied_embeddings=true")]
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch, shapes_once):  # noqa: F811
+    monkeypatch.chdir(ROOT)  # messages name rules/<layout>.yaml
+
+
+def filled(layout, devices):
+    found = rules.load(layout)
+    return found.fill(found.devices if found.devices > 0 else devices)
+
+
+def title(name, layout, devices):
+    return f"{name} under {layout}" + (f" on {devices} devices" if layout in ("fsdp", "fsdp_tp") else "")
+
+
+@pytest.mark.parametrize(("name", "layout", "devices"), PAIRS)
+def test_config_under_rules(name, layout, devices):
+    try:
+        _, warnings = state.checked(config.load(name), filled(layout, devices), "cpu")
+        outcome = "\n".join(f"warning: {warning}" for warning in warnings) or "resolves"
+    except InputError as error:
+        outcome = str(error)
+    if outcome == "resolves":
+        assert title(name, layout, devices) not in titles("layouts.txt")
+    else:
+        same_as_recorded("layouts.txt", title(name, layout, devices), outcome)
+
+
+def test_every_recorded_pair_is_still_there():
+    assert titles("layouts.txt") <= {title(*pair) for pair in PAIRS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rules_file_begins_with_its_idea(layout):
+    first, second = (ROOT / "rules" / f"{layout}.yaml").read_text().split("\n")[:2]
+    assert re.fullmatch(r"# [A-Z].*\.", first)
+    assert second.startswith("mesh: {")
+
+
+def leaves(arrays):
+    """Path, logical axes, shape and bytes of an element, for each weight and for each array of the optimizer."""
+    for part, named, abstract in (
+        ("weights", arrays.named_params, arrays.params),
+        ("optimizer", arrays.named_optimizer, arrays.optimizer),
+    ):
+        for leaf, like in state.pairs(named, abstract):
+            yield part, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("fsdp_tp", 512), ("fsdp", 8)])
+def test_bytes_per_device_of_405b(layout, devices):
+    """The totals of --dry_run, against the architecture's own arithmetic."""
+    cfg, found = config.load("llama3_405b"), filled(layout, devices)
+    out = io.StringIO()
+    arrays, _ = state.checked(cfg, found, "cpu")
+    table.show(cfg, found, arrays, Console(file=out, width=200))
+    said = dict(re.findall(r"^  (weights|optimizer|gradients) +([\d,]+)  ", out.getvalue(), re.MULTILINE))
+    totals = {name: int(number.replace(",", "")) for name, number in said.items()}
+
+    m, tensor, fsdp = cfg.model, found.mesh.get("tensor", 1), found.mesh["fsdp"]
+    per_layer = {
+        "wq and wo": 2 * m.embed * m.heads * m.head_dim / tensor,
+        "wk and wv": 2 * m.embed * m.kv_heads * m.head_dim / tensor,
+        "gate, up and down": 3 * m.embed * m.mlp / tensor,
+        "norms": 2 * m.embed,
+    }
+    tables = 2 * m.vocab_rows * m.embed / tensor
+    weights = 4 * (m.layers * sum(per_layer.values()) + tables + m.embed) / fsdp  # float32; embed is split over fsdp
+    assert totals["weights"] == totals["gradients"] == weights
+    assert totals["optimizer"] == pytest.approx(2 * weights, abs=64)  # two moments and counters
+    assert "405,853,388,800 parameters" in out.getvalue()  # as published for Llama 3.1 405B
+
+
+def test_the_table_lists_every_array():
+    cfg, found = config.load("tiny"), filled("fsdp2_tp4", 8)
+    out = io.StringIO()
+    arrays, _ = state.checked(cfg, found, "cpu")
+    table.show(cfg, found, arrays, Console(file=out, width=200))
+    lines = {line.split()[0]: line for line in out.getvalue().splitlines() if line.strip()}
+    for _, path, *_ in (leaf for leaf in leaves(arrays) if leaf[0] == "weights"):
+        assert path in lines
+    assert re.sub(r"  +", " | ", lines["layers.attention.wq"]) == (
+        "layers.attention.wq | layers embed heads head_dim | 4 x 128 x 8 x 16 | embed/fsdp heads/tensor | heads/tensor"
+        " | 32,768"
+    )
+    assert re.sub(r"  +", " | ", lines["residual"]) == (
+        "residual | batch seq embed | 16 x 256 x 128 | batch/fsdp seq/tensor | 262,144"
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon"])
+def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
+    cfg, found = config.load("tiny", [f"optimizer.name={optimizer}"]), filled("fsdp2_tp4", 8)
+    arrays, _ = state.checked(cfg, found, "cpu")
+    for part, path, names, shape, itemsize in leaves(arrays):
+        assert len(names) == len(shape), path
+        assert set(names) <= {*axes.AXES, ""}, path
+        for split, size in zip(found.resolve(part, path, names, shape, itemsize)[0], shape, strict=True):
+            assert size % math.prod(found.mesh[name] for name in split) == 0, path
+
+
+def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
+    configs = [config.load(name) for name in CONFIGS] + [config.load("tiny", variant) for variant in VARIANTS]
+    seen = set()
+    for cfg in configs:
+        arrays = state.arrays(cfg)
+        seen |= {leaf.path.split(".")[-1] for leaf, _ in state.pairs(arrays.named_params, arrays.params)}
+        seen |= set(state.activations(cfg, arrays, 1))
+    assert seen == set(axes.ARRAYS)
+
+
+def test_nothing_is_allocated():
+    before = {id(array) for array in jax.live_arrays()}
+    state.checked(config.load("llama3_405b"), filled("fsdp_tp", 512), "cpu")
+    grown = [array.nbytes for array in jax.live_arrays() if id(array) not in before]
+    assert sum(grown) < 1_000_000

@@ -1,0 +1,382 @@
+"""Platform, processes, compile cache, compiler options and stopping: in fresh processes where a backend must start."""
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspmd_lm import runtime
+from gspmd_lm.config import InputError
+
+ROOT = Path(__file__).parent.parent
+FROM_OUTSIDE = ("JAX_", "PJRT_", "NPROC", "XLA_", "SLURM_", "OMPI_", "GSPMD_", "CUDA_", "KUBERNETES", "JOB_COMPLETION")
+SUM_THEN_TRAIN = """
+import os, sys, time
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from gspmd_lm import runtime
+here = runtime.start(platform="cpu", simulated_devices=2, {flags})
+print(here.device_count, here.process_count, here.is_main)
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+x = jax.make_array_from_callback((4,), NamedSharding(mesh, P("data")), lambda index: np.arange(4.0)[index])
+total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
+print(float(total(x)))
+with runtime.StopSignal() as stop:
+    for step in range(300):
+        total(x).block_until_ready()
+        time.sleep(0.02)
+        if stop.requested(step):
+            print("stopped after", step)
+            break
+        if step == 5 and here.process_index == 1:
+            os.kill(os.getpid(), {signal})
+"""
+
+
+def launch(code: str, **env: str) -> subprocess.Popen:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(FROM_OUTSIDE)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=clean | {"PYTHONPATH": str(ROOT)} | env, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def output(process: subprocess.Popen) -> tuple[str, str]:
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out, err
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def undetermined(monkeypatch):
+    """No platform was asked for, and nothing is installed or plugged in."""
+    before: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(runtime.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(runtime.glob, "glob", lambda pattern: [])
+    yield monkeypatch
+    jax.config.update("jax_platforms", before)
+
+
+# Platform and devices
+
+
+def test_a_fresh_process_simulates_in_silence_and_importing_does_nothing():
+    out, err = output(
+        launch("""
+import os
+before = dict(os.environ)
+from gspmd_lm import runtime
+import jax
+assert dict(os.environ).items() - before.items() <= {("TPU_SKIP_MDS_QUERY", "1")}  # jax's own
+assert jax.config.jax_platforms is None
+print(runtime.start(platform="cpu", simulated_devices=12))
+print(os.environ["PJRT_NPROC"], os.environ["NPROC"], jax.config.jax_platforms)
+""")
+    )
+    assert out.splitlines() == [
+        "Runtime(platform='cpu', device_kind='cpu', device_count=12, process_index=0, process_count=1)",
+        "48 48 cpu",
+    ]
+    noise = ("cudart_stub", "absl::InitializeLog")  # of jax's CUDA plugin where it is installed without a GPU
+    assert [line for line in err.splitlines() if not any(word in line for word in noise)] == []
+
+
+def test_starting_again_needs_the_same_devices():
+    here = runtime.start(platform="cpu", simulated_devices=8)
+    assert (here.device_count, here.simulated, here.is_main) == (8, True, True)
+    with pytest.raises(InputError, match=r"4 simulated devices asked for, but jax already runs with 8\n  fix   use 8"):
+        runtime.start(platform="cpu", simulated_devices=4)
+
+
+def test_a_platform_that_is_not_there():
+    before: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with pytest.raises(InputError, match=r"platform gpu cannot be used(.|\n)*fix .*\[cuda\].*--platform=cpu"):
+            runtime.start(platform="cuda", simulated_devices=8)
+    finally:
+        jax.config.update("jax_platforms", before)
+    code = "from gspmd_lm import runtime; runtime.start(platform='tpu')"
+    _, err = launch(code).communicate(timeout=60)
+    assert "InputError: platform tpu cannot be used" in err
+
+
+@pytest.mark.parametrize("asked, error", [("gpuu", "did you mean gpu"), ("metal", "--platform=metal: unknown")])
+def test_an_unknown_platform(asked, error):
+    with pytest.raises(InputError, match=error):
+        runtime.start(platform=asked)
+
+
+def test_the_platform_is_what_was_asked_for_or_is_there(undetermined, caplog):
+    class Plugin:
+        name = "xla_cuda12"
+
+    choose = runtime._choose_platform
+    assert choose(None) == "cpu"
+    assert not caplog.records
+    undetermined.setattr(runtime.os.path, "exists", lambda path: path == "/dev/nvidia0")
+    undetermined.setattr(runtime, "entry_points", lambda group: [])
+    assert choose(None) == "cpu"
+    assert "gspmd_lm[cuda]" in caplog.text
+    undetermined.setattr(runtime, "entry_points", lambda group: [Plugin])
+    assert choose(None) == "gpu"
+    assert choose("cpu") == "cpu"
+    undetermined.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose(None) == "cpu"
+    jax.config.update("jax_platforms", "tpu,cpu")  # what jax does on a TPU host when it is imported
+    assert choose(None) == "tpu"
+
+
+def test_a_tpu_host_without_libtpu_is_pointed_out(undetermined, caplog):
+    undetermined.setattr(runtime.glob, "glob", lambda pattern: ["/dev/vfio/0"] if "vfio" in pattern else [])
+    undetermined.setattr(runtime.importlib.util, "find_spec", lambda name: None)
+    assert runtime._choose_platform(None) == "cpu"
+    assert "gspmd_lm[tpu]" in caplog.text
+
+
+# Processes
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        ({"num_processes": 2}, "--num_processes given without --coordinator and --process_id"),
+        ({"coordinator": "a:1", "num_processes": 2}, "without --process_id"),
+        ({"coordinator": "a", "num_processes": 2, "process_id": 0}, "--coordinator=a: no port"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "--process_id=2 is not below --num_processes=2"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": -1}, "--process_id=-1"),
+        ({"num_processes": 0}, "--num_processes=0: at least 1"),
+        ({"simulated_devices": 0}, "--devices=0"),
+    ],
+)
+def test_wrong_flags(flags, error):
+    with pytest.raises(InputError, match=f"^{re.escape(error)}|{re.escape(error)}.*\n  fix   "):
+        runtime.start(platform="cpu", **flags)
+
+
+def test_what_looks_like_one_of_several_processes(monkeypatch):
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    assert not runtime._launched_in_parallel("cpu")
+    assert runtime._launched_in_parallel("tpu")
+    for name, value, expected in [
+        ("SLURM_NTASKS", "1", False),
+        ("SLURM_NTASKS", "4", True),
+        ("OMPI_COMM_WORLD_SIZE", "2", True),
+        ("JOB_COMPLETION_INDEX", "0", True),
+    ]:
+        with monkeypatch.context() as inside:
+            inside.setenv(name, value)
+            assert runtime._launched_in_parallel("gpu") is expected
+
+
+def test_half_a_slurm_environment_means_one_process():
+    code = "from gspmd_lm import runtime; print(runtime.start(platform='cpu', simulated_devices=2).process_count)"
+    assert output(launch(code, SLURM_NTASKS="4"))[0] == "1\n"
+
+
+@pytest.mark.parametrize("way", ["flags", "slurm"])
+def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
+    """SIGTERM with flags, Ctrl-C under Slurm, each on one process only."""
+    port, processes = free_port(), []
+    for index in range(2):
+        if way == "flags":
+            flags = f"coordinator='127.0.0.1:{port}', num_processes=2, process_id={index}"
+            processes.append(launch(SUM_THEN_TRAIN.format(flags=flags, signal=15)))
+        else:
+            slurm = {"JOB_ID": "7", "STEP_NODELIST": "127.0.0.1", "NTASKS": "2", "PROCID": f"{index}", "LOCALID": "0"}
+            env = {f"SLURM_{name}": value for name, value in slurm.items()} | {"JAX_COORDINATOR_PORT": str(port)}
+            processes.append(launch(SUM_THEN_TRAIN.format(flags="", signal=2), **env))
+    outputs = [[line for line in output(process)[0].splitlines() if "Gloo" not in line] for process in processes]
+    assert outputs[0][:2] == ["4 2 True", "6.0"]
+    assert outputs[1][:2] == ["4 2 False", "6.0"]
+    assert outputs[0][2] == outputs[1][2]
+    assert outputs[0][2].startswith("stopped after ")
+
+
+# Compiler options
+
+
+def test_rules_lie_over_the_defaults_and_null_removes_one():
+    rows = {"gpu": {"xla_gpu_enable_latency_hiding_scheduler": None, "xla_x": 3}, "cpu": {"xla_y": 1}}
+    options = runtime.compiler_options("gpu", rows, "rules/x.yaml")
+    expected = dict(runtime.DEFAULT_OPTIONS["gpu"], xla_x=3)
+    del expected["xla_gpu_enable_latency_hiding_scheduler"]
+    assert options == expected
+
+
+def test_libtpu_gets_text():
+    options = runtime.compiler_options("tpu", {"tpu": {"a": False, "b": 98304, "c": "AUTO"}}, "rules/x.yaml")
+    assert (options["a"], options["b"], options["c"]) == ("false", "98304", "AUTO")
+    assert options["xla_tpu_enable_async_collective_fusion"] == "true"
+    assert all(isinstance(value, str) for value in options.values())
+
+
+def test_a_value_that_is_no_scalar():
+    with pytest.raises(InputError, match=r"rules/x.yaml: compiler_options.cpu.xla_a: \[1\] is not a single value"):
+        runtime.compiler_options("cpu", {"cpu": {"xla_a": [1]}}, "rules/x.yaml")
+
+
+@pytest.mark.parametrize(
+    "platform, row, error",
+    [
+        ("cpu", {"xla_foo": True}, "^rules/x.yaml: compiler_options.cpu.xla_foo: the compiler knows no such option\n"),
+        ("gpu", {"xla_gpu_enable_latency_hiding": True}, "did you mean xla_gpu_enable_latency_hiding_scheduler"),
+        (
+            "cpu",
+            {"xla_cpu_enable_fast_math": "perhaps"},
+            "xla_cpu_enable_fast_math: 'perhaps' is not a valid bool value",
+        ),
+        ("cpu", {"xla_cpu_parallel_codegen_split_count": 1.5}, "split_count: 1.5 is not a valid int32 value"),
+    ],
+)
+def test_an_option_the_compiler_refuses(platform, row, error):
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    options = runtime.compiler_options(platform, {platform: row}, "rules/x.yaml")
+    with pytest.raises(InputError, match=f"{error}(.|\n)*  fix   "):
+        runtime.compile(lowered, options, platform, "rules/x.yaml")
+
+
+def test_a_quoted_value_of_a_default_is_not_taken_for_the_default():
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    rows = {"gpu": {"xla_gpu_enable_latency_hiding_scheduler": "true"}}
+    with pytest.raises(InputError, match=r"scheduler: 'true' is not a valid bool value\n.*without quotes"):
+        runtime.compile(lowered, runtime.compiler_options("gpu", rows, "rules/x.yaml"), "gpu", "rules/x.yaml")
+
+
+def test_a_default_that_a_newer_compiler_refuses_says_how_to_go_on(monkeypatch):
+    monkeypatch.setitem(runtime.DEFAULT_OPTIONS, "cpu", {"xla_bygone": True})
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    with pytest.raises(InputError, match=r"xla_bygone: this default(.|\n)*xla_bygone: null to compiler_options.cpu"):
+        runtime.compile(lowered, runtime.compiler_options("cpu", {}, "rules/x.yaml"), "cpu", "rules/x.yaml")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_defaults_are_options_of_the_compiler(platform):
+    """XLA has one list of options for the CPU and the GPU, so this needs no GPU."""
+    lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(3))
+    compiled = runtime.compile(lowered, runtime.compiler_options(platform, {}, "-"), platform, "-")
+    assert compiled(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu, which compiles without a TPU")
+def test_the_defaults_are_options_of_libtpu():
+    env = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    out, _ = output(
+        launch(
+            """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from gspmd_lm import runtime
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+sharding = NamedSharding(Mesh(np.array(devices), ("data",)), P("data"))
+lowered = jax.jit(lambda x: x.sum()).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+runtime.compile(lowered, runtime.compiler_options("tpu", {}, "-"), "tpu", "-")
+for row in {"xla_foo": True}, {"xla_tpu_scoped_vmem_limit_kib": "many"}:
+    try:
+        runtime.compile(lowered, runtime.compiler_options("tpu", {"tpu": row}, "r"), "tpu", "r")
+    except runtime.InputError as error:
+        print(str(error).splitlines()[0])
+""",
+            **env,
+        )
+    )
+    assert out.splitlines() == [
+        "r: compiler_options.tpu.xla_foo: the compiler knows no such option",
+        "r: compiler_options.tpu.xla_tpu_scoped_vmem_limit_kib: 'many' cannot be read.",
+    ]
+
+
+# Compile cache
+
+
+def test_the_cache_is_found_again_and_repairs_itself(tmp_path):
+    code = """
+import jax, jax.numpy as jnp
+from gspmd_lm import runtime
+runtime.start(platform="cpu", simulated_devices=2)
+cache = runtime.enable_compile_cache()
+def double(x): return x * 2
+def square(x): return x @ x
+for size in (2, 3):
+    for function in (double, square):
+        jax.jit(function).lower(jax.ShapeDtypeStruct((size, size), jnp.float32)).compile()
+print(cache.hits, cache.misses, cache.saved_s >= 0)
+"""
+    env = {"GSPMD_LM_CACHE": str(tmp_path)}
+    assert output(launch(code, **env))[0] == "0 4 True\n"
+    entries = sorted((tmp_path / "compile").glob("*-cache"))
+    assert len(entries) == 4
+    assert output(launch(code, **env)) == ("4 0 True\n", "")
+    for entry in entries:
+        data = bytearray(entry.read_bytes())
+        if "double" in entry.name:  # both sizes
+            entry.write_bytes(data[: len(data) // 2])
+        elif entry == entries[-1]:  # one of the two sizes, and the other goes with it
+            data[len(data) // 2] ^= 0xFF
+            entry.write_bytes(data)
+    out, err = output(launch(code, PYTHONWARNINGS="ignore", **env))
+    hits, misses, _ = out.split()
+    assert int(hits) + int(misses) == 4
+    assert int(misses) >= 3
+    assert "entries of jit_square could not be read and are made anew" in err
+    assert "Error reading" not in err
+    assert output(launch(code, **env)) == ("4 0 True\n", "")
+
+
+def test_the_cache_keeps_the_entries_used_last(tmp_path):
+    for age, name in enumerate(["new-cache", "middle-cache", "old-cache"]):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    os.utime(tmp_path / "old-cache", (2000, 100))  # read since
+    runtime._trim(tmp_path, 250)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["new-cache", "old-cache"]
+    runtime._trim(tmp_path, 250)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_cache_folder_that_cannot_be(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"file.compile: the compile cache cannot be written(.|\n)*GSPMD_LM_CACHE"):
+        runtime.enable_compile_cache()
+
+
+# Being asked to stop
+
+
+def test_sigterm_stops_and_the_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with runtime.StopSignal() as stop:
+        assert not stop.requested(0)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested(1)
+        assert stop.requested(2)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_second_interrupt_is_at_once():
+    with runtime.StopSignal() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested(0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

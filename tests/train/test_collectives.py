@@ -1,0 +1,111 @@
+"""Which collectives XLA inserts for each shipped layout, counted in the compiled program as tensors moved."""
+
+import dataclasses
+
+import pytest
+from benchmarks.collectives import count
+
+from gspmd_lm import rules as layouts
+from gspmd_lm.rules import Remat, Row
+
+SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
+B, T, D, L = 32, 16, 32, 3
+
+
+@pytest.fixture(scope="module")
+def moved(small, built):
+    """A function that compiles a train step and returns its collectives."""
+
+    def compiled(rules, microbatches=1, remat=None, **model):
+        rules = layouts.load(rules) if isinstance(rules, str) else rules
+        changes = {"remat": Remat(remat)} if remat else {}
+        step = built(small(layers=L, **model), rules, microbatches=microbatches, **changes)
+        return count(step.lower_train().compile().as_text())
+
+    return compiled
+
+
+def in_layers(found):
+    return [c for c in found if c.in_loop]
+
+
+def activations(found, rows):
+    """Those that carry at least the residual stream of `rows` sequences."""
+    return [c for c in found if c.elements >= rows * T * D]
+
+
+@pytest.mark.parametrize(("block", "reductions"), [("sequential", 2), ("parallel", 1)])
+def test_tensor_parallelism_reduces_what_megatron_does(moved, block, reductions):
+    found = moved("tp8", block=block)
+    loop = in_layers(found)
+    forward = [c for c in loop if "transpose" not in c.op_name]
+    backward = [c for c in loop if "transpose" in c.op_name]
+    assert [c.kind for c in activations(forward, B)] == ["all-reduce"] * reductions
+    assert [c.kind for c in activations(backward, B)] == ["all-reduce"] * reductions
+    assert {c.times for c in loop} == {L}
+    assert [c for c in loop if c.elements < B * T * D] == []
+
+    # Outside: the embedding's activation, the loss's one, and reductions of [B, T].
+    outside = [c for c in found if not c.in_loop]
+    assert [c.kind for c in activations(outside, B)] == ["all-reduce"] * 2
+    assert {c.kind for c in outside} == {"all-reduce"}
+    assert sorted(c.elements for c in outside if c.elements not in (B * T * D,))[-3:] == [B * T] * 3
+    assert all(c.elements <= B * T for c in outside if c.elements != B * T * D)
+
+
+def test_zero3_moves_no_activations(moved):
+    found = moved("fsdp8")
+    rows = B // 8
+    weights = {c.kind for c in in_layers(found)}
+    assert weights == {"all-gather", "reduce-scatter", "all-reduce"}  # the last for norms' gradients
+    lookups = [c for c in found if c.kind == "all-to-all"]
+    assert len(lookups) == 2 and not any(c.in_loop for c in lookups)
+    assert all("gather" in c.op_name or "scatter" in c.op_name for c in lookups)
+    matrices = {D * 64, D * 8 * 4, 64 * D}  # of the MLP and of attention
+    gathered = [c for c in in_layers(found) if c.kind == "all-gather" and c.elements > D]
+    assert {c.elements for c in gathered} == matrices and len(gathered) == 2 * 7  # once forward, once backward
+    scattered = [c for c in in_layers(found) if c.kind == "reduce-scatter"]
+    assert {8 * c.elements for c in scattered} == matrices and len(scattered) == 7
+    assert all(c.elements <= D for c in in_layers(found) if c.kind == "all-reduce")
+    assert rows * T * D not in {c.elements for c in in_layers(found)} - matrices
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_data_parallelism_reduces_each_gradient_once_per_microbatch(moved, microbatches, small, built):
+    found = moved("dp8", microbatches=microbatches)
+    assert {c.kind for c in found} == {"all-reduce"}
+    parameters = built(small(layers=L), "dp8").arrays.parameter_count
+    reduced = sum(c.elements * c.times for c in found)
+    scalars = 64 * microbatches
+    assert parameters * microbatches <= reduced <= parameters * microbatches + scalars
+
+
+@pytest.mark.parametrize("layout", SHIPPED)
+@pytest.mark.parametrize("remat", ["none", "block", "dots"])
+def test_no_shipped_layout_reshards_in_the_layers(moved, layout, remat):
+    loop = in_layers(moved(layout, remat=remat))
+    assert [c for c in loop if c.kind in ("all-to-all", "collective-permute")] == []
+
+
+def test_a_layout_made_to_reshard_is_caught(moved):
+    """Queries split over the sequence while keys are split over heads cannot meet without an all-to-all."""
+    loaded = layouts.load("tp8")
+    bad = Row("test", "rules", "hidden", "seq", ("tensor",))
+    worse = Row("test", "rules", "hidden", "mlp", ())
+    found = moved(dataclasses.replace(loaded, rows=(*loaded.rows, bad, worse)))
+    assert [c for c in in_layers(found) if c.kind in ("all-to-all", "collective-permute")] != []
+
+
+def test_the_program_does_not_grow_with_depth_or_width_of_the_mesh(small, built):
+    lines = {
+        (layers, tensor): len(
+            built(small(layers=layers), layouts.load("dp2_tp4", f"data={8 // tensor},tensor={tensor}"))
+            .lower_train()
+            .compile()
+            .as_text()
+            .splitlines()
+        )
+        for layers, tensor in ((2, 2), (2, 4), (6, 4))
+    }
+    assert lines[2, 4] == pytest.approx(lines[6, 4], rel=0.01)
+    assert lines[2, 4] == pytest.approx(lines[2, 2], rel=0.05)

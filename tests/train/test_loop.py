@@ -1,0 +1,162 @@
+"""Runs: resuming, rewinding, other layouts, steps that are skipped, evaluation, being asked to stop."""
+
+import io
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from rich.console import Console
+
+from gspmd_lm import runtime
+from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.data import loader
+from gspmd_lm.train.loop import Run
+
+CPU = runtime.Runtime("cpu", "cpu", 8, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def run(small, built):
+    """A function that makes a Run; programs are compiled once per config and layout."""
+    programs = {}
+
+    def make(workdir, layout="dp2_tp4", config=None, profile=None):
+        config = config or small(layers=1, data={"batch": 8}, train=dict(TRAIN))
+        key = json.dumps([layout, repr(config)])
+        if key not in programs:
+            step = built(config, layout)
+            programs[key] = step, {}
+        step, compiled = programs[key]
+        rows, held_out = loader.open(config)
+        console = Console(file=io.StringIO())
+        return Run(step, rows, held_out, epath.Path(workdir), CPU, console, None, profile, compiled)
+
+    return make
+
+
+TRAIN = {"steps": 12, "log_every": 1, "checkpoint_every": 4, "keep_checkpoints": 2, "eval_every": 6, "trackers": ()}
+
+
+def rows_of(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(workdir):
+    return {row["step"]: row["loss"] for row in rows_of(workdir) if "loss" in row}
+
+
+def state_of(run):
+    with run.checkpoints() as checkpoints:
+        at, state, _ = checkpoints.restore(run.step.abstract_state())
+    return at, state
+
+
+@pytest.fixture(scope="module")
+def straight(run, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("straight")
+    finished = run(workdir)
+    finished.train(12)
+    return workdir, state_of(finished)
+
+
+def same(a, b):
+    """Bitwise the same trees."""
+    data = lambda x: np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)  # noqa: E731
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(data(x), data(y)), a, b)
+
+
+def test_a_resumed_run_is_bitwise_the_straight_one(run, straight, tmp_path):
+    workdir, (at, state) = straight
+    run(tmp_path).train(5)
+    assert state_of(run(tmp_path))[0] == 5
+    run(tmp_path).train(12)
+    resumed_at, resumed = state_of(run(tmp_path))
+    assert resumed_at == at == 12
+    same(resumed, state)
+    assert losses_of(tmp_path) == losses_of(workdir)
+
+
+def test_a_checkpoint_restores_under_another_layout(run, straight, tmp_path):
+    workdir, _ = straight
+    run(tmp_path, "fsdp8").train(5)
+    run(tmp_path, "tp8").train(9)
+    run(tmp_path, "dp2_tp4").train(12)
+    want, got = losses_of(workdir), losses_of(tmp_path)
+    assert got.keys() == want.keys()
+    assert max(abs(got[step] - want[step]) for step in want) < 1e-5
+
+
+def test_what_a_workdir_holds(straight):
+    workdir, _ = straight
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()) == ["12", "8"]
+    assert {"config.yaml", "rules.yaml", "versions.json", "metrics.jsonl"} <= {path.name for path in workdir.iterdir()}
+    rows = rows_of(workdir)
+    logged = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in logged] == list(range(1, 13))
+    assert {"step_time_s", "tokens_per_s", "accuracy", "perplexity", "gradient_norm", "weight_norm", "learning_rate",
+            "data_wait_s", "skipped_steps"} <= logged[0].keys()  # fmt: skip
+    assert [row["step"] for row in rows if "eval_loss" in row] == [6, 12]
+    assert json.loads((workdir / "versions.json").read_text())["versions"]["jax"] == jax.__version__
+
+
+def test_metrics_are_cut_back_to_the_restored_step(run, tmp_path):
+    run(tmp_path).train(8)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": 1}\n{"step": 10, "lo')  # the run went on and was killed before it saved
+    run(tmp_path).train(12)
+    assert list(losses_of(tmp_path)) == list(range(1, 13))
+
+
+def test_evaluation_of_the_newest_checkpoint(run, straight, tmp_path):
+    workdir, _ = straight
+    last = [row for row in rows_of(workdir) if "eval_loss" in row][-1]
+    found = run(workdir).evaluate()
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], abs=1e-6)
+    assert run(workdir, "tp8").evaluate(8)["eval_loss"] != pytest.approx(found["eval_loss"], abs=1e-6)
+    with pytest.raises(InputError, match="no checkpoint"):
+        run(tmp_path).evaluate()
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(run, straight, small):
+    workdir, _ = straight
+    wider = small(layers=1, mlp=128, data={"batch": 8}, train=dict(TRAIN))
+    with pytest.raises(InputError, match=r"(?s)mlp.*64.*128"):
+        run(workdir, "dp8", wider).train(13)
+
+
+def test_steps_that_are_not_finite_change_nothing(run, small, tmp_path, monkeypatch):
+    """A learning rate that throws the weights to infinity: later steps are skipped, counted, and stop the run."""
+    wild = {"learning_rate": 1.0e38, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+    config = small(layers=1, data={"batch": 8}, train=TRAIN | {"max_skipped": 3, "eval_every": 0}, optimizer=wild)
+    doomed = run(tmp_path, "dp8", config)
+    with pytest.raises(RunFailed, match="last 3 steps was not finite"):
+        doomed.train(12)
+    rows = rows_of(tmp_path)
+    assert [row["skipped_in_a_row"] for row in rows[-3:]] == [1, 2, 3]
+    weights = [row["weight_norm"] for row in rows[-3:]]
+    assert weights[0] == weights[1] == weights[2]
+
+
+def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_path, monkeypatch):
+    workdir, (_, state) = straight
+    first = run(tmp_path)
+    monkeypatch.setattr(
+        runtime.StopSignal,
+        "requested",
+        lambda self, step: step == 3 and os.kill(os.getpid(), signal.SIGTERM) or self._asked,
+    )
+    first.train(12)
+    monkeypatch.undo()
+    stopped_at = state_of(first)[0]
+    assert stopped_at in (3, 4)
+    run(tmp_path).train(12)
+    same(state_of(run(tmp_path))[1], state)
+
+
+def test_a_trace_is_written(run, tmp_path):
+    run(tmp_path, profile=(1, 3)).train(4)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))

@@ -1,0 +1,139 @@
+"""Update rules, schedules and the placement of their state, all chosen by logical axes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gspmd_lm.placement import Named
+from gspmd_lm.train import optimizer, state
+
+NAMES = ["adamw", "adafactor", "lion", "muon"]
+
+
+def leaves(named, abstract):
+    return [(leaf.path, leaf.axes, like.shape) for leaf, like in state.pairs(named, abstract)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_named_by_the_parameters_axes(name, small):
+    """Each array of the state has the axes of its parameter, or those that its factors keep."""
+    config = small(layers=3, kv_heads=2, norm="layernorm", norm_bias=True, optimizer={"name": name})
+    found = state.arrays(config)
+    sizes = {"embed": 32, "mlp": 64, "vocab": 64, "layers": 3, "head_dim": 4, "positions": 32}
+    flattened = {("layers", "heads"): (3, 32), ("layers", "kv_heads"): (3, 8)}
+    for path, axes, shape in leaves(found.named_optimizer, found.optimizer):
+        if "" in axes or not axes:
+            continue
+        want = flattened.get(axes) or tuple({"heads": 8, "kv_heads": 2}.get(axis, sizes.get(axis)) for axis in axes)
+        assert shape == want, (path, axes, shape)
+    factored = {(path, axes) for path, axes, _ in leaves(found.named_optimizer, found.optimizer)}
+    if name == "adafactor":
+        assert ("layers.attention.wk", ("layers", "kv_heads")) in factored
+        assert ("layers.attention.wk", ("layers", "embed")) in factored
+        assert ("layers.attention_norm.scale", ("layers", "embed")) in factored  # two dimensions, yet no matrix
+    else:
+        assert ("layers.attention.wk", ("layers", "embed", "kv_heads", "head_dim")) in factored
+
+
+def test_matrices_are_told_by_their_axes():
+    assert optimizer.is_matrix(("layers", "embed", "heads", "head_dim"))
+    assert optimizer.is_matrix(("vocab", "embed"))
+    assert not optimizer.is_matrix(("layers", "embed"))  # a norm's scale
+    assert not optimizer.is_matrix(("layers", "heads", "head_dim"))  # a bias
+    assert not optimizer.is_matrix(("vocab",))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_is_of_matrices_only(name, small):
+    config = small(
+        norm="layernorm",
+        norm_bias=True,
+        qkv_bias=True,
+        optimizer={"name": name, "weight_decay": 0.1, "warmup_steps": 0, "schedule": "constant"},
+    )
+    found = state.arrays(config)
+    params = jax.tree.map(lambda like: jnp.ones(like.shape), found.params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(found.transform.update)(zeros, found.transform.init(params), params)
+    for leaf, update in zip(
+        jax.tree.leaves(found.named_params, is_leaf=lambda x: isinstance(x, Named)),
+        jax.tree.leaves(updates),
+        strict=True,
+    ):
+        assert bool((np.asarray(update) < 0).all()) == optimizer.is_matrix(leaf.axes), leaf
+        assert bool((np.asarray(update) == 0).all()) != optimizer.is_matrix(leaf.axes), leaf
+
+
+def test_adafactor_treats_each_layer_as_it_would_alone(small):
+    """Stacking layers changes no update: the third layer's is that of a model with this layer only."""
+    options = dict(optimizer={"name": "adafactor", "weight_decay": 0.0, "clip_norm": 0.0})
+    deep, shallow = state.arrays(small(layers=3, **options)), state.arrays(small(layers=1, **options))
+
+    def drawn(like):
+        return jax.random.normal(jax.random.key(like.size), like.shape)
+
+    params, gradients = jax.tree.map(drawn, deep.params), jax.tree.map(lambda x: jnp.cos(9 * drawn(x)), deep.params)
+    third = lambda tree: tree | {"layers": jax.tree.map(lambda x: x[2:3], tree["layers"])}  # noqa: E731
+    all_updates, _ = deep.transform.update(gradients, deep.transform.init(params), params)
+    alone, _ = shallow.transform.update(third(gradients), shallow.transform.init(third(params)), third(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), third(all_updates), alone)
+
+
+def test_muon_makes_each_layers_matrix_orthogonal(small):
+    """Updates of one layer's projection, seen as [embed, heads * head_dim], have singular values near each other."""
+    config = small(layers=2, optimizer={"name": "muon", "weight_decay": 0.0, "clip_norm": 0.0, "warmup_steps": 0})
+    found = state.arrays(config)
+    draw = lambda like: jax.random.normal(jax.random.key(like.size), like.shape)  # noqa: E731
+    params = jax.tree.map(draw, found.params)
+    updates, _ = found.transform.update(params, found.transform.init(params), params)
+    for layer in range(2):
+        for name, shape in (("wq", (32, 32)), ("wo", (32, 32))):
+            values = np.linalg.svd(
+                np.asarray(updates["layers"]["attention"][name][layer]).reshape(shape), compute_uv=False
+            )
+            assert values.max() < 3 * values[:-4].min(), (name, values)  # five Newton-Schulz steps leave 0.7 to 1.2
+    assert np.asarray(updates["embedding"]).std() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_agree_for_every_rule(name, small, built, batch_of):
+    losses = {}
+    for layout in ("single", "fsdp2_tp4", "zero1_8"):
+        step = built(small(kv_heads=4, optimizer={"name": name}), layout)
+        step_state = step.lower_init().compile()()
+        program = step.lower_train().compile()
+        losses[layout] = []
+        for at in range(4):
+            step_state, values = program(step_state, batch_of(step, at))
+            losses[layout].append(float(values["loss"]))
+    np.testing.assert_allclose(losses["fsdp2_tp4"], losses["single"], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(losses["zero1_8"], losses["single"], rtol=0, atol=2e-5)
+
+
+def test_schedules(small):
+    peak = 0.01
+    rate = lambda step, steps=100, **options: float(  # noqa: E731
+        optimizer.schedule(small(optimizer={"learning_rate": peak, "warmup_steps": 10, **options}).optimizer, steps)(
+            step
+        )
+    )
+    for name in ("warmup_cosine", "warmup_exponential", "warmup_stable_decay", "constant"):
+        assert [rate(step, schedule=name) for step in (0, 4, 9)] == pytest.approx([0.001, 0.005, 0.01])
+    assert rate(100, schedule="warmup_cosine", final_fraction=0.1) == pytest.approx(0.001)
+    assert rate(55, schedule="warmup_cosine", final_fraction=0.0) == pytest.approx(0.005)
+    assert rate(12, schedule="warmup_exponential", decay_rate=0.9) == pytest.approx(peak * 0.9**2)
+    assert rate(79, schedule="warmup_stable_decay", decay_steps=20) == pytest.approx(peak)
+    assert rate(100, schedule="warmup_stable_decay", decay_steps=20, final_fraction=0.0) == pytest.approx(0)
+    assert rate(10**6, schedule="constant") == pytest.approx(peak)
+
+
+def test_clipping_is_by_the_global_norm(small):
+    config = small(optimizer={"clip_norm": 0.5, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant"})
+    found = state.arrays(config)
+    gradients = jax.tree.map(lambda like: jnp.ones(like.shape), found.params)
+    params = jax.tree.map(jnp.zeros_like, gradients)
+    _, new_state = found.transform.update(gradients, found.transform.init(params), params)
+    first_moment = optax.tree.get(new_state, "mu")
+    assert float(optax.tree.norm(first_moment)) == pytest.approx(0.5 * (1 - config.optimizer.b1), rel=1e-4)
