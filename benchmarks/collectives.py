@@ -34,9 +34,14 @@ class Collective:
     op_name: str
 
     @property
+    def elements(self) -> int:
+        """Of the output, once."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """Of the output, once."""
-        return math.ceil(math.prod(self.shape) * _bits(self.dtype) / 8)
+        return math.ceil(self.elements * _bits(self.dtype) / 8)
 
     @property
     def output_bytes(self) -> int:

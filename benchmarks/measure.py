@@ -55,7 +55,7 @@ class Ours:
         return self.step.lower_init().compile()()
 
     def place(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: jax.device_put(batch[name], like.sharding) for name, like in self.step.abstract_batch().items()}
+        return {name: jax.device_put(batch[name], like.sharding) for name, like in self.step.abstract_batch.items()}
 
 
 def ours(cfg: config.Config, rules: layouts.Rules) -> Ours:

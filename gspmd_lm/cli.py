@@ -1,6 +1,7 @@
 """The command line: verbs, their flags, and the order in which a run comes together."""
 
 import datetime
+import logging
 import os
 import sys
 import textwrap
@@ -134,6 +135,10 @@ def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
     from gspmd_lm import rules as layouts
     from gspmd_lm import runtime
 
+    log = logging.getLogger("gspmd_lm")  # what a process waits for, and what it found odd
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
     workdir = epath.Path(values.workdir) if values.workdir else None
     profile = _profile(values.profile) if verb == "train" else None
     if verb == "eval" and workdir is None:
@@ -171,6 +176,10 @@ def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
         return 0
     if verb == "train" and values.train_tokenizer:
         return _train_tokenizer(config, values.train_tokenizer, console)
+    if workdir is None and machine.process_count > 1:
+        raise InputError(
+            "each of several processes would choose its own workdir\n  fix   give all the same --workdir=DIR"
+        )
     cache = runtime.enable_compile_cache(values.compile_cache)
     workdir = workdir or epath.Path("runs") / _fresh_name(config.name, rules.name)
 

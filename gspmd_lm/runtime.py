@@ -160,7 +160,9 @@ def _check_flags(coordinator: str | None, num_processes: int | None, process_id:
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
-        raise InputError(f"{', '.join(given.keys() - missing)} given without {' and '.join(missing)}{fix}")
+        raise InputError(
+            f"{', '.join(name for name in given if name not in missing)} given without {' and '.join(missing)}{fix}"
+        )
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise InputError(f"--coordinator={coordinator}: no port{fix}")
     if process_id is not None and num_processes is not None and not 0 <= process_id < num_processes:

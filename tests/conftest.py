@@ -79,7 +79,7 @@ def batch_of():
             "positions": np.where(place < cut, place, place - cut).astype(np.int32),
             "row": np.arange(data.batch, dtype=np.int32),
         }
-        wanted = built_step.abstract_batch()
+        wanted = built_step.abstract_batch
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 
     return make

@@ -8,6 +8,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -53,23 +54,23 @@ class Run:
         Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
         """
         train = self.config.train
-        with self.checkpoints() as checkpoints:
+        with self.checkpoints() as checkpoints, ThreadPoolExecutor(1) as beside:
+            compiling = beside.submit(self._program, "train step", self.step.lower_train)
             start, state = self._start(checkpoints)
             self._write_description()
             log = self._log(start)
             if start >= stop:
                 self.say(f"the checkpoint stands at step {start}, nothing to do up to {stop} (--steps, train.steps)")
             last: dict[str, float] = {}
-            shardings = {name: like.sharding for name, like in self.step.abstract_batch().items()}
+            shardings = {name: like.sharding for name, like in self.step.abstract_batch.items()}
             batches = self.train_rows.batches(start, shardings, stop)
-            program = self._program("train step", self.step.lower_train) if start < stop else None
+            program = compiling.result()
             meter = _Meter(self, start)
             done, interrupted = start, False
             with runtime.StopSignal() as signal:
                 try:
                     for at, batch in meter.waiting(batches):
                         self._profile(at, done - start)
-                        assert program is not None
                         state, values = program(state, batch)
                         done = at + 1
                         interrupted = signal.requested(done)
@@ -100,7 +101,7 @@ class Run:
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """Loss of the held-out rows under the newest checkpoint of the workdir, or that of `step`."""
         with self.checkpoints() as checkpoints:
-            restored = checkpoints.restore(self.step.abstract_state(), step)
+            restored = checkpoints.restore(self.step.abstract_state, step)
             if restored is None:
                 raise InputError(
                     f"{self.workdir}: no checkpoint to evaluate\n  fix   train there first, with --workdir"
@@ -130,7 +131,7 @@ class Run:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
 
     def _start(self, checkpoints: Checkpoints) -> tuple[int, State]:
-        restored = checkpoints.restore(self.step.abstract_state())
+        restored = checkpoints.restore(self.step.abstract_state)
         if restored is not None:
             at, state, extra = restored
             if extra["data"] != self.train_rows.fingerprint:
@@ -166,7 +167,7 @@ class Run:
         if self.held_out_rows is None:
             return {}
         program = self._program("evaluation", self.step.lower_evaluate)
-        shardings = {name: like.sharding for name, like in self.step.abstract_batch().items()}
+        shardings = {name: like.sharding for name, like in self.step.abstract_batch.items()}
         totals: collections.Counter[str] = collections.Counter()
         for _, batch in self.held_out_rows.batches(0, shardings, self.config.train.eval_batches):
             totals.update({name: float(value) for name, value in program(state.params, batch).items()})

@@ -87,10 +87,13 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
     """
     found = arrays(config)
     whole = config.data.batch % rules.microbatches == 0
+    named = activations(config, found, rules.microbatches if whole else 1)
+    (batch, _, vocab), (rows, _, columns) = named["logits"]
+    named["logits"] = (batch, vocab), (rows, columns)  # how long a chunk is, is decided when the batch is split
     more = problems(
         rules,
         pairs(found.named_params, found.params),
-        activations(config, found, rules.microbatches if whole else 1),
+        named,
         pairs(found.named_optimizer, found.optimizer),
     )
     if not whole:
@@ -110,6 +113,8 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
         softcap=model.attention_softcap,
         dtype=model.compute_dtype,
     )
+    if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
+        lacking = "a split sequence (rules for q.seq or k.kv_seq)"
     if lacking:
         more.append(
             Problem(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,10 +33,11 @@ class Step:
     arrays: Arrays
     mesh: Mesh
 
-    @property
+    @functools.cached_property
     def placement(self) -> MeshPlacement:
         return MeshPlacement(self.rules, self.mesh)
 
+    @functools.cached_property
     def state_shardings(self) -> State:
         """Where each array of the state lives between steps."""
         scalar = self.placement.sharding("rules", "", (), ())
@@ -48,11 +50,14 @@ class Step:
             skipped_in_a_row=scalar,
         )
 
+    @functools.cached_property
     def abstract_state(self) -> State:
         """The state's shapes and shardings: what a checkpoint is restored into and a program is lowered for."""
-        shapes = jax.eval_shape(self._init)
-        return jax.tree.map(_placed, shapes, self.state_shardings())
+        count, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(jax.random.key, 0)
+        shapes = State(count, self.arrays.params, self.arrays.optimizer, key, count, count)
+        return jax.tree.map(_placed, shapes, self.state_shardings)
 
+    @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a global batch."""
         shapes = abstract_batch(self.config, self.config.data.batch)
@@ -63,16 +68,16 @@ class Step:
 
     def lower_init(self) -> jax.stages.Lowered:
         """() -> State at step 0; the same values wherever they are placed."""
-        return jax.jit(self._init, out_shardings=self.state_shardings()).lower()
+        return jax.jit(self._init, out_shardings=self.state_shardings).lower()
 
     def lower_train(self) -> jax.stages.Lowered:
         """(State, batch) -> (State, metrics); the state given is used up."""
-        jitted = jax.jit(self._train, out_shardings=(self.state_shardings(), None), donate_argnums=0)
-        return jitted.trace(self.abstract_state(), self.abstract_batch()).lower()
+        jitted = jax.jit(self._train, out_shardings=(self.state_shardings, None), donate_argnums=0)
+        return jitted.trace(self.abstract_state, self.abstract_batch).lower()
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> sums over the batch's target tokens, nothing dropped."""
-        return jax.jit(self._evaluate).trace(self.abstract_state().params, self.abstract_batch()).lower()
+        return jax.jit(self._evaluate).trace(self.abstract_state.params, self.abstract_batch).lower()
 
     def _init(self) -> State:
         seed, zero = self.config.train.seed, jnp.zeros((), jnp.int32)

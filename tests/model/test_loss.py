@@ -78,7 +78,7 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(layout, s
     temporaries = {}
     for seq in (1024, 2048):
         step = built(small(**wide, data={"seq": seq, "batch": 8, "packing": "stream"}, train={"steps": 20}), layout)
-        shapes = step.abstract_state().params
+        shapes = step.abstract_state.params
         x = jax.ShapeDtypeStruct((8, seq, 64), jnp.float32, sharding=step.placement.sharding(
             "rules", "residual", ("batch", "seq", "embed"), (8, seq, 64)))  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(layout, s
             with placed_by(step.placement):
                 return jax.grad(lambda x, t: chunked(step.config.model, x, t, None, targets).loss, (0, 1))(x, table)
 
-        targets = step.abstract_batch()["targets"]
+        targets = step.abstract_batch["targets"]
         compiled = jax.jit(forward_and_back).lower(x, shapes["unembedding"], targets).compile()
         temporaries[seq] = compiled.memory_analysis().temp_size_in_bytes
     pieces = 1 if layout == "single" else 8

@@ -51,7 +51,7 @@ def losses_of(workdir):
 
 def state_of(run):
     with run.checkpoints() as checkpoints:
-        at, state, _ = checkpoints.restore(run.step.abstract_state())
+        at, state, _ = checkpoints.restore(run.step.abstract_state)
     return at, state
 
 
