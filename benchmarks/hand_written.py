@@ -108,7 +108,7 @@ def _sum(x: jax.Array) -> jax.Array:
 _sum.defvjp(lambda x: (_sum(x), None), lambda _, dx: (dx,))
 
 
-def build(cfg: config.Config, layout: Layout) -> tuple[Mesh, Callable[[Any], State], Callable[..., Any]]:
+def build(cfg: config.Config, layout: Layout) -> tuple[Mesh, Callable[[Any], State], jax.stages.Wrapped]:
     """The mesh, a function that takes parameters to a State on it, and the jitted step.
 
     The step is (State, tokens_BT, targets_BT) -> (State, metrics), and uses up the state.

@@ -62,7 +62,7 @@ def main() -> None:
     }
     print(result)
     if options.write:
-        measure.write("startup", result)
+        measure.write("startup", [result])
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def compare(cfg: config.Config, name: str, remat: str, rounds: int, show: bool =
         return metrics
 
     times = measure.interleaved({"ours": run_ours, "by hand": run_reference}, rounds, per_round=3)
-    text, reference_text = ours.train.as_text(), reference.as_text()
+    text, reference_text = str(ours.train.as_text()), str(reference.as_text())
     moved, reference_moved = collectives.count(text), collectives.count(reference_text)
     if show:
         print(f"\n{name}, ours\n{collectives.table(moved)}\n{name}, by hand\n{collectives.table(reference_moved)}\n")

@@ -105,8 +105,15 @@ class Remat:
 class Placement(Protocol):
     """How arrays are split: the answers that rules and a mesh give to the model's questions."""
 
-    remat: Remat | None
-    attention: str  # the kernel: xla, cudnn or splash
+    @property
+    def remat(self) -> Remat | None:
+        """What the backward pass computes again."""
+        ...
+
+    @property
+    def attention(self) -> str:
+        """The attention kernel: xla, cudnn or splash."""
+        ...
 
     def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
         """`x` where `table` (rules: in use; weights: at rest; optimizer: gradients) says `array` lives."""

@@ -1,8 +1,8 @@
 """Rules and devices -> a jax Mesh."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from gspmd_lm.rules import Rules
 
 
-def build(rules: Rules, devices: Sequence[jax.Device]) -> Mesh:
+def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     """The mesh of `rules`, already filled, over exactly as many `devices` (real, simulated or compile-only).
 
     Simulated devices keep their order, the last mesh axis varying fastest; accelerators are ordered so that mesh axes

@@ -1,22 +1,20 @@
-"""Eight simulated devices for every test in this process, and for the commands that tests run."""
+"""Eight simulated devices for every test in this process, and small configs, steps and batches to test with."""
 
+import dataclasses
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = os.environ["NPROC"] = "32"  # threads for eight devices: see runtime.py
 
-import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
-import dataclasses
-
+import jax  # it reads the environment
 import numpy as np
 import pytest
 
-from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
-from gspmd_lm.train import state, step
+jax.config.update("jax_num_cpu_devices", 8)
+
+from gspmd_lm import config as configs  # noqa: E402
+from gspmd_lm import rules as layouts  # noqa: E402
+from gspmd_lm.train import state, step  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -294,7 +294,7 @@ def test_all_damaged(run):
 def test_a_damaged_explicit_step_is_refused(run):
     run.save(1, 2)
     flip(run, 2)
-    with pytest.raises(InputError, match="2: state/.*sha256 has changed"):
+    with pytest.raises(InputError, match=r"2: state/.*sha256 has changed"):
         run.open().restore(abstract(make_state(1)), step=2)
 
 
@@ -392,7 +392,7 @@ def test_a_failed_write_is_raised_by_the_next_call(run, monkeypatch, call):
     checkpoints.wait()
     fail_while_writing(run, checkpoints, monkeypatch)
     arguments = {"save": (3, make_state(3), {}), "restore": (abstract(make_state(1)),)}.get(call, ())
-    with pytest.raises(RuntimeError, match="checkpoint 2 was not written to .*No space left on device"):
+    with pytest.raises(RuntimeError, match=r"checkpoint 2 was not written to .*No space left on device"):
         getattr(checkpoints, call)(*arguments)
     assert checkpoints.steps() == [1]
     if call != "close":

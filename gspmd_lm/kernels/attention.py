@@ -3,6 +3,8 @@
 The fused kernels never hold a T x T array. None of them changes what is computed.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -79,7 +81,7 @@ def _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, softcap, interpret=False):
     def local(q_BTNH, k_BSKH, v_BSKH, segments_BT):
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-        kernel = _splash_kernel(q_BTNH.shape[1], q_BTNH.shape[2], softcap or None, interpret)
+        kernel: Any = _splash_kernel(q_BTNH.shape[1], q_BTNH.shape[2], softcap or None, interpret)
         q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
         segments = splash.SegmentIds(segments_BT, segments_BT)
         out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)

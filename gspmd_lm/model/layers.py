@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -30,7 +31,7 @@ def weight(
 ) -> Weight:
     """A parameter of `module`, annotated with one logical axis per dimension. It is cast when it is used."""
     names = tuple(axes.split())
-    array = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
+    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
     return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype))
 
 

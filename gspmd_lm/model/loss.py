@@ -5,7 +5,7 @@ part of them is worked out. The table is put in place once, before the loop; its
 partial sum per piece of the batch and reduced once, after it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     x_CBTD = _chunked(shard(x_BTD, BLOCK_INPUT), chunks)
     targets_CBT = _chunked(targets_BT, chunks)
     table_VD, bias_V = use(table), None if bias is None else use(bias)
-    dtable_ZVD = jnp.zeros((rows.pieces, *table_VD.shape), jnp.float32) if gradients else None
-    dbias_ZV = jnp.zeros((rows.pieces, *table_VD.shape[:1]), jnp.float32) if gradients and bias else None
+    dtable_ZVD: Any = jnp.zeros((rows.pieces, *table_VD.shape), jnp.float32) if gradients else None
+    dbias_ZV: Any = jnp.zeros((rows.pieces, *table_VD.shape[:1]), jnp.float32) if gradients and bias else None
 
     def chunk(carry, inputs):
         sums, dtable_ZVD, dbias_ZV = carry
@@ -78,9 +78,9 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
         return (sums, dtable_ZVD, dbias_ZV), dx_ZBTD
 
     zero = jnp.zeros((), jnp.float32)
-    (sums, dtable_ZVD, dbias_ZV), dx_CZBTD = jax.lax.scan(
-        chunk, (Sums(zero, zero, zero), dtable_ZVD, dbias_ZV), (x_CBTD, targets_CBT)
-    )
+    start: Any = Sums(zero, zero, zero), dtable_ZVD, dbias_ZV
+    end: Any = jax.lax.scan(chunk, start, (x_CBTD, targets_CBT))
+    (sums, dtable_ZVD, dbias_ZV), dx_CZBTD = end
     if not gradients:
         return sums, None
     dx_ZBTD = jnp.moveaxis(dx_CZBTD, 0, 2).reshape(columns.pieces, *x_BTD.shape)
@@ -90,7 +90,7 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     return sums, (dx_BTD, dtable_VD, dbias_V)
 
 
-def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients):
+def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients) -> tuple[Sums, Any]:
     """The sums of one chunk and, with `gradients`, the derivative of its loss by its logits."""
     raw_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
     if bias_V is not None:

@@ -77,7 +77,7 @@ class Decoder(nn.Module):
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=cfg.layers,
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast),  # type: ignore[arg-type]
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(cfg, name="layers")
         x_BTD, _ = layers(x_BTD, jnp.arange(1, cfg.layers + 1), batch, row_keys_B)
@@ -90,6 +90,13 @@ class Decoder(nn.Module):
             zeros = nn.initializers.zeros
             unembedding_bias = weight(self, "unembedding_bias", "vocab", (cfg.vocab_rows,), cfg, zeros)
         return x_BTD, unembedding, unembedding_bias
+
+
+def decode(
+    cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, Weight, Weight | None]:
+    """What Decoder returns for plain (unboxed) parameters."""
+    return Decoder(cfg).apply({"params": params}, batch, dropout_key)  # type: ignore[return-value]
 
 
 def init(cfg: config.Model, key: jax.Array) -> Any:

@@ -82,7 +82,11 @@ class Run:
                         if train.eval_every and done % train.eval_every == 0 and done < stop and not interrupted:
                             log.write(done, self._evaluated(state, done))
                             meter.restart(done)
-                        if train.checkpoint_every and done % train.checkpoint_every == 0 or done == stop or interrupted:
+                        if (
+                            interrupted
+                            or done == stop
+                            or (train.checkpoint_every and done % train.checkpoint_every == 0)
+                        ):
                             self._save(checkpoints, done, state)
                             meter.restart(done)
                         if interrupted:

@@ -4,6 +4,7 @@ The number of dimensions says nothing here: layers are stacked, so a norm's scal
 their own, so a projection has three or four. A matrix is a parameter that maps `embed` to or from something else.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -101,7 +102,7 @@ def _adafactor(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation
         return _over_layers(inner) if stacked else inner
 
     labels = jax.tree.map(label, axes, is_leaf=_is_axes)
-    rules = {
+    rules: dict[Hashable, optax.GradientTransformation] = {
         label(names): rule("layers" in names, is_matrix(names)) for names in jax.tree.leaves(axes, is_leaf=_is_axes)
     }
     return optax.partition(rules, labels)

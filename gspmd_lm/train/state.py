@@ -11,21 +11,21 @@ import optax
 from gspmd_lm.config import Config
 from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.model.loss import losses
-from gspmd_lm.model.transformer import Decoder, init
+from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.placement import Named, problems, record
 from gspmd_lm.rules import Problem, Rules, check
 from gspmd_lm.train import optimizer
 
 
 class State(NamedTuple):
-    """One step's result and the next one's input."""
+    """One step's result and the next one's input: arrays, or what stands for them in a tree of shapes or shardings."""
 
-    step: jax.Array  # int32: steps done, which is also the position in the data
+    step: Any  # int32: steps done, which is also the position in the data
     params: Any
     optimizer: Any
-    key: jax.Array  # of dropout; folded with the step
-    skipped: jax.Array  # int32: steps so far whose loss or gradient was not finite
-    skipped_in_a_row: jax.Array
+    key: Any  # of dropout; folded with the step
+    skipped: Any  # int32: steps so far whose loss or gradient was not finite
+    skipped_in_a_row: Any
 
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
@@ -71,7 +71,7 @@ def activations(config: Config, found: Arrays, microbatches: int, split: Rules |
     """The activations that the model names in one microbatch, with the chunks of `split`, rules that were checked."""
 
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        x_BTD, table, bias = Decoder(config.model).apply({"params": params}, batch)  # type: ignore[misc]
+        x_BTD, table, bias = decode(config.model, params, batch)
         return losses(x_BTD, table, bias, batch["targets"], config.model).loss
 
     batch = abstract_batch(config, max(config.data.batch // microbatches, 1))

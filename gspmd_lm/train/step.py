@@ -15,7 +15,7 @@ from gspmd_lm import mesh as meshes
 from gspmd_lm.axes import placed_by
 from gspmd_lm.config import Config
 from gspmd_lm.model.loss import Sums, losses
-from gspmd_lm.model.transformer import Decoder, init
+from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import optimizer
@@ -86,7 +86,7 @@ class Step:
 
     def _sums(self, params: Any, batch: Batch, dropout_key: jax.Array | None) -> Sums:
         model = self.config.model
-        x_BTD, table, bias = Decoder(model).apply({"params": params}, batch, dropout_key)  # type: ignore[misc]
+        x_BTD, table, bias = decode(model, params, batch, dropout_key)
         return losses(x_BTD, table, bias, batch["targets"], model)
 
     @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Step:
         return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
 
 
-def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[jax.Device]) -> Step:
+def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
     """The step of `config` under `rules`, which have been checked, on `devices`: real, simulated or compile-only."""
     return Step(config, rules, arrays, meshes.build(rules, devices))
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from benchmarks.collectives import count
 
+from benchmarks.collectives import count
 from gspmd_lm import rules as layouts
 from gspmd_lm.rules import Remat, Row
 

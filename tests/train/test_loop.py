@@ -142,12 +142,12 @@ def test_steps_that_are_not_finite_change_nothing(run, small, tmp_path, monkeypa
 
 
 def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_path, monkeypatch):
-    workdir, (_, state) = straight
+    _, (_, state) = straight
     first = run(tmp_path)
     monkeypatch.setattr(
         runtime.StopSignal,
         "requested",
-        lambda self, step: step == 3 and os.kill(os.getpid(), signal.SIGTERM) or self._asked,
+        lambda self, step: (step == 3 and os.kill(os.getpid(), signal.SIGTERM)) or self._asked,
     )
     first.train(12)
     monkeypatch.undo()
