@@ -116,7 +116,7 @@ def test_the_table_lists_every_array():
         " | 32,768"
     )
     assert re.sub(r"  +", " | ", lines["residual"]) == (
-        "residual | batch seq embed | 16 x 256 x 128 | batch/fsdp seq/tensor | 262,144"
+        "residual | batch seq embed | 16 x 128 x 128 | batch/fsdp seq/tensor | 131,072"
     )
 
 

@@ -89,11 +89,11 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
     whole = config.data.batch % rules.microbatches == 0
     named = activations(config, found, rules.microbatches if whole else 1)
     (batch, _, vocab), (rows, _, columns) = named["logits"]
-    named["logits"] = (batch, vocab), (rows, columns)  # how long a chunk is, is decided when the batch is split
+    chunk = {"logits": ((batch, vocab), (rows, columns))}  # how long it is, is decided when the batch is split
     more = problems(
         rules,
         pairs(found.named_params, found.params),
-        named,
+        named | chunk,
         pairs(found.named_optimizer, found.optimizer),
     )
     if not whole:

@@ -76,7 +76,7 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(layout, s
     """Doubling the sequence of a model whose logits would dwarf everything adds less than its logits would."""
     wide = dict(layers=1, vocab=32768, padded_vocab=0, context=8192, embed=64, head_dim=8)
     temporaries = {}
-    for seq in (1024, 2048):
+    for seq in (2048, 4096):
         step = built(small(**wide, data={"seq": seq, "batch": 8, "packing": "stream"}, train={"steps": 20}), layout)
         shapes = step.abstract_state.params
         x = jax.ShapeDtypeStruct((8, seq, 64), jnp.float32, sharding=step.placement.sharding(
@@ -92,7 +92,7 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(layout, s
         compiled = jax.jit(forward_and_back).lower(x, shapes["unembedding"], targets).compile()
         temporaries[seq] = compiled.memory_analysis().temp_size_in_bytes
     pieces = 1 if layout == "single" else 8
-    logits_bytes = 8 * 1024 * 32768 * 4 // pieces  # of the added tokens, on one device
-    activations_bytes = 8 * 1024 * 64 * 4
-    growth = temporaries[2048] - temporaries[1024]
+    logits_bytes = 8 * 2048 * 32768 * 4 // pieces  # of the added tokens, on one device
+    activations_bytes = 8 * 2048 * 64 * 4
+    growth = temporaries[4096] - temporaries[2048]
     assert growth < logits_bytes / 10 + 4 * activations_bytes, (temporaries, logits_bytes)

@@ -12,6 +12,11 @@ from gspmd_lm.train import optimizer, state
 NAMES = ["adamw", "adafactor", "lion", "muon"]
 
 
+def updated(found, gradients, params):
+    """The first updates of a rule."""
+    return jax.jit(lambda g, p: found.transform.update(g, found.transform.init(p), p)[0])(gradients, params)
+
+
 def leaves(named, abstract):
     return [(leaf.path, leaf.axes, like.shape) for leaf, like in state.pairs(named, abstract)]
 
@@ -76,8 +81,8 @@ def test_adafactor_treats_each_layer_as_it_would_alone(small):
 
     params, gradients = jax.tree.map(drawn, deep.params), jax.tree.map(lambda x: jnp.cos(9 * drawn(x)), deep.params)
     third = lambda tree: tree | {"layers": jax.tree.map(lambda x: x[2:3], tree["layers"])}  # noqa: E731
-    all_updates, _ = deep.transform.update(gradients, deep.transform.init(params), params)
-    alone, _ = shallow.transform.update(third(gradients), shallow.transform.init(third(params)), third(params))
+    all_updates = updated(deep, gradients, params)
+    alone = updated(shallow, third(gradients), third(params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), third(all_updates), alone)
 
 
@@ -87,7 +92,7 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
     found = state.arrays(config)
     draw = lambda like: jax.random.normal(jax.random.key(like.size), like.shape)  # noqa: E731
     params = jax.tree.map(draw, found.params)
-    updates, _ = found.transform.update(params, found.transform.init(params), params)
+    updates = updated(found, params, params)
     for layer in range(2):
         for name, shape in (("wq", (32, 32)), ("wo", (32, 32))):
             values = np.linalg.svd(
@@ -97,10 +102,10 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
     assert np.asarray(updates["embedding"]).std() > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])  # test_promise.py is about adamw
 def test_layouts_agree_for_every_rule(name, small, built, batch_of):
     losses = {}
-    for layout in ("single", "fsdp2_tp4", "zero1_8"):
+    for layout in ("single", "fsdp2_tp4"):
         step = built(small(kv_heads=4, optimizer={"name": name}), layout)
         step_state = step.lower_init().compile()()
         program = step.lower_train().compile()
@@ -109,7 +114,6 @@ def test_layouts_agree_for_every_rule(name, small, built, batch_of):
             step_state, values = program(step_state, batch_of(step, at))
             losses[layout].append(float(values["loss"]))
     np.testing.assert_allclose(losses["fsdp2_tp4"], losses["single"], rtol=0, atol=2e-5)
-    np.testing.assert_allclose(losses["zero1_8"], losses["single"], rtol=0, atol=2e-5)
 
 
 def test_schedules(small):
