@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 
 from gspmd_lm.axes import attention_kernel, per_device
 
@@ -58,15 +59,14 @@ def unsupported(kernel: str, *, head_dim: int, seq: int, segments: bool, softcap
 
 def _softcapped(q_BTNH, k_BSKH, v_BSKH, mask_B1TS, softcap):
     """Attention with capped scores, which jax.nn.dot_product_attention does not offer."""
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    q_BTKGH = rearrange(q_BTNH, "B T (K G) H -> B T K G H", K=k_BSKH.shape[2])
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
     scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
     seen_TS = jnp.tril(jnp.ones((T, T), bool))
     seen = seen_TS if mask_B1TS is None else seen_TS & mask_B1TS[:, :, None]
     weights_BKGTS = jax.nn.softmax(jnp.where(seen, scores_BKGTS, -jnp.inf), axis=-1).astype(q_BTNH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH).reshape(B, T, N, H)
+    return rearrange(jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH), "B T K G H -> B T (K G) H")
 
 
 def _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, softcap, interpret=False):

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 
 from gspmd_lm import axes, config
 from gspmd_lm.axes import Weight, shard, use
@@ -162,7 +163,7 @@ def look_up(table: Weight, ids_BT: jax.Array) -> jax.Array:
 
     def backward(_, dx_BTD):
         dx_BTD = shard(dx_BTD, BLOCK_INPUT).astype(jnp.float32)
-        dx_bBTD, ids_bBT = (x.reshape(batch.pieces, -1, *x.shape[1:]) for x in (dx_BTD, ids_BT))
+        dx_bBTD, ids_bBT = (rearrange(x, "(b B) ... -> b B ...", b=batch.pieces) for x in (dx_BTD, ids_BT))
 
         def scattered(ids, dx, first):
             return jnp.zeros((R, D), jnp.float32).at[within(ids, first)].add(dx, mode="drop")

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
+from einops import reduce as reduce_dimensions
 
 from gspmd_lm import config
 from gspmd_lm.axes import Weight, partial_einsum, reduce, shard, split, use
@@ -73,7 +75,7 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
         small_BTV = shard(dlogits_BTV.astype(x_BTD.dtype), LOGITS)
         dtable_ZVD += partial_einsum("BTV,BTD->VD", small_BTV, x_BTD, "B", rows)
         if dbias_ZV is not None:
-            dbias_ZV += dlogits_BTV.reshape(rows.pieces, -1, dbias_ZV.shape[1]).sum(1)
+            dbias_ZV += reduce_dimensions(dlogits_BTV, "(Z B) T V -> Z V", "sum", Z=rows.pieces)
         dx_ZBTD = partial_einsum("BTV,VD->BTD", small_BTV, table_VD, "V", columns)
         return (sums, dtable_ZVD, dbias_ZV), dx_ZBTD
 
@@ -83,7 +85,7 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     (sums, dtable_ZVD, dbias_ZV), dx_CZBTD = end
     if not gradients:
         return sums, None
-    dx_ZBTD = jnp.moveaxis(dx_CZBTD, 0, 2).reshape(columns.pieces, *x_BTD.shape)
+    dx_ZBTD = rearrange(dx_CZBTD, "C Z B T D -> Z B (C T) D")
     dx_BTD = reduce(dx_ZBTD, columns, RESIDUAL)
     dtable_VD = reduce(dtable_ZVD, rows, table.spec, "optimizer").astype(table.array.dtype)
     dbias_V = bias and reduce(dbias_ZV, rows, bias.spec, "optimizer").astype(bias.array.dtype)
@@ -128,4 +130,4 @@ def _chunks(length: int, rows_per_device: int) -> int:
 
 def _chunked(x: jax.Array, chunks: int) -> jax.Array:
     """[B, T, ...] as [chunks, B, T / chunks, ...]."""
-    return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+    return rearrange(x, "B (C T) ... -> C B T ...", C=chunks)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from einops import rearrange
 from jax.sharding import Mesh
 
 from gspmd_lm import mesh as meshes
@@ -146,7 +147,7 @@ class Step:
 
         def split(x: jax.Array) -> jax.Array:
             # Row r goes to microbatch r % count: every device then works on rows that it already has.
-            x = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+            x = rearrange(x, "(row M) ... -> M row ...", M=count)
             spec = self.placement.sharding("rules", "tokens", ("", "batch", "seq")[: x.ndim], x.shape)
             return jax.lax.with_sharding_constraint(x, spec)
 
