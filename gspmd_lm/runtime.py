@@ -35,9 +35,6 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_gpu_all_gather_combine_threshold_bytes": 256 * 2**20,
         "xla_gpu_all_reduce_combine_threshold_bytes": 256 * 2**20,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 * 2**20,
-        # Without these the first gather and the last scatter of a scanned layer have nothing to hide behind.
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
     },
     "tpu": {
         "xla_tpu_enable_latency_hiding_scheduler": True,

@@ -1,13 +1,14 @@
 """A run: restore or start, step by step, write down, evaluate, save, stop cleanly."""
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import yaml
 from etils import epath
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from gspmd_lm import config as configs
 from gspmd_lm import runtime
@@ -54,52 +56,45 @@ class Run:
         Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
         """
         train = self.config.train
+        last: dict[str, float] = {}
         with self.checkpoints() as checkpoints, ThreadPoolExecutor(1) as beside:
             compiling = beside.submit(self._program, "train step", self.step.lower_train)
             start, state = self._start(checkpoints)
             self._write_description()
-            log = self._log(start)
             if start >= stop:
                 self.say(f"the checkpoint stands at step {start}, nothing to do up to {stop} (--steps, train.steps)")
-            last: dict[str, float] = {}
             shardings = {name: like.sharding for name, like in self.step.abstract_batch.items()}
-            batches = self.train_rows.batches(start, shardings, stop)
-            program = compiling.result()
-            meter = _Meter(self, start)
-            done, interrupted = start, False
-            with runtime.StopSignal() as signal:
-                try:
-                    for at, batch in meter.waiting(batches):
-                        self._profile(at, done - start)
-                        state, values = program(state, batch)
-                        done = at + 1
-                        interrupted = signal.requested(done)
-                        if done == start + 1 or done % train.log_every == 0 or done == stop or interrupted:
-                            last = meter.read(done, values)
-                            log.write(done, last)
-                            self._stop_if_skipping(last, done)
-                            meter.show(done, stop, last)
-                        if train.eval_every and done % train.eval_every == 0 and done < stop and not interrupted:
-                            log.write(done, self._evaluated(state, done))
-                            meter.restart(done)
-                        if (
-                            interrupted
-                            or done == stop
-                            or (train.checkpoint_every and done % train.checkpoint_every == 0)
-                        ):
-                            self._save(checkpoints, done, state)
-                            meter.restart(done)
-                        if interrupted:
-                            break
-                finally:
-                    batches.close()
-                    self._profile(None, 0)
+            program, meter, done, interrupted = compiling.result(), _Meter(self, start), start, False
+            with (
+                contextlib.closing(self._log(start)) as log,
+                contextlib.closing(self.train_rows.batches(start, shardings, stop)) as batches,
+                self._bar(start, stop) as advance,
+                self._trace() as trace,
+                runtime.StopSignal() as signal,
+            ):
+                for at, batch in meter.waiting(batches):
+                    trace(at)
+                    state, values = program(state, batch)
+                    done = at + 1
+                    advance()
+                    interrupted = signal.requested(done)
+                    ending = interrupted or done == stop
+                    if done == start + 1 or _due(done, train.log_every) or ending:
+                        last = meter.read(done, values)
+                        log.write(done, last)
+                        self._stop_if_skipping(last, done)
+                        meter.show(done, stop, last)
+                    if _due(done, train.checkpoint_every) or ending:
+                        self._save(checkpoints, done, state)
+                        meter.restart(done)
+                    if interrupted:
+                        break
+                    if (_due(done, train.eval_every) or done == stop) and self.held_out_rows is not None:
+                        log.write(done, self._evaluated(state, done))
+                        meter.restart(done)
             if interrupted:
                 self.say(f"stopped at step {done} on request; the same command goes on from there")
-            elif done == stop and start < stop:
-                log.write(done, self._evaluated(state, done))
             checkpoints.wait()
-            log.close()
         return last
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
@@ -117,8 +112,6 @@ class Run:
 
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
-        import contextlib
-
         train, model = self.config.train, dataclasses.asdict(self.config.model)
         return contextlib.closing(
             Checkpoints(
@@ -168,8 +161,7 @@ class Run:
 
     def _evaluated(self, state: State, step: int) -> dict[str, float]:
         """Mean loss over the held-out rows, at most train.eval_batches batches of them."""
-        if self.held_out_rows is None:
-            return {}
+        assert self.held_out_rows is not None
         program = self._program("evaluation", self.step.lower_evaluate)
         shardings = {name: like.sharding for name, like in self.step.abstract_batch.items()}
         totals: collections.Counter[str] = collections.Counter()
@@ -195,18 +187,35 @@ class Run:
                 f"checkpoint is from before"
             )
 
-    def _profile(self, step: int | None, ran: int) -> None:
-        """Starts and stops the trace; `ran` steps were taken before. `step` is None at the end."""
-        if self.profile is None:
-            return
-        start, stop = self.profile
-        if step == start:
-            jax.profiler.start_trace(str(self.workdir / "profile"))
-            self._tracing = True
-        elif getattr(self, "_tracing", False) and (step is None or step >= stop):
-            jax.profiler.stop_trace()
-            self._tracing = False
-            self.say(f"trace of steps {start} to {stop}: {self.workdir / 'profile'}")
+    @contextlib.contextmanager
+    def _trace(self) -> Iterator[Callable[[int], None]]:
+        """A function that is told each step before it runs, and writes a trace of those in `profile`."""
+        start, stop = self.profile or (-1, -1)
+        tracing = False
+
+        def told(step: int | None) -> None:
+            nonlocal tracing
+            if tracing and step in (stop, None):
+                jax.profiler.stop_trace()
+                tracing = False
+                self.say(f"trace of steps {start} to {stop}: {self.workdir / 'profile'}")
+            elif step == start:
+                jax.profiler.start_trace(str(self.workdir / "profile"))
+                tracing = True
+
+        try:
+            yield told
+        finally:
+            told(None)
+
+    @contextlib.contextmanager
+    def _bar(self, start: int, stop: int) -> Iterator[Callable[[], None]]:
+        """A function that moves a progress bar by one step; the bar is there only where somebody watches."""
+        columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        watched = self.machine.is_main and self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=not watched) as progress:
+            bar = progress.add_task("", total=stop, completed=start)
+            yield lambda: progress.advance(bar)
 
     def _log(self, start: int) -> Any:
         if not self.machine.is_main:
@@ -295,6 +304,11 @@ class _Meter:
             f"|gradient| {values['gradient_norm']:.3f}  lr {values['learning_rate']:.2e}  "
             f"{values['step_time_s'] * 1e3:.0f} ms/step  {values['tokens_per_s']:,.0f} tokens/s{mfu}{skipped}"
         )
+
+
+def _due(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every`; 0 means never."""
+    return every > 0 and step % every == 0
 
 
 def _version(package: str) -> str | None:

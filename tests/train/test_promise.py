@@ -82,7 +82,7 @@ def test_a_layout_changes_nothing(layout, bits, small, built, batch_of, on_one_d
     step = built(config, rules, microbatches=microbatches)
     got_losses, got_weights, got_gradients = course(step, batch_of)
 
-    jax.tree.map(np.testing.assert_array_equal, got_weights, weights)
+    jax.tree.map(lambda a, b: np.testing.assert_array_max_ulp(a, b, 2), got_weights, weights)  # 0 with jax 0.10
     np.testing.assert_allclose(got_losses, losses, rtol=0, atol=1e-5)
     for got, want in zip(jax.tree.leaves(got_gradients), jax.tree.leaves(gradients), strict=True):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
