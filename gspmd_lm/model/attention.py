@@ -6,14 +6,9 @@ import jax.numpy as jnp
 
 from gspmd_lm import axes, config
 from gspmd_lm.axes import shard
-from gspmd_lm.kernels.attention import attend
+from gspmd_lm.kernels.attention import OUT, K, Q, V, attend
 from gspmd_lm.model.layers import Norm, bias, matrix, rope
 from gspmd_lm.model.projection import Product
-
-Q = "q: batch seq heads head_dim"
-K = "k: batch kv_seq kv_heads head_dim"
-V = "v: batch kv_seq kv_heads head_dim"
-OUT = "attention_out: batch seq heads head_dim"
 
 
 class Attention(nn.Module):

@@ -63,11 +63,10 @@ class Run:
             self._write_description()
             if start >= stop:
                 self.say(f"the checkpoint stands at step {start}, nothing to do up to {stop} (--steps, train.steps)")
-            shardings = {name: like.sharding for name, like in self.step.abstract_batch.items()}
             program, meter, done, interrupted = compiling.result(), _Meter(self, start), start, False
             with (
                 contextlib.closing(self._log(start)) as log,
-                contextlib.closing(self.train_rows.batches(start, shardings, stop)) as batches,
+                contextlib.closing(self.train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
                 self._bar(start, stop) as advance,
                 self._trace() as trace,
                 runtime.StopSignal() as signal,
@@ -163,9 +162,8 @@ class Run:
         """Mean loss over the held-out rows, at most train.eval_batches batches of them."""
         assert self.held_out_rows is not None
         program = self._program("evaluation", self.step.lower_evaluate)
-        shardings = {name: like.sharding for name, like in self.step.abstract_batch.items()}
         totals: collections.Counter[str] = collections.Counter()
-        for _, batch in self.held_out_rows.batches(0, shardings, self.config.train.eval_batches):
+        for _, batch in self.held_out_rows.batches(0, self.step.batch_shardings, self.config.train.eval_batches):
             totals.update({name: float(value) for name, value in program(state.params, batch).items()})
         targets = totals["target_tokens"]
         loss = totals["cross_entropy"] / targets

@@ -67,6 +67,11 @@ class Step:
             for name, like in shapes.items()
         }
 
+    @functools.cached_property
+    def batch_shardings(self) -> dict[str, Any]:
+        """Where each array of a batch lives."""
+        return {name: like.sharding for name, like in self.abstract_batch.items()}
+
     def lower_init(self) -> jax.stages.Lowered:
         """() -> State at step 0; the same values wherever they are placed."""
         return jax.jit(self._init, out_shardings=self.state_shardings).lower()
