@@ -1,0 +1,103 @@
+"""What the collectives of a compiled program move: each one once, whatever form the compiler gave it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from gspmd_lm.foresight.hlo import COLLECTIVES, Array, Instruction, Module
+from gspmd_lm.foresight.replica_groups import Groups, groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One collective, as seen from one device."""
+
+    kind: str  # one of hlo.COLLECTIVES
+    inputs: tuple[Array, ...]  # what a device gives, several where a combiner joined tensors
+    groups: Groups  # partitions; of a permute, the (source, target) pairs
+    instruction: Instruction  # the collective itself; `runs` is the instruction of the schedule that has it
+    runs: Instruction
+    asynchronous: bool  # begins here and ends at another instruction
+
+    @property
+    def group_size(self) -> int:
+        """Devices that take part in one exchange; 2 for a permute."""
+        return max((len(group) for group in self.groups), default=1)
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(array.bytes for array in self.inputs)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one device sends: rings for gathers and reductions, the direct way for the rest."""
+        n = self.group_size
+        if self.kind == "all-gather":
+            return self.input_bytes * (n - 1)
+        if self.kind.startswith("collective-"):
+            return self.input_bytes if any(source != target for source, target, *_ in self.groups) else 0
+        return math.ceil(self.input_bytes * (n - 1) / n) * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Elements of each tensor moved, all of its pieces in one group."""
+        pieces = self.group_size if self.kind in ("all-gather", "all-to-all", "ragged-all-to-all") else 1
+        return tuple(array.elements * pieces for array in self.inputs)
+
+
+def of(module: Module, instruction: Instruction, slices: Sequence[int] = ()) -> tuple[Exchange, ...]:
+    """The exchanges that begin with an instruction of the schedule (see Module.collectives).
+
+    The program of several TPU slices is that of one slice: it numbers the devices within it, and sends to the others
+    through the host. With `slices`, the slice of each partition, groups are told in partitions of the whole.
+    """
+    if instruction.opcode == "send":
+        found = [_sent(module, instruction, slices)]
+    else:
+        found = [_exchange(module, inner, instruction) for inner in module.collectives(instruction)]
+        if len(slices) > module.devices:
+            found = [dataclasses.replace(e, groups=_of_all_slices(e.groups, _members(slices))) for e in found]
+    return tuple(exchange for exchange in found if exchange)
+
+
+def rendezvous(instruction: Instruction) -> str:
+    """What a send and the receive of its answer have in common."""
+    return instruction.frontend.get("_xla_host_transfer_rendezvous", "")
+
+
+def _exchange(module: Module, inner: Instruction, runs: Instruction) -> Exchange:
+    siblings = module.computations[inner.computation].instructions
+    operands = inner.operands[:1] if inner.base == "ragged-all-to-all" else inner.operands
+    inputs = tuple(array for name in operands for array in siblings[name].shape.arrays)
+    kind = "reduce-scatter" if inner.base == "all-reduce" and _only_sliced(module, inner, runs) else inner.base
+    around = module.callers.get(runs.computation, ())
+    asynchronous = inner.phase == "-start" or "async_collective_fusion_config" in inner.config
+    asynchronous |= any(caller.phase == "-start" for caller, _ in around)  # on the sparse core, say
+    return Exchange(kind, inputs, groups(inner, module.devices), inner, runs, asynchronous)
+
+
+def _sent(module: Module, send: Instruction, slices: Sequence[int]) -> Exchange | None:
+    """An exchange between slices: each device with those in its place in the other slices. None for other sends."""
+    kind = send.frontend.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
+    if not kind:
+        return None
+    kind = kind if kind in COLLECTIVES else "collective-permute"
+    across = tuple(zip(*_members(slices), strict=True)) if slices else ()
+    return Exchange(kind, module.operand(send).shape.arrays, across, send, send, True)
+
+
+def _members(slices: Sequence[int]) -> list[list[int]]:
+    """The partitions of each slice, in their order."""
+    return [[k for k, at in enumerate(slices) if at == n] for n in sorted(set(slices))]
+
+
+def _of_all_slices(local: Groups, members: list[list[int]]) -> Groups:
+    return tuple(tuple(inside[k] for k in group) for inside in members for group in local)
+
+
+def _only_sliced(module: Module, inner: Instruction, runs: Instruction) -> bool:
+    """Whether a device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter."""
+    if runs is inner:
+        return False
+    users = [i for i in module.computations[inner.computation].instructions.values() if inner.name in i.operands]
+    return bool(users) and all(user.opcode == "dynamic-slice" for user in users)

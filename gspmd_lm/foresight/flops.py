@@ -1,0 +1,80 @@
+"""Floating-point operations of matmuls in a compiled program: dots, convolutions and calls of libraries."""
+
+import math
+import re
+
+from gspmd_lm.foresight.hlo import Instruction, Module
+
+_FIELD = re.compile(r"(\w+)=([\d_x\-]+)")
+_GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
+
+
+def of(module: Module, instruction: Instruction) -> float:
+    """2 x multiply-adds of one run of an instruction; of a fusion, of all matmuls inside. 0 where there is none."""
+    if instruction.opcode == "fusion":
+        return sum(of(module, inner) for inner in module.inside(instruction) if inner.opcode != "fusion")
+    if instruction.opcode == "dot":
+        return _dot(module, instruction, _numbers(instruction.attributes.get("lhs_contracting_dims", "{}")))
+    if instruction.opcode == "convolution":
+        return _convolution(module, instruction)
+    if instruction.custom_call_target in _GEMMS:
+        dimensions = instruction.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
+        return _dot(module, instruction, tuple(map(int, dimensions.get("lhs_contracting_dimensions", ()))))
+    return 0.0
+
+
+def _dot(module: Module, instruction: Instruction, contracted: tuple[int, ...]) -> float:
+    left = module.operand(instruction).shape.arrays[0].dimensions
+    return 2.0 * instruction.shape.arrays[0].elements * math.prod(left[d] for d in contracted)
+
+
+def _convolution(module: Module, instruction: Instruction) -> float:
+    """Pairs of an output and a kernel position that meet an input, not padding or the holes of a dilation.
+
+    TPU programs write batches and heads as windows (size, dilation and padding such that every output meets one kernel
+    position): these are no contraction.
+    """
+    left, kernel = (module.operand(instruction, n).shape.arrays[0].dimensions for n in (0, 1))
+    result = instruction.shape.arrays[0].dimensions
+    left_labels, rest = instruction.attributes["dim_labels"].split("_", 1)
+    kernel_labels, result_labels = rest.split("->")
+    window = dict(_FIELD.findall(instruction.attributes.get("window", "")))
+    positions = 1
+    for n in range(len(left_labels) - 2):
+        at = str(n)
+        positions *= _met(
+            left[left_labels.index(at)],
+            kernel[kernel_labels.index(at)],
+            result[result_labels.index(at)],
+            stride=_part(window, "stride", n, 1),
+            low=int(window.get("pad", "").split("x")[n].split("_")[0]) if "pad" in window else 0,
+            left_dilate=_part(window, "lhs_dilate", n, 1),
+            kernel_dilate=_part(window, "rhs_dilate", n, 1),
+        )
+    # The kernel's input features are those of one group already.
+    batch, outputs = result[result_labels.index("b")], result[result_labels.index("f")]
+    batch //= int(instruction.attributes.get("batch_group_count", 1)) if batch < left[left_labels.index("b")] else 1
+    return 2.0 * positions * batch * outputs * kernel[kernel_labels.index("i")]
+
+
+def _met(size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int) -> int:
+    """Of one spatial dimension: how many (output, kernel position) pairs meet an input."""
+    step = left_dilate // math.gcd(stride, left_dilate)
+    total = 0
+    for k in range(kernel):
+        # output o meets the input at o * stride + offset, if that is in [0, last] and a multiple of left_dilate
+        offset, last = k * kernel_dilate - low, (size - 1) * left_dilate
+        first = max(0, -(offset // stride))
+        end = min(result - 1, (last - offset) // stride)
+        meets = next((o for o in range(first, first + step) if (o * stride + offset) % left_dilate == 0), None)
+        if meets is not None and meets <= end:
+            total += (end - meets) // step + 1
+    return total
+
+
+def _part(window: dict[str, str], name: str, n: int, otherwise: int) -> int:
+    return int(window[name].split("x")[n]) if name in window else otherwise
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))

@@ -1,0 +1,283 @@
+"""A compiled program from its text: computations in the order in which they run, their instructions and loops.
+
+The text is that of `compiled.as_text()`, of any backend. Attributes are read only when somebody asks, so that a text of
+10 MB takes a second or two.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from gspmd_lm.config import InputError
+from gspmd_lm.foresight import loops
+from gspmd_lm.foresight.instruction import (
+    ARRAY,
+    COMMENT,
+    QUOTED,
+    Array,
+    Instruction,
+    Shape,
+    Tables,
+    attributes_of,
+    split,
+)
+from gspmd_lm.foresight.replica_groups import groups
+
+__all__ = ["COLLECTIVES", "Array", "Computation", "Instruction", "Module", "Shape", "Step", "groups", "parse"]
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_STRING = re.compile(QUOTED, re.S)
+_PARENTHESIS = re.compile(QUOTED + r"|[()]", re.S)
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) [(].*\{\s*$", re.S)
+_NAMED = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_NUMBERED = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """Instructions in their order, which in a compiled program is the schedule."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+    root: Instruction
+    thread: str = ""  # sparsecore, host, ...; '' for the main thread
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        return {i.index: i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An instruction that runs `times` per run of the program, inside `loops` (outermost first)."""
+
+    instruction: Instruction
+    computation: Computation
+    times: int
+    loops: tuple[Instruction, ...]
+    counted: bool  # False where the turns of a loop around it cannot be told; it then counts as one turn
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A compiled program."""
+
+    name: str
+    entry: Computation
+    computations: Mapping[str, Computation]
+    devices: int
+    attributes: Mapping[str, str]
+
+    @functools.cached_property
+    def callers(self) -> Mapping[str, tuple[tuple[Instruction, str], ...]]:
+        """Computation -> who calls it and as what."""
+        found: dict[str, list[tuple[Instruction, str]]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                for role, names in instruction.called.items():
+                    for name in names:
+                        found.setdefault(name, []).append((instruction, role))
+        return {name: tuple(calls) for name, calls in found.items()}
+
+    def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
+        return self.computations[instruction.computation].instructions[instruction.operands[number]]
+
+    def bodies(self, instruction: Instruction) -> tuple[Computation, ...]:
+        """The computations that an instruction runs as programs of their own: not those of fusions and reductions."""
+        roles = {
+            "while": ("condition", "body"),
+            "conditional": ("branch_computations", "true_computation", "false_computation"),
+            "call": ("to_apply", "calls"),
+            "call-start": ("to_apply", "calls"),
+            "async-start": ("calls", "to_apply"),
+        }.get(instruction.opcode, ())
+        return tuple(self.computations[name] for role in roles for name in instruction.called.get(role, ()))
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a while turns; None where neither the compiler nor its condition tells."""
+        return loops.trip_count(self, loop)
+
+    def steps(self) -> Iterator[Step]:
+        """Everything that runs, in order: loops, calls, branches (each) and asynchronous computations are entered."""
+        return self._steps(self.entry, 1, (), True)
+
+    def _steps(
+        self, computation: Computation, times: int, around: tuple[Instruction, ...], counted: bool
+    ) -> Iterator[Step]:
+        for instruction in computation.instructions.values():
+            yield Step(instruction, computation, times, around, counted)
+            inside = (times, around, counted)
+            if instruction.opcode == "while":
+                turns = self.trip_count(instruction)
+                inside = (
+                    times * (1 if turns is None else turns),
+                    (*around, instruction),
+                    counted and turns is not None,
+                )
+            for body in self.bodies(instruction):
+                yield from self._steps(body, *inside)
+
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """All instructions of the computations that a fusion calls, nested ones too."""
+        for name in instruction.called.get("calls", ()):
+            for inner in self.computations[name].instructions.values():
+                yield inner
+                yield from self.inside(inner)
+
+    def collectives(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        """The collectives that begin with this instruction: itself, or what a fusion hides.
+
+        Each is told once. Of a pair it is the -start, whose shape may have more than the result; of an asynchronous
+        collective that fusions carry on and end, it is the one in the fusion that starts it. Computations that
+        `bodies` names are not looked into.
+        """
+        if instruction.base in COLLECTIVES:
+            return (instruction,) if instruction.phase in ("", "-start") else ()
+        if instruction.opcode != "fusion":
+            return ()
+        inside = list(self.inside(instruction))
+        started = {name for i in inside if i.custom_call_target == "AsyncCollectiveStart" for name in i.operands}
+        begin = [i for i in inside if i.base in COLLECTIVES and i.phase in ("", "-start")]
+        return tuple(i for i in begin if "async_collective_fusion_config" not in i.config or i.name in started)
+
+    def carried(self, fusion: Instruction, target: str = "") -> tuple[str, ...]:
+        """The chain_id of each asynchronous collective that a TPU fusion starts, carries on or ends.
+
+        `target` AsyncCollectiveStart or AsyncCollectiveDone keeps those that it starts or ends.
+        """
+        inside = list(self.inside(fusion))
+        kept = {name for i in inside if i.custom_call_target == target for name in i.operands}
+        found = (i for i in inside if "async_collective_fusion_config" in i.config and (not target or i.name in kept))
+        return tuple(i.frontend.get("chain_id", i.name) for i in found)
+
+
+def parse(text: str) -> Module:
+    """The module that `text` describes.
+
+    Raises: InputError for text that is no compiled program.
+    """
+    lines = _lines(text)
+    head = next(lines, "")
+    match = re.match(r"HloModule ([^\s,]+)", head)
+    if not match:
+        raise InputError(
+            f"the compiled program's text begins with {text[:40]!r}, not with HloModule\n"
+            "  fix  pass the text of compiled.as_text()"
+        )
+    attributes = attributes_of(head[match.end() :])
+    tables: dict[str, dict[int, str]] = {}
+    computations: dict[str, Computation] = {}
+    shapes: dict[str, Shape] = {}
+    where, entry, table = "", "", None
+    inside: dict[str, Instruction] | None = None
+    built = Tables(tables)
+    for line in lines:
+        if inside is not None:
+            if line.startswith("}"):
+                thread = re.search(r'execution_thread="([^"]*)"', line)
+                root = next((i for i in inside.values() if i.is_root), None) or next(reversed(inside.values()))
+                computations[where] = Computation(where, inside, root, thread.group(1) if thread else "")
+                inside = None
+            elif line.strip():
+                instruction = _instruction(line, where, shapes, built)
+                inside[instruction.name] = instruction
+        elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = tables.setdefault(line, {})
+        elif table is not None and (row := _NUMBERED.match(line)):
+            table[int(row.group(1))] = row.group(2) if row.group(2) is not None else row.group(3)
+        elif header := _HEAD.match(line):
+            where, inside = header.group(2), {}
+            entry = where if header.group(1) else entry
+        elif line.strip():
+            raise InputError(f"the compiled program has a line that cannot be read: {line[:120]!r}")
+    if entry not in computations:
+        raise InputError(f"the compiled program {match.group(1)} has no ENTRY: its text is cut off")
+    sizes = (int(attributes.get(name, 1)) for name in ("num_partitions", "replica_count"))
+    return Module(match.group(1), computations[entry], computations, math.prod(sizes), attributes)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines, where a line that ends inside quotes or brackets goes on in the next one."""
+    begin, size = 0, len(text)
+    while begin < size:
+        end = text.find("\n", begin)
+        end = size if end < 0 else end
+        line = text[begin:end]
+        opens = line.endswith("{") and not line[0].isspace() and not line.startswith("HloModule")
+        while end < size and not opens and not _closed(line):
+            end = text.find("\n", end + 1)
+            end = size if end < 0 else end
+            line = text[begin:end]
+        yield line
+        begin = end + 1
+
+
+def _closed(line: str) -> bool:
+    if '"' in line:
+        line = _STRING.sub("", line)
+        if '"' in line:
+            return False
+    return line.count("{") <= line.count("}") and line.count("(") <= line.count(")")
+
+
+def _instruction(line: str, computation: str, shapes: dict[str, Shape], tables: Tables) -> Instruction:
+    named = _NAMED.match(line)
+    end = _shape_end(line, named.end()) if named else -1
+    opcode = _OPCODE.match(line, end) if end > 0 else None
+    if not named or not opcode:
+        raise InputError(f"the compiled program has an instruction that cannot be read: {line.strip()[:120]!r}")
+    text = line[named.end() : end]
+    shape = shapes.setdefault(text, Shape(text)) if text not in shapes else shapes[text]
+    close = _closing(line, opcode.end() - 1)
+    arguments = line[opcode.end() : close]
+    if "%" in arguments:
+        operands = tuple(_OPERAND.findall(arguments))
+    elif opcode.group(1) in ("constant", "parameter", "iota"):
+        operands = ()
+    else:  # printed without percent signs
+        operands = tuple(part.split()[-1] for part in split(COMMENT.sub("", arguments)))
+    return Instruction(
+        named.group(2),
+        opcode.group(1),
+        shape,
+        operands,
+        computation,
+        bool(named.group(1)),
+        arguments,
+        line[close + 1 :],
+        tables,
+    )
+
+
+def _shape_end(line: str, begin: int) -> int:
+    """Where the shape that begins at `begin` ends."""
+    if line[begin] == "(":
+        return _closing(line, begin) + 1
+    match = ARRAY.match(line, begin)
+    return match.end() if match else -1
+
+
+def _closing(line: str, begin: int) -> int:
+    """Where the parenthesis at `begin` is closed."""
+    close = line.find(")", begin)
+    if close >= 0 and line.find("(", begin + 1, close) < 0 and line.find('"', begin + 1, close) < 0:
+        return close
+    depth = 0
+    for token in _PARENTHESIS.finditer(line, begin):
+        depth += {"(": 1, ")": -1}.get(token.group(), 0)
+        if depth == 0:
+            return token.start()
+    raise InputError(f"the compiled program has a parenthesis that is never closed: {line.strip()[:120]!r}")

@@ -1,0 +1,280 @@
+"""One instruction of a compiled program: its shape, operands and attributes, and the Python lines that made it."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from gspmd_lm.config import InputError
+
+QUOTED = r'"(?:[^"\\]|\\.)*"'
+COMMENT = re.compile(r"/\*.*?\*/")
+ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{((?:[^{}]|\{[^{}]*\})*)\})?")
+
+_PHASES = ("-start", "-update", "-done")
+_BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)
+_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_TILED = re.compile(r"([\d,]*):.*?T\((\d+(?:,\d+)*)\)")
+_WIDTH = re.compile(r"[a-z]+(\d+)")
+_ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
+_METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
+_IDENTIFIER = re.compile(r"(\w+)=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of a shape. `memory_space` is S(n) of its layout: on TPU 1 is on the chip, 5 is the host."""
+
+    dtype: str
+    dimensions: tuple[int, ...]
+    memory_space: int = 0
+    layout: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dimensions)
+
+    @property
+    def bytes(self) -> int:
+        """Without the padding of tiles."""
+        return math.ceil(self.elements * bits(self.dtype) / 8)
+
+    @property
+    def padded_bytes(self) -> int:
+        """As it lies in memory: what a TPU layout tiles, by T(8,128) for example, is filled up to whole tiles."""
+        tiled = _TILED.match(self.layout)
+        if not tiled or not self.dimensions:
+            return self.bytes
+        order = [int(n) for n in tiled.group(1).split(",") if n] or list(reversed(range(len(self.dimensions))))
+        tile = [int(n) for n in tiled.group(2).split(",")]
+        sizes = [self.dimensions[n] for n in order]  # the fastest first
+        for n, size in enumerate(reversed(tile[-len(sizes) :])):
+            sizes[n] = -(-sizes[n] // size) * size
+        return math.ceil(math.prod(sizes) * bits(self.dtype) / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A shape as the program writes it; a tuple has `parts`."""
+
+    text: str
+
+    @functools.cached_property
+    def parts(self) -> tuple["Shape", ...]:
+        """Of a tuple; () of an array."""
+        if not self.text.startswith("("):
+            return ()
+        return tuple(Shape(part) for part in split(COMMENT.sub("", self.text[1:-1])))
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """All arrays, tuples flattened."""
+        return tuple(_array(match) for match in ARRAY.finditer(self.text))
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One line of the program. `called` and the like name computations of its module."""
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[str, ...]
+    computation: str
+    is_root: bool
+    arguments: str = dataclasses.field(repr=False)  # what stands between the parentheses
+    raw: str = dataclasses.field(repr=False)  # what follows them
+    tables: "Tables" = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def attributes(self) -> Mapping[str, str]:
+        """Everything after the operands, as written."""
+        return attributes_of(self.raw)
+
+    @property
+    def base(self) -> str:
+        """The opcode without -start, -update, -done."""
+        return self.opcode.removesuffix(self.phase)
+
+    @functools.cached_property
+    def phase(self) -> str:
+        """'-start', '-update' or '-done' of an asynchronous instruction, otherwise ''."""
+        return next((phase for phase in _PHASES if self.opcode.endswith(phase)), "")
+
+    @functools.cached_property
+    def config(self) -> Mapping:
+        """backend_config. What is not JSON there stands under the key 'text'."""
+        text = self.attributes.get("backend_config", "")
+        if text.startswith('"'):
+            text = _unquoted(text)
+        try:
+            found = json.loads(text or "{}")
+        except json.JSONDecodeError:
+            return {"text": text}
+        return found if isinstance(found, dict) else {"text": text}
+
+    @functools.cached_property
+    def frontend(self) -> Mapping[str, str]:
+        """frontend_attributes; a value in braces keeps them and its line ends."""
+        text = self.attributes.get("frontend_attributes", "{}")
+        return {key: _unquoted(value) for key, value in attributes_of("," + text[1:-1]).items()}
+
+    @functools.cached_property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's estimate (TPU, fusions only)."""
+        cycles = self.config.get("window_config", {}).get("estimated_cycles", self.config.get("estimated_cycles"))
+        return None if cycles is None else int(cycles)
+
+    @functools.cached_property
+    def called(self) -> Mapping[str, tuple[str, ...]]:
+        """Role (calls, to_apply, body, condition, branch_computations, ...) -> names of computations."""
+        roles = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation")
+        roles = (*roles, "false_computation", "called_computations")
+        found = {role: self.attributes[role] for role in roles if role in self.attributes}
+        return {role: tuple(n.strip(" %") for n in text.strip("{}").split(",")) for role, text in found.items()}
+
+    @property
+    def custom_call_target(self) -> str:
+        return self.text_of("custom_call_target")
+
+    @property
+    def thread(self) -> str:
+        """Where an asynchronous computation runs: sparsecore, host, ...; '' for the main thread."""
+        return self.text_of("async_execution_thread")
+
+    def text_of(self, attribute: str) -> str:
+        """An attribute without its quotes; '' where there is none."""
+        return _unquoted(self.attributes.get(attribute, ""))
+
+    @functools.cached_property
+    def metadata(self) -> Mapping[str, str]:
+        """op_name, stack_frame_id and so on."""
+        text = self.attributes.get("metadata", "")
+        return {key: _unquoted(value) for key, value in _METADATA.findall(text)}
+
+    @property
+    def op_name(self) -> str:
+        return self.metadata.get("op_name", "")
+
+    @functools.cached_property
+    def frames(self) -> tuple[tuple[str, str, int], ...]:
+        """(file, function, line) of the Python that made it, innermost first."""
+        frame = int(self.metadata.get("stack_frame_id", 0))
+        if not frame and "source_file" in self.metadata:
+            return ((self.metadata["source_file"], "", int(self.metadata.get("source_line", 0))),)
+        return self.tables.frames(frame)
+
+    @property
+    def source(self) -> str:
+        """file:line of the innermost frame inside gspmd_lm, from the package's root; '' where there is none."""
+        for file, _, line in self.frames:
+            _, package, rest = file.rpartition("gspmd_lm/")
+            if package:
+                return f"{package}{rest}:{line}"
+        return ""
+
+    @property
+    def index(self) -> int:
+        """Of a parameter or a get-tuple-element.
+
+        Raises: ValueError for other instructions.
+        """
+        if self.opcode == "parameter":
+            return int(self.arguments)
+        if self.opcode == "get-tuple-element":
+            return int(self.attributes["index"])
+        raise ValueError(f"{self.name}: a {self.opcode} has no index")
+
+
+class Tables:
+    """The stack frames at the head of the text."""
+
+    def __init__(self, tables: Mapping[str, Mapping[int, str]]):
+        self._tables = tables  # filled after this
+
+    @functools.cached_property
+    def _frames(self) -> tuple[Mapping[int, tuple[int, int]], int]:
+        rows = self._tables.get("StackFrames", {})
+        frames = {n: _pair(row, "file_location_id", "parent_frame_id") for n, row in rows.items()}
+        # The printer adds 1 to the parents (XLA hlo_module.cc, 2025); before it did, the outermost had 0.
+        return frames, int(all(parent > 0 for _, parent in frames.values()))
+
+    def frames(self, number: int) -> tuple[tuple[str, str, int], ...]:
+        frames, shift = self._frames
+        found = []
+        while number in frames:
+            location, parent = frames[number]
+            row = dict(_IDENTIFIER.findall(self._tables["FileLocations"][location]))
+            file = self._tables["FileNames"][int(row["file_name_id"])]
+            found.append((file, self._tables["FunctionNames"][int(row["function_name_id"])], int(row["line"])))
+            if parent - shift >= number:
+                raise InputError(
+                    f"the compiled program's stack frame {number} has the later frame {parent} as its caller"
+                )
+            number = parent - shift
+        return tuple(found)
+
+
+def _pair(row: str, first: str, second: str) -> tuple[int, int]:
+    values = dict(_IDENTIFIER.findall(row))
+    return int(values[first]), int(values.get(second, 0))
+
+
+def bits(dtype: str) -> int:
+    """Of one element; 0 for tokens and other things without a size."""
+    width = _WIDTH.match(dtype)
+    return 8 if dtype == "pred" else int(width.group(1)) if width else 0
+
+
+def split(text: str) -> list[str]:
+    """The parts between commas that no bracket and no quotes enclose."""
+    parts, depth, begin = [], 0, 0
+    for token in _BRACKET.finditer(text):
+        letter = token.group()
+        if letter in "{([":
+            depth += 1
+        elif letter in "})]":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            parts.append(text[begin : token.start()].strip())
+            begin = token.end()
+    last = text[begin:].strip()
+    return [*parts, last] if last else parts
+
+
+def attributes_of(text: str) -> dict[str, str]:
+    """', key=value, ...' -> key -> value. A mesh's `, device_ids=(...)` belongs to the value before it."""
+    found: dict[str, str] = {}
+    last = ""
+    for part in split(text):
+        key = _ATTRIBUTE.match(part)
+        if key and not (key.group(1) == "device_ids" and found.get(last, "").startswith("mesh[")):
+            last = key.group(1)
+            found[last] = part[key.end() :]
+        elif key and last:
+            found[last] += f", {part}"
+        elif part:
+            found[part] = ""
+    return found
+
+
+def _array(match: re.Match) -> Array:
+    dtype, sizes, layout = match.groups(default="")
+    space = _MEMORY_SPACE.search(layout)
+    dimensions = tuple(int(size.strip(" <=")) for size in sizes.split(",") if size.strip())
+    return Array(dtype, dimensions, int(space.group(1)) if space else 0, layout)
+
+
+def _unquoted(text: str) -> str:
+    if not text.startswith('"'):
+        return text
+    return re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t"}.get(m.group(1), m.group(1)), text[1:-1], flags=re.S)

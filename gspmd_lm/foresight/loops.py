@@ -1,0 +1,124 @@
+"""How often a loop of a compiled program turns, where its counter starts, steps and stops at constants."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gspmd_lm.foresight.hlo import Module
+    from gspmd_lm.foresight.instruction import Instruction
+
+_SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done", "optimization-barrier", "reshape", "bitcast-convert")
+_SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+_Place = tuple["Instruction", tuple[int, ...]]  # an element of an instruction's value
+
+
+def trip_count(module: Module, loop: Instruction) -> int | None:
+    """Turns of a while: known_trip_count, else from `counter < limit`; None where that cannot be told."""
+    known = loop.config.get("known_trip_count", {}).get("n")
+    return int(known) if known is not None else _Reader(module).turns(loop)
+
+
+class _Reader:
+    """Follows values to where they come from."""
+
+    def __init__(self, module: Module):
+        self.module = module
+
+    def turns(self, loop: Instruction) -> int | None:
+        condition = self.module.computations[loop.called["condition"][0]]
+        compare, _ = self.origin((condition.root, ()))
+        if compare.opcode != "compare":
+            return None
+        direction = compare.attributes.get("direction", "")
+        sides = [self.origin((self.module.operand(compare, n), ())) for n in (0, 1)]
+        for (counter, path), limit_place in (tuple(sides), tuple(reversed(sides))):
+            if counter.opcode == "parameter" and counter.computation == condition.name and path:
+                found = self._count(loop, path, self.value(limit_place), direction)
+                if found is not None:
+                    return found
+            direction = _SWAPPED.get(direction, "")
+        return None
+
+    def _count(self, loop: Instruction, path: tuple[int, ...], limit: int | None, direction: str) -> int | None:
+        start = self.value((self.module.operand(loop), path))
+        body = self.module.computations[loop.called["body"][0]]
+        step = self._offset((body.root, path), (body.parameters[0], path))
+        if start is None or step is None or limit is None or step == 0:
+            return None
+        if direction in ("LE", "GE"):  # one more value fulfils it
+            limit += 1 if direction == "LE" else -1
+        if {"LT": 1, "LE": 1, "GT": -1, "GE": -1, "NE": step}.get(direction, 0) * step <= 0:
+            return None  # the counter runs away from its limit, or nothing is known of the direction
+        if direction == "NE" and (limit - start) % step:
+            return None
+        return max(0, math.ceil((limit - start) / step))
+
+    def _offset(self, place: _Place, counter: _Place) -> int | None:
+        """What is added to the counter to get `place`."""
+        instruction, path = self.origin(place)
+        if (instruction, path) == counter:
+            return 0
+        if instruction.opcode not in ("add", "subtract"):
+            return None
+        left, right = ((self.module.operand(instruction, n), ()) for n in (0, 1))
+        for one, other in ((left, right), (right, left)):
+            base, added = self._offset(one, counter), self.value(other)
+            if base is not None and added is not None:
+                if instruction.opcode == "add":
+                    return base + added
+                return base - added if one is left else None
+        return None
+
+    def value(self, place: _Place) -> int | None:
+        """An integer that is the same in every turn."""
+        instruction, path = self.origin(place)
+        if instruction.opcode == "constant":
+            text = instruction.arguments.strip()
+            return int(text) if text.lstrip("-").isdigit() else None
+        if instruction.opcode == "parameter":
+            return self._before(instruction, path)
+        if instruction.opcode in ("add", "subtract", "multiply") and not path:
+            left, right = (self.value((self.module.operand(instruction, n), ())) for n in (0, 1))
+            if left is None or right is None:
+                return None
+            return {"add": left + right, "subtract": left - right, "multiply": left * right}[instruction.opcode]
+        return None
+
+    def _before(self, parameter: Instruction, path: tuple[int, ...]) -> int | None:
+        """Of a loop's parameter, if the loop does not change it."""
+        callers = self.module.callers.get(parameter.computation, ())
+        if len(callers) != 1:
+            return None
+        caller, role = callers[0]
+        if role not in ("body", "condition") or not self._invariant(caller, path):
+            return None
+        return self.value((self.module.operand(caller), path))
+
+    def _invariant(self, loop: Instruction, path: tuple[int, ...]) -> bool:
+        body = self.module.computations[loop.called["body"][0]]
+        return self.origin((body.root, path)) == (body.parameters[0], path)
+
+    def origin(self, place: _Place) -> _Place:
+        """Where a value comes from: through copies, tuples, fusions, calls and loops that keep it."""
+        instruction, path = place
+        while True:
+            if instruction.opcode in _SAME:
+                instruction = self.module.operand(instruction)
+            elif instruction.opcode == "tuple" and path:
+                instruction, path = self.module.operand(instruction, path[0]), path[1:]
+            elif instruction.opcode == "get-tuple-element":
+                instruction, path = self.module.operand(instruction), (instruction.index, *path)
+            elif instruction.opcode == "while" and path and self._invariant(instruction, path):
+                instruction = self.module.operand(instruction)
+            elif instruction.opcode in ("fusion", "call"):
+                called = instruction.called.get("calls") or instruction.called["to_apply"]
+                instruction = self.module.computations[called[0]].root
+            elif instruction.opcode == "parameter":
+                callers = self.module.callers.get(instruction.computation, ())
+                if len(callers) != 1 or callers[0][0].opcode not in ("fusion", "call"):
+                    return instruction, path
+                instruction = self.module.operand(callers[0][0], instruction.index)
+            else:
+                return instruction, path

@@ -1,0 +1,85 @@
+"""Which devices exchange data in one collective, from every way in which a compiled program writes it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gspmd_lm.config import InputError
+
+if TYPE_CHECKING:
+    from gspmd_lm.foresight.instruction import Instruction
+
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}$")
+_SIZE = re.compile(r"'?([^'=,\s]+)'?=(\d+)")
+_AXIS = re.compile(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?")
+
+
+def groups(instruction: Instruction, devices: int) -> Groups:
+    """The groups of a collective, each in its order; of a permute, its (source, target) pairs.
+
+    Raises: InputError for a way of writing that is not known.
+    """
+    pairs = instruction.attributes.get("source_target_pairs")
+    return read(pairs if pairs is not None else instruction.attributes.get("replica_groups", "{}"), devices)
+
+
+@functools.lru_cache(maxsize=4096)
+def read(text: str, devices: int) -> Groups:
+    """The groups that an attribute's text names; {} means all devices.
+
+    Raises: InputError for a way of writing that is not known.
+    """
+    text = text.strip()
+    if text in ("", "{}", "{{}}"):
+        return (tuple(range(devices)),)
+    if text.startswith("{"):
+        return tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", text))
+    if match := _MESH.match(text):
+        return _of_mesh(*match.groups())
+    if (match := _IOTA.fullmatch(text)) and match.group(2):
+        order = _iota(match)
+        return tuple(tuple(int(d) for d in row) for row in order.reshape(_numbers(match.group(1))))
+    raise InputError(f"replica_groups={text[:80]}: not a way of writing groups that is known here")
+
+
+def _of_mesh(sizes: str, device_ids: str | None, axes: str) -> Groups:
+    """mesh['a'=2,'b'=4] {'b'}; 'b':(2)2 is the part of b of size 2 that has 2 parts before it."""
+    mesh = {name: int(size) for name, size in _SIZE.findall(sizes)}
+    wanted = [(name, int(before or 1), int(size or mesh[name])) for name, before, size in _AXIS.findall(axes)]
+    devices = np.arange(math.prod(mesh.values()))
+    if device_ids:
+        iota = _IOTA.fullmatch(device_ids)
+        devices = _iota(iota) if iota else np.array(_numbers(re.sub(r"[^\d,]", "", device_ids)))
+    dimensions: list[tuple[str, int, int]] = []  # name, parts before it, size
+    for name, size in mesh.items():
+        cuts = {1, size}
+        for other, before, part in wanted:
+            if other == name:
+                cuts |= {before, before * part}
+        edges = sorted(cuts)
+        dimensions += [(name, low, high // low) for low, high in itertools.pairwise(edges)]
+    inside = [dimensions.index(axis) for axis in wanted if axis[2] > 1]
+    outside = [n for n in range(len(dimensions)) if n not in inside]
+    shaped = devices.reshape([size for _, _, size in dimensions]).transpose(outside + inside)
+    rows = shaped.reshape(-1, math.prod(size for _, _, size in wanted))
+    return tuple(tuple(int(d) for d in row) for row in rows)
+
+
+def _iota(match: re.Match) -> np.ndarray:
+    """[4,2]<=[2,4]T(1,0), or [2,4]T(1,0): the devices in their order."""
+    sizes = _numbers(match.group(2) or match.group(1))
+    order = np.arange(math.prod(sizes)).reshape(sizes)
+    return order.transpose(_numbers(match.group(3))) if match.group(3) else order
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n.strip())
