@@ -1,0 +1,296 @@
+"""Chips by name and by jax `device_kind`: peak rates, memory and links, with the source of each figure on its line.
+
+Rates and memory are those of one jax device, links those of one chip. Sources in short:
+  cloud: Google Cloud TPU documentation, the page of each version, read in 2026
+  book: "How to Scale Your Model", jax-ml.github.io/scaling-book: its chapter on TPUs, or on GPUs
+  paper: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433
+  libtpu: what libtpu 0.0.42.1 answers when it refuses a program: "exceeds available HBM (31.25G)"
+  sheet: NVIDIA's data sheet of the SXM module, without sparsity
+  xla: openxla/xla, xla/backends/gpu/target_config/specs
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What XLA is told of a GPU that is not there, where chips differ. Names are those of its GpuDeviceInfoProto."""
+
+    description: str
+    core_count: int  # streaming multiprocessors
+    fpus_per_core: int  # float32 lanes
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    l2_cache_bytes: int
+    compute_capability: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One generation. Bandwidths are bytes/s in one direction; 0 where a chip has no such link."""
+
+    name: str  # as in a target: v5p
+    kinds: tuple[str, ...]  # words of jax's device_kind
+    platform: str  # tpu or gpu
+    peak_bf16_flops_per_s: float
+    clock_hz: float
+    hbm_bytes: int
+    usable_hbm_bytes: int  # what the compiler, or jax by default, lets a program use
+    hbm_bytes_per_s: float
+    chips_per_host: int
+    host_link_bytes_per_s: float  # PCIe, of each chip
+    network_bytes_per_s: float  # between slices or hosts, the share of each chip
+    devices_per_chip: int = 1  # jax devices that a compile-only topology lists
+    torus_dimensions: int = 0
+    wraps_multiples_of: int = 0  # see `wraps`
+    ici_link_bytes_per_s: float = 0
+    die_link_bytes_per_s: float = 0  # between the two devices of a chip
+    nvlink_bytes_per_s: float = 0  # of each GPU into the switches of its host
+    gpu: Gpu | None = None
+
+    def wraps(self, topology: Sequence[int]) -> tuple[bool, ...]:
+        """Which dimensions of a slice of `topology` chips are rings.
+
+        v5e, v6e: those as long as the pod, 16. v4, v5p, tpu7x: all of a slice made of whole cubes of 4 x 4 x 4, whose
+        faces optical switches join; none of a smaller one. Source: book, TPU chapter, "TPU Networking".
+        """
+        multiples = [size > 1 and size % self.wraps_multiples_of == 0 for size in topology]
+        return tuple(multiples) if self.torus_dimensions == 2 else (all(multiples),) * len(multiples)
+
+
+_TPUS = (
+    Chip(
+        name="v4",
+        kinds=("TPU v4",),
+        platform="tpu",
+        peak_bf16_flops_per_s=275e12,  # cloud; both TensorCores, which jax sees as one device ("megacore")
+        clock_hz=275e12 / 262_144,  # inferred, 1.05 GHz: FLOP per cycle of 2 x 4 matrix units, 128 x 128 multiply-adds
+        hbm_bytes=32 * _GIB,  # cloud
+        usable_hbm_bytes=int(30.5 * _GIB),  # libtpu: 15.25 GiB for each of two cores
+        hbm_bytes_per_s=1200e9,  # cloud
+        chips_per_host=4,  # book
+        host_link_bytes_per_s=16e9,  # book: PCIe, each way
+        network_bytes_per_s=25e9 / 4,  # book: typically 25 GB/s per host
+        torus_dimensions=3,  # cloud
+        wraps_multiples_of=4,  # book
+        ici_link_bytes_per_s=50e9,  # paper: 6 links of 50 GB/s (book: 45, a usual share of it)
+    ),
+    Chip(
+        name="v5e",
+        kinds=("TPU v5 lite", "TPU v5e"),
+        platform="tpu",
+        peak_bf16_flops_per_s=197e12,  # cloud
+        clock_hz=197e12 / 131_072,  # inferred, 1.50 GHz: 4 matrix units, 128 x 128 multiply-adds; book says 1.5 GHz
+        hbm_bytes=16 * _GIB,  # cloud
+        usable_hbm_bytes=int(15.75 * _GIB),  # libtpu
+        hbm_bytes_per_s=819e9,  # cloud
+        chips_per_host=8,  # cloud; machines of a slice of several hosts have 4
+        host_link_bytes_per_s=15e9,  # book: PCIe, typically
+        network_bytes_per_s=25e9 / 8,  # cloud: 2 x 100 Gbit/s per host; 6.4 Tbit/s per pod of 256
+        torus_dimensions=2,  # cloud
+        wraps_multiples_of=16,  # book: only a dimension of 16
+        ici_link_bytes_per_s=50e9,  # cloud: 400 GB/s per chip, 4 links, both directions
+    ),
+    Chip(
+        name="v5p",
+        kinds=("TPU v5p", "TPU v5"),
+        platform="tpu",
+        peak_bf16_flops_per_s=459e12,  # cloud
+        clock_hz=459e12 / 262_144,  # inferred, 1.75 GHz: 2 x 4 matrix units, 128 x 128 multiply-adds
+        hbm_bytes=96 * _GIB,  # book (cloud: 95)
+        usable_hbm_bytes=int(95.74 * _GIB),  # libtpu
+        hbm_bytes_per_s=2765e9,  # cloud
+        chips_per_host=4,  # cloud
+        host_link_bytes_per_s=15e9,  # book: PCIe, typically
+        network_bytes_per_s=50e9 / 8,  # cloud: 50 Gbit/s per chip
+        torus_dimensions=3,  # cloud
+        wraps_multiples_of=4,  # book
+        ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip, 6 links, both directions
+    ),
+    Chip(
+        name="v6e",
+        kinds=("TPU v6 lite", "TPU v6e"),
+        platform="tpu",
+        peak_bf16_flops_per_s=918e12,  # cloud
+        clock_hz=918e12 / 524_288,  # inferred, 1.75 GHz: FLOP per cycle fitted to the compiler's cycles of matmuls
+        hbm_bytes=32 * _GIB,  # cloud
+        usable_hbm_bytes=int(31.25 * _GIB),  # libtpu
+        hbm_bytes_per_s=1638e9,  # cloud
+        chips_per_host=8,  # cloud; machines of a slice of several hosts have 4
+        host_link_bytes_per_s=64e9,  # cloud: PCIe Gen5; 16 lanes are inferred, 64 fits published steps (book: 32)
+        network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
+        torus_dimensions=2,  # cloud
+        wraps_multiples_of=16,  # book: only a dimension of 16
+        ici_link_bytes_per_s=100e9,  # cloud: 800 GB/s per chip, 4 links, both directions
+    ),
+    Chip(
+        name="tpu7x",
+        kinds=("TPU7x", "TPU v7x"),
+        platform="tpu",
+        devices_per_chip=2,  # cloud: two chiplets, each one a jax device
+        peak_bf16_flops_per_s=2307e12 / 2,  # cloud: 2307 TFLOP/s per chip
+        clock_hz=2307e12 / 2 / 524_288,  # inferred, 2.2 GHz: FLOP per cycle fitted to the compiler's cycles of matmuls
+        hbm_bytes=96 * _GIB,  # cloud: 192 GiB per chip
+        usable_hbm_bytes=int(94.75 * _GIB),  # libtpu
+        hbm_bytes_per_s=7380e9 / 2,  # cloud: 7380 GB/s per chip
+        chips_per_host=4,  # cloud
+        host_link_bytes_per_s=64e9,  # inferred: as v6e
+        network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
+        torus_dimensions=3,  # cloud
+        wraps_multiples_of=4,  # inferred: cubes of 4 x 4 x 4, as v5p
+        ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip; 6 links, as v5p, both directions
+        die_link_bytes_per_s=600e9,  # cloud: six times a one-dimensional ICI link
+    ),
+)
+
+# Of a GPU, jax takes 75% unless XLA_CLIENT_MEM_FRACTION says otherwise. Source: docs.jax.dev, "GPU memory allocation".
+_JAX_TAKES = 0.75
+
+_GPUS = (
+    Chip(
+        name="a100",
+        kinds=("A100",),
+        platform="gpu",
+        peak_bf16_flops_per_s=312e12,  # sheet
+        clock_hz=1.41e9,  # xla, and sheet: boost clock
+        hbm_bytes=85_100_068_864,  # xla: A100-SXM4-80GB
+        usable_hbm_bytes=int(_JAX_TAKES * 85_100_068_864),
+        hbm_bytes_per_s=2039.04e9,  # xla; sheet: 2039 GB/s
+        chips_per_host=8,  # DGX A100
+        host_link_bytes_per_s=32e9,  # sheet: PCIe Gen4, 64 GB/s both ways
+        network_bytes_per_s=200e9 / 8,  # DGX A100: one 200 Gbit/s port per GPU
+        nvlink_bytes_per_s=300e9,  # sheet: 600 GB/s both ways
+        gpu=Gpu(
+            description="NVIDIA A100-SXM4-80GB",
+            core_count=108,  # xla, as the rest
+            fpus_per_core=64,
+            shared_memory_per_core=167_936,
+            shared_memory_per_block_optin=166_912,
+            l2_cache_bytes=41_943_040,
+            compute_capability=(8, 0),
+        ),
+    ),
+    Chip(
+        name="h100",
+        kinds=("H100",),
+        platform="gpu",
+        peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
+        clock_hz=1.98e9,  # xla: boost clock
+        hbm_bytes=84_978_434_048,  # seen on H100 SXM (xla: 84,942,979,072)
+        usable_hbm_bytes=int(_JAX_TAKES * 84_978_434_048),
+        hbm_bytes_per_s=3352.32e9,  # xla; sheet: 3.35 TB/s
+        chips_per_host=8,  # DGX H100
+        host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
+        network_bytes_per_s=400e9 / 8,  # DGX H100: one 400 Gbit/s port per GPU
+        nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
+        gpu=Gpu(
+            description="NVIDIA H100 80GB HBM3",
+            core_count=132,  # xla, as the rest
+            fpus_per_core=128,
+            shared_memory_per_core=233_472,
+            shared_memory_per_block_optin=232_448,
+            l2_cache_bytes=52_428_800,
+            compute_capability=(9, 0),
+        ),
+    ),
+    Chip(
+        name="h200",
+        kinds=("H200",),
+        platform="gpu",
+        peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
+        clock_hz=1.98e9,  # xla: boost clock
+        hbm_bytes=151_397_597_184,  # xla
+        usable_hbm_bytes=int(_JAX_TAKES * 151_397_597_184),
+        hbm_bytes_per_s=4800e9,  # xla; sheet: 4.8 TB/s
+        chips_per_host=8,  # DGX H200
+        host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
+        network_bytes_per_s=400e9 / 8,  # DGX H200: one 400 Gbit/s port per GPU
+        nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
+        gpu=Gpu(
+            description="NVIDIA H200 141GB HBM3e",
+            core_count=132,  # xla, as the rest
+            fpus_per_core=128,
+            shared_memory_per_core=233_472,
+            shared_memory_per_block_optin=232_448,
+            l2_cache_bytes=52_428_800,
+            compute_capability=(9, 0),
+        ),
+    ),
+    Chip(
+        name="b200",
+        kinds=("B200",),
+        platform="gpu",
+        peak_bf16_flops_per_s=2250e12,  # sheet: 4500 with sparsity
+        clock_hz=1.965e9,  # xla: boost clock
+        hbm_bytes=191_514_411_008,  # xla
+        usable_hbm_bytes=int(_JAX_TAKES * 191_514_411_008),
+        hbm_bytes_per_s=7672.32e9,  # xla; sheet: up to 8 TB/s
+        chips_per_host=8,  # DGX B200
+        host_link_bytes_per_s=64e9,  # DGX B200: PCIe Gen5
+        network_bytes_per_s=400e9 / 8,  # DGX B200: one 400 Gbit/s port per GPU
+        nvlink_bytes_per_s=900e9,  # sheet: 1800 GB/s both ways
+        gpu=Gpu(
+            description="NVIDIA B200",
+            core_count=148,  # xla, as the rest
+            fpus_per_core=128,
+            shared_memory_per_core=233_472,
+            shared_memory_per_block_optin=232_448,
+            l2_cache_bytes=132_644_864,
+            compute_capability=(10, 0),
+        ),
+    ),
+)
+
+CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}  # by the name that a target gives them
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a jax device, or None for one that is not in the table."""
+    found = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if kind in device_kind}
+    return found[max(found, key=len)] if found else None
+
+
+def peak_flops_per_s(device_kind: str) -> float | None:
+    """The bf16 peak of a device that runs, or None for one that is not in the table.
+
+    A v4 runs as one device per chip, both cores together, though two are listed when it is only compiled for.
+    """
+    chip = chip_of(device_kind)
+    if chip is None:
+        return None
+    return chip.peak_bf16_flops_per_s * (chip.devices_per_chip if chip.name == "v4" else 1)
+
+
+def gpu_target_config(chip: Chip) -> str:
+    """Text of XLA's GpuTargetConfigProto, with which it compiles for a GPU that is not there."""
+    gpu = chip.gpu
+    assert gpu, chip.name
+    major, minor = gpu.compute_capability
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {gpu.core_count}
+  fpus_per_core: {gpu.fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {chip.hbm_bytes_per_s:.0f}
+  l2_cache_size: {gpu.l2_cache_bytes}
+  clock_rate_ghz: {chip.clock_hz / 1e9:g}
+  device_memory_size: {chip.hbm_bytes}
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block_optin}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{gpu.description}"
+"""

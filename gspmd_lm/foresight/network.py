@@ -1,0 +1,323 @@
+"""How long a collective takes: over which mesh axes and which physical links its groups exchange data.
+
+Formulas, with V the bytes of the whole tensor of one group of n devices and W the bytes/s of one link, one way:
+
+  all-gather, reduce-scatter   V (n-1)/n / (links W); an all-reduce is both, one after the other
+  all-to-all                   what must cross the middle of each torus dimension / the links there
+  collective-permute           the fullest link of the shortest paths
+
+On a torus a group uses all its dimensions at once, a ring in both directions, so `links` is 2 for each ring and 1 for
+each line (whose ends have one neighbour). Source: "How to Scale Your Model", jax-ml.github.io/scaling-book: sections
+"Case 2" and "Our final communication primitive" of the chapter on sharding, "How Do Collectives Work on GPUs?" of the
+one on GPUs. XLA does the same: its programs say 2DAllGather, StrategyND{colors:3 phases:3}.
+
+A group that crosses slices (or hosts of GPUs) first exchanges between them, each device its own share, then within
+each; on TPU one after the other, on GPU at once, since NCCL runs one ring through all. All devices take part, so each
+has its share of its host's network. How long a first byte takes from slice to slice is published nowhere, and left out.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from gspmd_lm.foresight.hardware import Chip
+
+Groups = tuple[tuple[int, ...], ...]
+
+# Least time of one hop over ICI. Source: scaling-book, sharding, "A note on ICI latency": typically around 1 us.
+ICI_HOP_S = 1e-6
+# Share of NVLink's bandwidth that NCCL reaches, 370 of 450 GB/s. Source: scaling-book, GPUs, "Empirical measurements".
+# Reductions in the switches (NVLS) are left out: they are measured there to add 30% to all-reduces alone.
+NVLINK_SHARE = 0.82
+# NCCL's own model of a ring: seconds to begin, per step over NVLink, per step over the network, and the share of the
+# bandwidth, for its two protocols; it takes the faster. Source: NVIDIA/nccl, src/graph/tuning.cc: baseLat, hwLat.
+NCCL_PROTOCOLS = {"Simple": (8.4e-6, 3.4e-6, 9.6e-6, 1.0), "LL": (3.6e-6, 0.47e-6, 2.7e-6, 0.25)}
+
+_REDUCTIONS = {"all-gather": 1, "reduce-scatter": 1, "collective-broadcast": 1, "all-reduce": 2}  # passes over the data
+_EXCHANGES = ("all-to-all", "ragged-all-to-all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """What a group has of one dimension of the torus."""
+
+    chips: int
+    ring: bool  # it closes, and is used in both directions
+    stride: int  # hops between neighbours; that many groups share each link
+
+    @property
+    def links(self) -> float:
+        """Links per chip, in units of one link and direction, that one group has for itself."""
+        return (2 if self.ring else 1) / self.stride
+
+    @property
+    def hops(self) -> int:
+        """How far the data of one chip has to go."""
+        return self.stride * (self.chips // 2 if self.ring else self.chips - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How one group of devices is connected."""
+
+    size: int  # devices
+    outer: int  # slices, or hosts of GPUs, that it crosses
+    per_chip: int = 1  # of its devices on each of its chips
+    dimensions: tuple[Dimension, ...] = ()  # of the torus within a slice; none on GPU
+
+    @property
+    def inner(self) -> int:
+        """Devices within one slice or host."""
+        return self.size // self.outer
+
+    @property
+    def links(self) -> float:
+        return sum(dimension.links for dimension in self.dimensions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The devices of one program. Entry k of coords, slices and hosts belongs to partition k, mesh.devices.flat[k]."""
+
+    chip: Chip | None  # None for simulated devices, which have mesh axes but no times
+    coords: tuple[tuple[int, ...], ...]  # of each device's chip within its slice; anything on GPU
+    slices: tuple[int, ...]
+    hosts: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+
+    def axes(self, groups: Groups) -> tuple[str, ...]:
+        """The mesh axes along which devices of one group differ, in the mesh's order."""
+        return self._axes(groups)[0]
+
+    def whole(self, groups: Groups) -> bool:
+        """Whether each group has all devices along its axes: false where it is but a part of an axis."""
+        return self._axes(groups)[1]
+
+    def link(self, groups: Groups) -> str:
+        """The slowest kind of link in use: ici, die, dcn, nvlink or network; '' without a chip or an exchange."""
+        routes = self._routes(groups)
+        if self.chip is None or all(route.size == 1 for route in routes):
+            return ""
+        crosses = any(route.outer > 1 for route in routes)
+        if self.chip.platform == "gpu":
+            return "network" if crosses else "nvlink"
+        if crosses:
+            return "dcn"
+        return "ici" if any(route.dimensions for route in routes) else "die"
+
+    def lane(self, groups: Groups) -> str:
+        """'ici fsdp', 'dcn data', 'nvlink tensor', 'ici fsdp+tensor': where a collective stands in a timeline."""
+        return f"{self.link(groups)} {'+'.join(self.axes(groups))}".strip()
+
+    def time_s(self, kind: str, size_bytes: float, groups: Groups) -> float:
+        """Seconds for one collective; of the slowest group.
+
+        `size_bytes` is the whole tensor of one group for gathers and reductions (what an all-gather ends with and the
+        others begin with), what one device holds for an all-to-all, and what one device sends for a permute, whose
+        groups are (source, target) pairs.
+
+        Raises: ValueError for another kind.
+        """
+        chip = self.chip
+        if chip is None:
+            raise ValueError("simulated devices have no times")
+        if kind == "collective-permute":
+            return self._permute_s(chip, size_bytes, groups)
+        if kind not in _REDUCTIONS and kind not in _EXCHANGES:
+            raise ValueError(f"{kind} is no collective")
+        routes = [route for route in self._routes(groups) if route.size > 1]
+        if chip.platform == "gpu":
+            times = (_gpu_s(chip, kind, size_bytes, route) for route in routes)
+        elif kind in _EXCHANGES:
+            times = (self._exchange_s(chip, size_bytes, route) for route in routes)
+        else:
+            times = (_REDUCTIONS[kind] * self._gather_s(chip, size_bytes, route) for route in routes)
+        return max(times, default=0.0)
+
+    def _gather_s(self, chip: Chip, whole_bytes: float, route: Route) -> float:
+        """One pass of a TPU collective in which every device needs, or gives, all but its own share."""
+        chips = route.inner // route.per_chip
+        between_s = whole_bytes / route.inner * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
+        ici_s = die_s = 0.0
+        if chips > 1:
+            ici_s = whole_bytes * (chips - 1) / chips / (route.links * self._ici_bytes_per_s(chip, route))
+        if route.per_chip > 1:
+            die_s = whole_bytes * (route.per_chip - 1) / route.per_chip / chip.die_link_bytes_per_s
+        return between_s + max(ici_s, die_s, self._latency_s(route))
+
+    def _exchange_s(self, chip: Chip, held_bytes: float, route: Route) -> float:
+        """An all-to-all on TPU, in which each device sends an equal part of what it holds to every other."""
+        between_s = held_bytes * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
+        within_bytes = held_bytes / route.outer * route.inner  # of all devices of a group in a slice
+        chips, link_bytes_per_s = route.inner // route.per_chip, self._ici_bytes_per_s(chip, route)
+        crossings_s = [self._latency_s(route)]
+        for dimension in route.dimensions:
+            near = dimension.chips // 2
+            crossing_bytes = within_bytes * near * (dimension.chips - near) / dimension.chips**2
+            crossings_s.append(crossing_bytes / (chips / dimension.chips * dimension.links * link_bytes_per_s))
+        if route.per_chip > 1:
+            crossings_s.append(within_bytes / chips / 4 / chip.die_link_bytes_per_s)
+        return between_s + max(crossings_s)
+
+    def _permute_s(self, chip: Chip, sent_bytes: float, pairs: Groups) -> float:
+        """A permute: the fullest link decides, each pair taking the shortest path, one dimension after another."""
+        loads: collections.Counter[tuple] = collections.Counter()
+        longest = 0
+        hosts = collections.Counter(self.hosts)
+        outside = self.hosts if chip.platform == "gpu" else self.slices
+        for source, target in pairs:
+            if source == target:
+                continue
+            if outside[source] != outside[target]:
+                loads["network", source if chip.platform == "gpu" else self.hosts[source]] += 1
+            elif chip.platform == "gpu":
+                loads["nvlink", source] += 1
+            elif self.coords[source] == self.coords[target]:
+                loads["die", source] += 1
+            else:
+                path = self._path(self.coords[source], self.coords[target])
+                loads.update(("ici", self.slices[source], *hop) for hop in path)
+                longest = max(longest, len(path))
+        speeds = {"ici": chip.ici_link_bytes_per_s, "die": chip.die_link_bytes_per_s,
+                  "nvlink": NVLINK_SHARE * chip.nvlink_bytes_per_s, "network": self._dcn_bytes_per_s(chip)}  # fmt: skip
+
+        def seconds(link: tuple, load: int) -> float:
+            # Chips of one host share its network; each GPU has a port of its own.
+            devices = hosts[link[1]] if link[0] == "network" and chip.platform == "tpu" else 1
+            return load * sent_bytes / (speeds[link[0]] * devices)
+
+        slowest = max((seconds(*item) for item in loads.items()), default=0.0)
+        if chip.platform == "gpu" and loads:
+            crosses = any(link[0] == "network" for link in loads)
+            return _nccl_s(slowest, 0 if crosses else 1, 1 if crosses else 0)
+        return max(slowest, longest * ICI_HOP_S)
+
+    def _path(self, start: Sequence[int], end: Sequence[int]) -> list[tuple]:
+        """The links, (from, to), of a shortest path."""
+        place, path = list(start), []
+        for axis, size in enumerate(self._torus):
+            ahead = (end[axis] - place[axis]) % size
+            forward = ahead <= size - ahead if self._rings[axis] else end[axis] > place[axis]
+            while place[axis] != end[axis]:
+                before = tuple(place)
+                place[axis] = (place[axis] + (1 if forward else -1)) % size
+                path.append((before, tuple(place)))
+        return path
+
+    def _latency_s(self, route: Route) -> float:
+        return ICI_HOP_S * sum(dimension.hops for dimension in route.dimensions)
+
+    def _ici_bytes_per_s(self, chip: Chip, route: Route) -> float:
+        """One link's share of a group: devices of the same chips that are in other groups use it too."""
+        return chip.ici_link_bytes_per_s * route.per_chip / self._devices_on_a_chip
+
+    def _dcn_bytes_per_s(self, chip: Chip) -> float:
+        return chip.network_bytes_per_s / self._devices_on_a_chip
+
+    @functools.cached_property
+    def _devices_on_a_chip(self) -> int:
+        if self.chip is None or self.chip.platform == "gpu":
+            return 1
+        return max(collections.Counter(zip(self.slices, self.coords, strict=True)).values())
+
+    @functools.cached_property
+    def _torus(self) -> tuple[int, ...]:
+        """Chips of a slice along each dimension."""
+        return tuple(max(places) + 1 for places in zip(*self.coords, strict=True))
+
+    @functools.cached_property
+    def _rings(self) -> tuple[bool, ...]:
+        """Which dimensions are rings. A flat torus comes with a third coordinate that is always 0."""
+        assert self.chip
+        used = self._torus[: self.chip.torus_dimensions]
+        return self.chip.wraps(used) + (False,) * (len(self._torus) - len(used))
+
+    @functools.cached_property
+    def _places(self) -> tuple[tuple[int, ...], ...]:
+        """The coordinates of each partition in the mesh."""
+        return tuple(itertools.product(*map(range, self.mesh_shape)))
+
+    @functools.cached_property
+    def _known(self) -> dict[Groups, tuple[Route, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _known_axes(self) -> dict[Groups, tuple[tuple[str, ...], bool]]:
+        return {}
+
+    def _axes(self, groups: Groups) -> tuple[tuple[str, ...], bool]:
+        """The axes along which groups vary, and whether each group has all of them."""
+        if groups not in self._known_axes:
+            self._known_axes[groups] = self._varying(groups)
+        return self._known_axes[groups]
+
+    def _varying(self, groups: Groups) -> tuple[tuple[str, ...], bool]:
+        varying, counts = set(), []
+        for group in groups:
+            seen = [set(column) for column in zip(*(self._places[k] for k in group), strict=True)]
+            varying |= {n for n, values in enumerate(seen) if len(values) > 1}
+            counts.append(len(set(group)))
+        full = math.prod(self.mesh_shape[n] for n in varying)
+        return tuple(self.mesh_axes[n] for n in sorted(varying)), all(count == full for count in counts)
+
+    def _routes(self, groups: Groups) -> tuple[Route, ...]:
+        """The different ways in which the groups are connected."""
+        if groups not in self._known:
+            self._known[groups] = tuple(dict.fromkeys(map(self._route, groups)))
+        return self._known[groups]
+
+    def _route(self, group: Sequence[int]) -> Route:
+        if self.chip is None:
+            return Route(len(group), 1)
+        if self.chip.platform == "gpu":
+            return Route(len(group), len({self.hosts[k] for k in group}))
+        outer = len({self.slices[k] for k in group})
+        here = [self.coords[k] for k in group if self.slices[k] == self.slices[group[0]]]
+        chips = list(dict.fromkeys(here))
+        return Route(len(group), outer, len(here) // len(chips), self._dimensions(chips))
+
+    def _dimensions(self, chips: list[tuple[int, ...]]) -> tuple[Dimension, ...]:
+        """The torus dimensions of a box of chips; other shapes count as a line through the chips in their order."""
+        columns = [sorted(set(column)) for column in zip(*chips, strict=True)]
+        if len(chips) > 1 and math.prod(map(len, columns)) != len(chips):
+            return (Dimension(len(chips), False, max(len(self._path(*two)) for two in itertools.pairwise(chips))),)
+        found = []
+        for places, size, wraps in zip(columns, self._torus, self._rings, strict=True):
+            if len(places) > 1:
+                stride = max(after - before for before, after in itertools.pairwise(places))
+                found.append(Dimension(len(places), wraps and stride * len(places) == size, stride))
+        return tuple(found)
+
+
+def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
+    """A collective of GPUs: NVLink within a host, one network port per GPU between hosts, both at once."""
+    size, outer, inner = route.size, route.outer, route.inner
+    if kind in _EXCHANGES:
+        passes, steps = 1, 1
+        within_bytes, between_bytes = size_bytes * (inner - 1) / size, size_bytes * (size - inner) / size
+    else:
+        passes = _REDUCTIONS[kind]
+        steps = passes * (size - 1)
+        within_bytes = size_bytes * (size - 1) / size if inner > 1 else 0.0
+        between_bytes = size_bytes / inner * (outer - 1) / outer
+    nvlink_s = within_bytes / (NVLINK_SHARE * chip.nvlink_bytes_per_s)
+    across = min(steps, passes * (outer - 1))
+    return _nccl_s(passes * max(nvlink_s, between_bytes / chip.network_bytes_per_s), steps - across, across)
+
+
+def _nccl_s(transfer_s: float, steps: int, network_steps: int) -> float:
+    """What NCCL expects of the faster of its protocols."""
+    return min(
+        begin_s + steps * step_s + network_steps * network_step_s + transfer_s / share
+        for begin_s, step_s, network_step_s, share in NCCL_PROTOCOLS.values()
+    )
+
+
+def network(chip: Chip | None, coords: Iterable[Sequence[int]], slices: Iterable[int], hosts: Iterable[int],
+            mesh_shape: Iterable[int], mesh_axes: Iterable[str]) -> Network:  # fmt: skip
+    """A Network from any sequences, such as those of a JSON file."""
+    return Network(chip, tuple(map(tuple, coords)), tuple(slices), tuple(hosts), tuple(mesh_shape), tuple(mesh_axes))
