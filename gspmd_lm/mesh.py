@@ -1,5 +1,6 @@
 """Rules and devices -> a jax Mesh."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from gspmd_lm.rules import Rules
+from gspmd_lm.rules import Problem, Rules, check
 
 
 def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
@@ -15,9 +16,17 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
 
     Simulated devices keep their order, the last mesh axis varying fastest; accelerators are ordered so that mesh axes
     follow the physical topology. `rules.dcn` says which part of an axis crosses slices or hosts.
+
+    Raises ShardingError for several slices of TPU that `rules.dcn` does not fit.
     """
     assert rules.devices == len(devices), (rules.mesh, len(devices))
     shape = tuple(rules.mesh.values())
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    if slices > 1 and math.prod(rules.dcn.values()) != slices:
+        axis = next((name for name, size in rules.mesh.items() if size % slices == 0), next(iter(rules.mesh)))
+        message = f"dcn: the devices are {slices} slices, the rules say {math.prod(rules.dcn.values())}"
+        place = f"{rules.path}: dcn: {dict(rules.dcn)}"
+        check([Problem(message, place, f"say which mesh axis crosses them, such as dcn: {{{axis}: {slices}}}")])
     if devices[0].platform == "cpu" or len(devices) == 1:
         grid = np.array(devices).reshape(shape)
     elif rules.dcn:
@@ -27,8 +36,7 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
             within,
             across,
             devices,
-            process_is_granule=getattr(devices[0], "slice_index", None) in (None, 0)
-            and len({getattr(device, "slice_index", 0) for device in devices}) == 1,  # GPU hosts all say slice 0
+            process_is_granule=slices == 1,  # GPU hosts all say slice 0
             allow_split_physical_axes=True,
         )
     else:

@@ -19,7 +19,8 @@ TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
 SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
-IN_BLOCKS = tuple(name for name in ACTIVATIONS if name not in ("tokens", "logits"))  # what remat has a choice about
+# What remat has a choice about. `residual` is a layer's input and the sum after attention, `layer_input` the first alone.
+IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits")))
 
 
 class ShardingError(InputError):
@@ -155,10 +156,10 @@ class Rules:
         message = f"{path}: {axis}={size} does not divide over {over}"
         return Problem(message, row.place, f"set {row.key} to null", instead, total_bytes)
 
-    def fill(self, device_count: int) -> "Rules":
+    def fill(self, device_count: int, instead: str = "--platform=cpu to simulate {known}") -> "Rules":
         """These rules with a -1 in the mesh replaced, so that the mesh has exactly `device_count` devices.
 
-        A mesh that does not is a problem added to the result.
+        A mesh that does not is a problem added to the result; `instead` is its second fix.
         """
         mesh, place = dict(self.mesh), f"{self.path}: mesh: {_flow(dict(self.mesh))}"
         known = math.prod(size for size in mesh.values() if size > 0)
@@ -177,7 +178,7 @@ class Rules:
                        if size * device_count % known == 0]  # fmt: skip
             problems.append(Problem(f"mesh: {known} device{'s' * (known > 1)} asked for, {device_count} here", place,
                                     fitting[0] if fitting else f"choose sizes whose product is {device_count}",
-                                    f"--platform=cpu to simulate {known}"))  # fmt: skip
+                                    instead.format(known=known)))  # fmt: skip
         problems += [
             Problem(f"dcn: {name}={mesh[name]} is not made of {slices} slices", f"{self.path}: dcn.{name}: {slices}",
                     f"use a divisor of {mesh[name]}")
@@ -254,7 +255,12 @@ def load(name: str, mesh_override: str = "") -> Rules:
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
                             f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
-    return dataclasses.replace(_Reader(str(path)).rules(raw, mesh_override), text=text)
+    return dataclasses.replace(from_dict(raw, str(path), mesh_override), text=text)
+
+
+def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "") -> Rules:
+    """Rules from the plain values of a rules file, their problems collected in `.problems`. `path` is for messages."""
+    return _Reader(path).rules(raw, mesh_override)
 
 
 class _Reader:

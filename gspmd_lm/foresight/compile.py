@@ -1,0 +1,353 @@
+"""The train step compiled for a target: in a process of its own, several side by side, kept by content.
+
+`programs` is for callers; run as a module, this file is the process that compiles one program.
+"""
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from gspmd_lm import config as configs
+from gspmd_lm.config import Config, InputError, RunFailed
+from gspmd_lm.foresight.target import Target
+from gspmd_lm.rules import Rules, ShardingError
+
+if TYPE_CHECKING:
+    from jax.stages import Compiled
+
+    from gspmd_lm.train.step import Step
+
+FORMAT = 1  # raise it when the files of an entry change
+CACHE_LIMIT_BYTES = 4 * 2**30
+PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
+# What decides a program besides the request and the packages: the rooms that the step is made of.
+_SOURCES = ("axes.py", "rules.py", "mesh.py", "placement.py", "runtime.py", "kernels", "model", "train",
+            "foresight/compile.py", "foresight/target.py", "foresight/hardware.py")  # fmt: skip
+_PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One program to compile. The mesh of `rules` is filled for the devices of `target`."""
+
+    config: Config
+    rules: Rules
+    target: Target
+    export: bool = False  # keep the executable too
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name} under {self.rules.name} for {self.target.text}"
+
+    def key(self) -> str:
+        """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
+        plain = dataclasses.asdict(dataclasses.replace(self.rules, path="", text="", problems=(), rows=()))
+        rows = sorted((row.key, row.mesh_axes) for row in self.rules.rows)
+        wanted = [FORMAT, configs.to_dict(self.config) | {"name": ""}, plain, list(plain["mesh"]), rows,
+                  self.target.text, versions(self.target), _source(), self.export]  # fmt: skip
+        return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step, or the compiler's refusal. Entry k of coords, slices and hosts belongs to partition k."""
+
+    text: str  # compiled and scheduled, as XLA writes it; "" after a refusal
+    executable: Path | None  # where it was exported
+    refusal: str  # what the compiler said when memory does not suffice
+    memory: Mapping[str, int]  # bytes per device as the compiler counts them; empty after a refusal
+    state_bytes: Mapping[str, int]  # weights, optimizer, batch: bytes per device, counted from shapes
+    coords: tuple[tuple[int, ...], ...]
+    slices: tuple[int, ...]
+    hosts: tuple[int, ...]
+    options: Mapping[str, Any]  # what the compiler was told
+    versions: Mapping[str, str]
+    trace_s: float
+    compile_s: float
+
+
+def versions(target: Target) -> dict[str, str]:
+    """The packages that decide what is compiled, without importing any."""
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in ("jax", "jaxlib", "flax", "optax", *_PACKAGES[target.platform]):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache: str | None = None) -> list[Program]:
+    """The compiled programs, in the order of `requests`: found in the cache, or compiled now.
+
+    `cache` is a folder; "none" keeps nothing. By default explain/ in $GSPMD_LM_CACHE or in the user's cache directory.
+    Raises InputError for what is wrong with a request, RunFailed where the compiler fails for another reason.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch) if cache == "none" else Path(cache) if cache else _default_cache()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{root}: compiled programs cannot be kept there ({error.strerror})\n"
+                "  fix   set GSPMD_LM_CACHE to a folder that you may write to"
+            ) from error
+        distinct = {request.key(): request for request in requests}
+        with ThreadPoolExecutor(_side_by_side(len(distinct))) as pool:
+            waiting = {key: pool.submit(_program, request, root / key, say) for key, request in distinct.items()}
+            found = {key: future.result() for key, future in waiting.items()}
+        _trim(root, keep=found)
+        return [found[request.key()] for request in requests]
+
+
+def load(path: Path, request: Request) -> Any:
+    """The exported executable of `request`, ready to run on the devices that are here. Only load files you trust.
+
+    Raises InputError for a file that is none, or one of another config, layout, target, version or code.
+    """
+    from jax.experimental import serialize_executable
+
+    try:
+        exported = pickle.loads(path.read_bytes())
+        name, key = exported["name"], exported["request"]
+    except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--executable={path}: cannot be read ({error})\n  fix   make it with explain --export"
+        ) from error
+    if key != request.key():
+        raise InputError(
+            f"--executable={path}: was made for {name}, or by other versions of jax or of this package, than\n"
+            f"{request.name} here\n  fix   make it anew with explain --export, with the same config, rules and packages"
+        )
+    return serialize_executable.deserialize_and_load(*exported["executable"])
+
+
+def _default_cache() -> Path:
+    chosen = os.environ.get("GSPMD_LM_CACHE")
+    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / "explain"
+
+
+def _side_by_side(wanted: int) -> int:
+    """How many compilations at once: as many as there are cores, and memory that is free."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(wanted, len(os.sched_getaffinity(0)), pages // PROCESS_BYTES))
+
+
+def _trim(root: Path, keep: Mapping[str, Any]) -> None:
+    """Deletes the entries that were not used for the longest time until the others fit."""
+    entries = [(entry.stat().st_mtime, sum(file.stat().st_size for file in entry.iterdir()), entry)
+               for entry in root.iterdir() if entry.is_dir() and not entry.name.endswith(".partial")]  # fmt: skip
+    total_bytes = sum(size for _, size, _ in entries)
+    for _, size, entry in sorted(entries):
+        if total_bytes <= CACHE_LIMIT_BYTES:
+            break
+        if entry.name not in keep:
+            shutil.rmtree(entry, ignore_errors=True)
+            total_bytes -= size
+
+
+def _program(request: Request, folder: Path, say: Progress) -> Program:
+    if _complete(folder):
+        os.utime(folder)
+    else:
+        say(f"compiling {request.name} ...")
+        started = time.monotonic()
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
+        try:
+            (partial / "request.pickle").write_bytes(pickle.dumps(request))
+            _run_compiler(request, partial)
+            (partial / "request.pickle").unlink()
+            if folder.exists():  # an incomplete entry
+                shutil.rmtree(folder)
+            try:
+                partial.rename(folder)
+            except OSError:  # somebody else was faster
+                if not _complete(folder):
+                    raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        say(f"compiled {request.name} in {time.monotonic() - started:.0f} s")
+    facts = json.loads((folder / "facts.json").read_text())
+    text = "" if facts["refusal"] else gzip.decompress((folder / "program.txt.gz").read_bytes()).decode()
+    facts["coords"] = tuple(map(tuple, facts["coords"]))
+    executable = folder / "executable.pickle"
+    return Program(text=text, executable=executable if executable.exists() else None, **facts)
+
+
+def _complete(folder: Path) -> bool:
+    """Whether an entry can be read: facts.json is written last."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text())
+        if not facts["refusal"]:
+            with gzip.open(folder / "program.txt.gz") as file:
+                file.read(1)
+    except (OSError, ValueError, EOFError):
+        return False
+    return True
+
+
+def _run_compiler(request: Request, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gspmd_lm.foresight.compile", str(folder)],
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    if (folder / "error.json").exists():
+        kind, message = json.loads((folder / "error.json").read_text())
+        raise {"ShardingError": ShardingError, "InputError": InputError}[kind](message)
+    if done.returncode:
+        last = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-12:])
+        raise RunFailed(f"{request.name}: the compiler failed (exit code {done.returncode})\n{last}")
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the compiling process: nothing of an accelerator that may be here, no flags of the caller."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
+    libraries = [environment.get("LD_LIBRARY_PATH", "")]
+    cudnn = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    if cudnn and cudnn.submodule_search_locations:
+        libraries.insert(0, str(Path(next(iter(cudnn.submodule_search_locations))) / "lib"))
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server outside Google's cloud
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock is for processes that use chips
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@functools.cache
+def _source() -> str:
+    """A hash of the package's code that decides what is compiled."""
+    package, total = Path(__file__).parents[1], hashlib.sha256()
+    for name in _SOURCES:
+        path = package / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            total.update(file.read_bytes())
+    return total.hexdigest()
+
+
+# The process that compiles
+
+
+def _compile(request: Request, folder: Path) -> None:
+    """Writes program.txt.gz and facts.json into `folder`."""
+    import jax
+
+    from gspmd_lm import runtime
+    from gspmd_lm.foresight import target as targets
+    from gspmd_lm.train import state, step
+
+    config, rules, target = request.config, request.rules, request.target
+    runtime.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
+    arrays, _ = state.checked(config, rules, target.platform)
+    devices = targets.devices(target)
+    built = step.build(config, rules, arrays, devices)
+    options = runtime.compiler_options(target.platform, rules.compiler_options, rules.path)
+    if target.platform == "gpu":
+        options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
+    started = time.monotonic()
+    lowered = built.lower_train()
+    traced = time.monotonic()
+    try:
+        compiled = runtime.compile(lowered, options, target.platform, rules.path)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        compiled = str(error)
+    program = described(built, compiled, options, target, traced - started, time.monotonic() - traced)
+    facts = dataclasses.asdict(program)
+    text, _ = facts.pop("text"), facts.pop("executable")
+    if request.export and not isinstance(compiled, str):
+        from jax.experimental import serialize_executable
+
+        parts = serialize_executable.serialize(compiled)
+        exported = {"request": request.key(), "name": request.name, "executable": parts}
+        (folder / "executable.pickle").write_bytes(pickle.dumps(exported))
+    (folder / "program.txt.gz").write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def described(
+    built: "Step",
+    compiled: "Compiled | str",
+    options: Mapping[str, Any],
+    target: Target,
+    trace_s: float,
+    compile_s: float,
+) -> Program:
+    """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
+    import jax
+
+    trees = {
+        "weights": built.abstract_state.params,
+        "optimizer": built.abstract_state.optimizer,
+        "batch": built.abstract_batch,
+    }
+    text, memory = "", {}
+    if not isinstance(compiled, str):
+        analysis: Any = compiled.memory_analysis()
+        memory = {name: getattr(analysis, name) for name in dir(analysis) if name.endswith("_in_bytes")}
+        text = compiled.as_text() or ""
+    ordered = list(built.mesh.devices.flat)
+    return Program(
+        text=text,
+        executable=None,
+        refusal=compiled if isinstance(compiled, str) else "",
+        memory=memory,
+        state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in trees.items()},
+        coords=tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in ordered),
+        slices=tuple(getattr(device, "slice_index", None) or 0 for device in ordered),
+        hosts=tuple(device.process_index for device in ordered),
+        options=dict(options),
+        versions=versions(target),
+        trace_s=trace_s,
+        compile_s=compile_s,
+    )
+
+
+def _bytes_per_device(like: Any) -> int:
+    pieces = like.sharding.shard_shape(like.shape)
+    return math.prod(pieces) * like.dtype.itemsize
+
+
+def _main(folder: Path) -> int:
+    request = pickle.loads((folder / "request.pickle").read_bytes())
+    try:
+        _compile(request, folder)
+    except InputError as error:
+        (folder / "error.json").write_text(json.dumps([type(error).__name__, str(error)]))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    from gspmd_lm.foresight.compile import _main as main  # not __main__'s: what was pickled knows the module's name
+
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,175 @@
+"""What fills a device's memory: weights, optimizer state, batch and temporaries, as the compiler counted them."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from gspmd_lm.config import RunFailed
+from gspmd_lm.foresight import hlo
+
+# Instructions that make no new buffer: they name, take apart or hand on what others made.
+_NO_BUFFER = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "constant",
+              "optimization-barrier", "dynamic-update-slice", "after-all"}  # fmt: skip
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What one device holds of an array that the rules file speaks of: what a temporary is recognised by."""
+
+    path: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Temporary:
+    """One large temporary of the compiled program."""
+
+    bytes: int
+    shape: str  # as the program writes it: bf16[4,8192,14336]
+    axes: tuple[str, ...]  # logical axes; () where the shape is that of no array that has a name
+    source: str  # file:line
+    op: str  # module path and primitive
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes per device. `limit_bytes` is None where the target has none (cpu)."""
+
+    weights_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    temporaries_bytes: int
+    peak_bytes: int
+    limit_bytes: int | None
+    host_bytes: int
+    fits: bool
+    largest: tuple[Temporary, ...]
+    refusal: str = ""  # what the compiler said when it refused for memory
+
+
+def measure(
+    compiled: Mapping[str, int],
+    state_bytes: Mapping[str, int],
+    limit_bytes: int | None,
+    module: hlo.Module,
+    known: Iterable[Named],
+) -> Memory:
+    """The memory of a compiled program.
+
+    compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer and batch, counted from shapes;
+    what tiling adds to them is among the temporaries. A donated argument is counted once, the program's code too.
+    """
+    held = compiled["argument_size_in_bytes"] + compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
+    total = held + compiled["temp_size_in_bytes"] + compiled["generated_code_size_in_bytes"]
+    host = sum(size for name, size in compiled.items() if name.startswith("host_") and "alias" not in name)
+    return Memory(
+        weights_bytes=state_bytes["weights"],
+        optimizer_bytes=state_bytes["optimizer"],
+        batch_bytes=state_bytes["batch"],
+        temporaries_bytes=total - sum(state_bytes.values()),
+        peak_bytes=total,
+        limit_bytes=limit_bytes,
+        host_bytes=host,
+        fits=limit_bytes is None or total <= limit_bytes,
+        largest=_largest(module, list(known)),
+    )
+
+
+def refused(message: str, state_bytes: Mapping[str, int], limit_bytes: int | None) -> Memory:
+    """The memory of a program that the compiler refused, from its own numbers.
+
+    Raises: RunFailed for a refusal without numbers.
+    """
+    total = re.search(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)", message)
+    used = total or re.search(rf"Used {_SIZE} of {_SIZE} hbm", message)
+    if not used:
+        raise RunFailed(
+            f"the compiler refused the program for memory, in words that are not known:\n  {message[:2000]}"
+        )
+    peak, available = _bytes(used[1], used[2]), _bytes(used[3], used[4])
+    allocations = re.finditer(
+        rf"Size: {_SIZE}\s+(?:Operator: (?:op_name=\"(?P<op>[^\"]*)\")?(?P<rest>[^\n]*)\s+)?Shape: (?P<shape>\S+)",
+        message,
+    )
+    largest = tuple(
+        Temporary(_bytes(found[1], found[2]), found["shape"], (), _source(found["rest"] or ""), _op(found["op"] or ""))
+        for found in allocations
+    )
+    return Memory(
+        weights_bytes=state_bytes["weights"],
+        optimizer_bytes=state_bytes["optimizer"],
+        batch_bytes=state_bytes["batch"],
+        temporaries_bytes=max(0, peak - sum(state_bytes.values())),
+        peak_bytes=peak,
+        limit_bytes=limit_bytes or available,
+        host_bytes=0,
+        fits=False,
+        largest=largest[:3],
+        refusal=message.strip().splitlines()[0],
+    )
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit])
+
+
+def _source(text: str) -> str:
+    found = re.search(r'source_file="[^"]*?(gspmd_lm/[^"]*)" source_line=(\d+)', text)
+    return f"{found[1]}:{found[2]}" if found else ""
+
+
+def _op(op_name: str) -> str:
+    return re.sub(r"^jit\(_train\)/", "", op_name)
+
+
+def _largest(module: hlo.Module, known: list[Named], count: int = 3) -> tuple[Temporary, ...]:
+    """The largest buffers that the program makes on the device, those alike told once."""
+    found: dict[tuple[str, str], Temporary] = {}
+    for step in module.steps():
+        instruction = step.instruction
+        arrays = instruction.shape.arrays
+        if instruction.opcode in _NO_BUFFER or instruction.phase in ("-done", "-update") or len(arrays) != 1:
+            continue
+        array = arrays[0]
+        if array.memory_space or _updates_in_place(module, instruction):
+            continue
+        shape = f"{array.dtype}[{','.join(map(str, array.dimensions))}]"
+        op = _op(instruction.op_name)
+        axes = _axes(array.dimensions, op, known)
+        found.setdefault((shape, op), Temporary(array.bytes, shape, axes, instruction.source, op))
+    distinct: dict[tuple[str, str], Temporary] = {}
+    for temporary in sorted(found.values(), key=lambda temporary: (-temporary.bytes, not temporary.source)):
+        distinct.setdefault((temporary.shape, temporary.source), temporary)
+    return tuple(distinct.values())[:count]
+
+
+def _updates_in_place(module: hlo.Module, fusion: hlo.Instruction) -> bool:
+    """Whether a fusion writes a slice of what it was given."""
+    called = fusion.called.get("calls", ()) if fusion.opcode == "fusion" else ()
+    return any(_root(module, name).opcode == "dynamic-update-slice" for name in called)
+
+
+def _root(module: hlo.Module, name: str) -> hlo.Instruction:
+    root = module.computations[name].root
+    while root.opcode in ("bitcast", "copy"):
+        root = module.operand(root)
+    return root
+
+
+def _axes(dimensions: tuple[int, ...], op: str, known: list[Named]) -> tuple[str, ...]:
+    """The logical axes of a buffer that has the shape of a named array, or of one per layer; sizes of 1 aside."""
+    wanted = [size for size in dimensions if size > 1]
+    fitting = []
+    for named in known:
+        pairs = [(axis, size) for axis, size in zip(named.axes, named.shape, strict=True) if size > 1]
+        layers = [pair for pair in pairs if pair[0] != "layers"]
+        if wanted == [size for _, size in pairs]:
+            fitting.append((named, tuple(axis for axis, _ in pairs)))
+        elif math.prod(wanted) and wanted[1:] == [size for _, size in layers] and len(layers) == len(pairs):
+            fitting.append((named, ("layers", *(axis for axis, _ in layers))))
+    fitting.sort(key=lambda found: found[0].path.split(".")[-1] not in op)
+    return fitting[0][1] if fitting else ()

@@ -1,0 +1,143 @@
+""" "v5p:4x4x4", "2@v6e:16x16", "h100:4x8" or "cpu:8" -> compile-only devices, with no accelerator anywhere."""
+
+import dataclasses
+import importlib.util
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm.foresight.hardware import CHIPS, Chip, chip_of, gpu_target_config
+
+# Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: pieces of one 16 x 16 pod
+_SMALL_CUBOIDS = (
+    "2x2x1",
+    "2x2x2",
+    "2x2x4",
+    "2x4x4",
+)  # v4, v5p, tpu7x: below one 4 x 4 x 4 cube, and then made of cubes
+_CUBE = 4
+_GPUS_PER_HOST = 8
+_EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, 2@v6e:16x16, h100:8 or h100:4x8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where a layout is to be thought of as running."""
+
+    text: str  # as it was asked for
+    platform: str  # cpu, gpu or tpu
+    chip: Chip | None  # None for cpu
+    topology: tuple[int, ...]  # chips per dimension of a slice; hosts x GPUs; simulated devices
+    slices: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many jax devices there are: two per chip on tpu7x."""
+        per_chip = self.chip.devices_per_chip if self.chip else 1
+        return self.slices * math.prod(self.topology) * per_chip
+
+
+def parse(text: str) -> Target:
+    """The target of a command line. Raises InputError for a chip or a topology that does not exist."""
+    place = f"--target={text}"
+    slices, at, rest = text.rpartition("@")
+    name, colon, size = rest.partition(":")
+    if name not in (*CHIPS, "cpu"):
+        known = ", ".join(("cpu", *CHIPS))
+        raise InputError(
+            f"{place}: unknown chip {name!r}{did_you_mean(name, ('cpu', *CHIPS))}\n  fix   use one of {known}"
+        )
+    if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or (at and not re.fullmatch(r"[1-9]\d*", slices)):
+        raise InputError(f"{place}: no such form\n  fix   write it like {_EXAMPLES}")
+    dimensions = tuple(map(int, size.split("x")))
+    chip = CHIPS.get(name)
+    if chip is None or chip.platform == "gpu":
+        if at:
+            raise InputError(f"{place}: slices are for TPU\n  fix   write hosts x devices, such as h100:4x8")
+        return _counted(place, text, name, chip, dimensions)
+    wrong = _no_such_topology(chip, dimensions)
+    if wrong:
+        raise InputError(f"{place}: {name} has no topology {size}\n  fix   {wrong}")
+    return Target(text, "tpu", chip, dimensions, int(slices or 1))
+
+
+def _counted(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:
+    """A CPU or GPU target, which is counted: devices, or hosts x devices."""
+    if chip is None:
+        if len(dimensions) > 1:
+            raise InputError(f"{place}: simulated devices have no topology\n  fix   cpu:{math.prod(dimensions)}")
+        return Target(text, "cpu", None, dimensions)
+    hosts, per_host = dimensions if len(dimensions) == 2 else (1, dimensions[0])
+    if len(dimensions) == 1 and per_host > _GPUS_PER_HOST and per_host % _GPUS_PER_HOST == 0:
+        hosts, per_host = per_host // _GPUS_PER_HOST, _GPUS_PER_HOST
+    if len(dimensions) > 2 or per_host > _GPUS_PER_HOST:
+        raise InputError(
+            f"{place}: a host has at most {_GPUS_PER_HOST} GPUs\n  fix   {name}:8, or hosts x GPUs: {name}:4x8"
+        )
+    return Target(text, "gpu", chip, (hosts, per_host))
+
+
+def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
+    """How to mend a topology that nobody has; '' for one that exists."""
+    size = "x".join(map(str, dimensions))
+    if chip.torus_dimensions == 2:
+        return "" if size in _FLAT else f"use one of {', '.join(_FLAT)}"
+    cubes = f"one of {', '.join(_SMALL_CUBOIDS)}, or three multiples of {_CUBE} in ascending order such as 4x4x8"
+    ascending = "x".join(map(str, sorted(dimensions)))
+    if size in _SMALL_CUBOIDS:
+        return ""
+    if len(dimensions) != 3 or any(n % _CUBE for n in dimensions):
+        return f"use {cubes}"
+    return "" if size == ascending else f"use {ascending}"
+
+
+def of(devices: Sequence[Any]) -> Target:
+    """The target that real or simulated `devices` are; without a chip where theirs is not known."""
+    first, count = devices[0], len(devices)
+    chip = chip_of(first.device_kind)
+    if first.platform == "cpu" or chip is None:
+        return Target(f"{first.platform}:{count}", first.platform, None, (count,))
+    if chip.platform == "gpu":
+        hosts = len({device.process_index for device in devices})
+        return Target(f"{chip.name}:{hosts}x{count // hosts}", "gpu", chip, (hosts, count // hosts))
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    corners = zip(*(device.coords for device in devices), strict=True)
+    topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
+    text = f"{chip.name}:{'x'.join(map(str, topology))}"
+    return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
+
+
+def devices(target: Target) -> list[Any]:
+    """jax devices of `target` that can be compiled for, and only that. For cpu, jax must already simulate them.
+
+    Raises InputError where the compiler for the target is not installed.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    if target.platform == "cpu":
+        return jax.devices("cpu")[: target.devices]
+    needed = {"tpu": "libtpu", "gpu": "jax_cuda12_plugin"}[target.platform]
+    if importlib.util.find_spec(needed) is None:
+        raise InputError(
+            f"--target={target.text}: compiling for it needs {needed}, which is not installed\n"
+            "  fix   pip install 'gspmd_lm[foresight]'"
+        )
+    assert target.chip is not None
+    if target.platform == "gpu":
+        hosts, per_host = target.topology
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=gpu_target_config(target.chip), topology=f"1x{hosts}x{per_host}"
+        )
+    else:
+        size = "x".join(map(str, target.topology))
+        more: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
+        if size == "1x1":
+            more["chips_per_host_bounds"] = [1, 1, 1]
+        if target.chip.name == "v4":
+            more["chip_config_name"] = "megacore"  # one device per chip, as on a TPU VM
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.chip.name}:{size}", **more)
+    return list(topology.devices)

@@ -1,0 +1,91 @@
+"""Compiling for targets: in another process, kept by content, with errors that reach the user."""
+
+import dataclasses
+import gzip
+import os
+
+import pytest
+
+from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.foresight import compile
+from gspmd_lm.rules import ShardingError
+
+
+def test_a_program_is_compiled_once(request_of, cache, monkeypatch):
+    before = dict(os.environ)
+    wanted, said = request_of("fsdp8"), []
+    (first,) = compile.programs([wanted], said.append, str(cache))
+    assert dict(os.environ) == before
+    assert first.text.startswith("HloModule jit__train") and not first.refusal
+    assert first.state_bytes["optimizer"] >= 2 * first.state_bytes["weights"] > 0
+    assert first.memory["argument_size_in_bytes"] >= sum(first.state_bytes.values())
+    assert len(first.coords) == len(first.slices) == len(first.hosts) == 8
+    monkeypatch.setattr(compile.subprocess, "run", None)  # whoever calls it fails
+    said.clear()
+    again = compile.programs([wanted, wanted], said.append, str(cache))
+    assert again == [first, first] and not said
+
+
+@pytest.mark.parametrize(("target", "text"), [("v5e:2x4", "estimated_cycles"), ("h100:8", "known_trip_count")])
+def test_accelerators_are_compiled_for_without_one(request_of, cache, target, text):
+    (program,) = compile.programs([request_of("fsdp8", target)], cache=str(cache))
+    assert text in program.text
+    assert "num_partitions=8" in program.text
+    assert program.memory["temp_size_in_bytes"] > 0
+
+
+def test_what_decides_a_program_decides_its_key(request_of):
+    base = request_of("fsdp8")
+    same = dataclasses.replace(base.rules, path="elsewhere.yaml", text="# a comment")
+    assert dataclasses.replace(base, rules=same).key() == base.key()
+    deeper = dataclasses.replace(base.config, name="deeper", model=dataclasses.replace(base.config.model, layers=3))
+    others = [
+        request_of("fsdp8", microbatches=2),
+        request_of("fsdp8", rows=base.rules.rows[1:]),
+        request_of("tp8"),
+        request_of("fsdp8", "v5e:2x4"),
+        dataclasses.replace(base, config=deeper),
+    ]
+    assert len({base.key(), *(other.key() for other in others)}) == 1 + len(others)
+    square = request_of("dp2_tp4")
+    swapped = dataclasses.replace(square.rules, mesh=dict(reversed(square.rules.mesh.items())))
+    assert dataclasses.replace(square, rules=swapped).key() != square.key()  # the order of the mesh is device order
+
+
+def test_an_entry_that_cannot_be_read_is_made_anew(request_of, cache, tmp_path):
+    wanted = request_of("fsdp8")
+    (first,) = compile.programs([wanted], cache=str(cache))
+    folder = tmp_path / wanted.key()
+    folder.mkdir()
+    source = cache / wanted.key()
+    (folder / "facts.json").write_bytes((source / "facts.json").read_bytes())
+    (folder / "program.txt.gz").write_bytes(b"damaged")
+    (second,) = compile.programs([wanted], cache=str(tmp_path))
+    assert gzip.decompress((folder / "program.txt.gz").read_bytes()).decode() == second.text
+    assert second.memory == first.memory
+
+
+def test_errors_of_the_other_process_reach_the_user(request_of, tmp_path):
+    options = {"tpu": {"xla_tpu_no_such_option": True}}
+    with pytest.raises(InputError, match=r"compiler_options\.tpu\.xla_tpu_no_such_option"):
+        compile.programs([request_of("fsdp8", "v5e:2x4", compiler_options=options)], cache=str(tmp_path))
+    with pytest.raises(ShardingError, match="the devices are 2 slices, the rules say 1"):
+        compile.programs([request_of("fsdp", "2@v5e:2x2")], cache=str(tmp_path))
+    assert not list(tmp_path.iterdir())  # nothing half done is left
+
+
+def test_a_compiler_that_dies_is_reported(request_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile.sys, "executable", "/bin/false")
+    with pytest.raises(RunFailed, match="fsdp8 for cpu:8: the compiler failed"):
+        compile.programs([request_of("fsdp8")], cache=str(tmp_path))
+
+
+def test_old_entries_go_when_the_folder_is_full(tmp_path, monkeypatch):
+    for age, name in enumerate(("newest", "kept", "oldest")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "program.txt.gz").write_bytes(b"x" * 100)
+        os.utime(folder, (1000 - age, 1000 - age))
+    monkeypatch.setattr(compile, "CACHE_LIMIT_BYTES", 250)
+    compile._trim(tmp_path, keep={"kept": None})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept", "newest"]

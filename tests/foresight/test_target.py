@@ -1,0 +1,86 @@
+"""Targets: what may be written, and devices that are only compiled for."""
+
+import pytest
+
+from gspmd_lm.config import InputError
+from gspmd_lm.foresight import target
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "devices", "slices"),
+    [
+        ("cpu:8", "cpu", 8, 1),
+        ("v4:2x2x4", "tpu", 16, 1),
+        ("v5e:4x4", "tpu", 16, 1),
+        ("v5p:4x4x8", "tpu", 128, 1),
+        ("v6e:1x1", "tpu", 1, 1),
+        ("2@v6e:16x16", "tpu", 512, 2),
+        ("tpu7x:2x2x1", "tpu", 8, 1),
+        ("a100:1", "gpu", 1, 1),
+        ("h100:8", "gpu", 8, 1),
+        ("h100:32", "gpu", 32, 1),
+        ("h200:4x8", "gpu", 32, 1),
+        ("b200:2", "gpu", 2, 1),
+    ],
+)
+def test_targets(text, platform, devices, slices):
+    found = target.parse(text)
+    assert (found.text, found.platform, found.devices, found.slices) == (text, platform, devices, slices)
+
+
+def test_gpus_beyond_one_host_are_on_several():
+    assert target.parse("h100:32").topology == target.parse("h100:4x8").topology == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "fix"),
+    [
+        ("v5:4x4", "unknown chip 'v5'", "v5p"),
+        ("", "unknown chip ''", "v5p"),
+        ("v5p", "no such form", "v5p:4x4x4"),
+        ("v5p:", "no such form", "v5p:4x4x4"),
+        ("v5p:4x0x4", "no such form", "v5p:4x4x4"),
+        ("two@v5p:4x4x4", "no such form", "2@v6e:16x16"),
+        ("v5e:3x5", "v5e has no topology 3x5", "4x4"),
+        ("v6e:32x32", "v6e has no topology 32x32", "16x16"),
+        ("v5p:4x4", "v5p has no topology 4x4", "multiples of 4"),
+        ("v5p:4x4x3", "v5p has no topology 4x4x3", "multiples of 4"),
+        ("v5p:8x4x4", "v5p has no topology 8x4x4", "use 4x4x8"),
+        ("2@h100:8", "slices are for TPU", "h100:4x8"),
+        ("h100:2x16", "at most 8 GPUs", "h100:8"),
+        ("h100:12", "at most 8 GPUs", "h100:8"),
+        ("cpu:2x4", "simulated devices have no topology", "cpu:8"),
+    ],
+)
+def test_what_does_not_exist(text, said, fix):
+    with pytest.raises(InputError) as raised:
+        target.parse(text)
+    message = str(raised.value)
+    assert message.startswith(f"--target={text}: {said}") or said in message.splitlines()[0]
+    assert fix in message.split("fix", 1)[1]
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(target.importlib.util, "find_spec", lambda name: None)
+    for text, package in (("v5e:2x4", "libtpu"), ("h100:8", "jax_cuda12_plugin")):
+        with pytest.raises(InputError, match=f"needs {package}, which is not installed") as raised:
+            target.devices(target.parse(text))
+        assert "gspmd_lm[foresight]" in str(raised.value)
+
+
+class Device:
+    def __init__(self, kind, platform="tpu", coords=None, process=0, slice_index=0):
+        self.device_kind, self.platform, self.coords = kind, platform, coords
+        self.process_index, self.slice_index = process, slice_index
+
+
+def test_the_target_that_real_devices_are():
+    cube = [Device("TPU v5", coords=(x, y, z)) for x in range(4) for y in range(4) for z in range(4)]
+    assert target.of(cube) == target.parse("v5p:4x4x4")
+    flat = [Device("TPU v6 lite", coords=(x, y, 0), slice_index=s) for s in (0, 1) for x in range(2) for y in range(4)]
+    assert target.of(flat) == target.parse("2@v6e:2x4")
+    gpus = [Device("NVIDIA H100 80GB HBM3", "gpu", process=n // 8) for n in range(16)]
+    assert target.of(gpus).topology == (2, 8)
+    assert target.of(gpus).chip == target.parse("h100:2x8").chip
+    assert target.of([Device("cpu", "cpu")] * 8) == target.parse("cpu:8")
+    assert target.of([Device("Some New GPU", "gpu")] * 2).chip is None
