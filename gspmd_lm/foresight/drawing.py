@@ -1,0 +1,103 @@
+"""Pictures of a report as HTML and SVG: stacked bars, and the timeline of one layer. Lengths are shares of the width,
+so that they follow it; all text is escaped."""
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+from gspmd_lm.foresight.figures import human_seconds
+from gspmd_lm.foresight.schedule import Span
+
+LANE, AXIS, GAP = 22, 20, 6  # heights in pixels: a row of spans, the time axis, the space between lanes
+NAMED = 0.035  # share of the width from which a span has room for its name
+COLOURED = ("matmul", "attention", "other")  # kinds with a colour of their own; all collectives share one
+
+
+def text(value: object) -> str:
+    """`value` with what HTML would read as markup made harmless, in text and in attributes."""
+    return html.escape(str(value))
+
+
+def bar(
+    segments: Iterable[tuple[str, str, float]], whole: float, label: str, marks: Sequence[tuple[str, float]] = ()
+) -> str:
+    """A stacked bar: a kind, a description and an amount each, out of `whole`. Marks are lines across it, the first
+    with its name above and the others below."""
+    pieces = [
+        f'<span class="k-{text(kind)}" style="width:{100 * amount / whole:.3f}%" title="{text(about)}"></span>'
+        for kind, about, amount in segments
+        if amount > 0
+    ]
+    lines = []
+    for i, (name, at) in enumerate(marks):
+        side = f"{'below' if i else 'above'}{' left' if at > whole / 2 else ''}"
+        lines.append(f'<i class="{side}" style="left:{100 * at / whole:.3f}%"><small>{text(name)}</small></i>')
+    return f'<div class="bar" role="img" aria-label="{text(label)}">{"".join(pieces)}{"".join(lines)}</div>'
+
+
+def timeline(spans: Sequence[Span]) -> str:
+    """The forward and the backward turn of the loop over layers, one below the other on one scale."""
+    turns = [(part, [span for span in spans if span.part == part]) for part in dict.fromkeys(s.part for s in spans)]
+    longest = max(max(span.end_s for span in turn) - min(span.start_s for span in turn) for _, turn in turns)
+    return "".join(_turn(part, turn, longest or 1.0) for part, turn in turns)
+
+
+def _turn(part: str, spans: Sequence[Span], scale_s: float) -> str:
+    first, last = min(span.start_s for span in spans), max(span.end_s for span in spans)
+    names, drawn, height = [], [], AXIS
+    for lane in sorted({span.lane for span in spans}, key=lambda lane: (lane != "compute", lane == "host", lane)):
+        placed, rows = _rows([span for span in spans if span.lane == lane])
+        names.append(f'<li style="top:{height}px;height:{rows * LANE}px">{text(lane)}</li>')
+        if lane == "compute":  # what no span covers is time spent waiting
+            width = 100 * (last - first) / scale_s
+            drawn.append(f'<rect class="idle" y="{height}" height="{rows * LANE - 2}" width="{width:.3f}%"/>')
+        drawn += [_span(span, height + row * LANE, first, scale_s) for span, row in placed]
+        height += rows * LANE + GAP
+    about = f"One layer, {part}: {human_seconds(last - first)} in {len(spans)} spans on {len(names)} lanes"
+    return (
+        f'<figure class="turn"><figcaption>{text(part)}, {human_seconds(last - first)} per layer</figcaption>'
+        f'<div class="lanes"><ul style="height:{height}px" aria-hidden="true">{"".join(names)}</ul>'
+        f'<div class="strip" tabindex="0" role="group" aria-label="{text(about)}; arrow keys go from span to span">'
+        f'<svg role="img" aria-label="{text(about)}" height="{height}">{_ticks(scale_s, height)}{"".join(drawn)}</svg>'
+        f"</div></div></figure>"
+    )
+
+
+def _rows(spans: Sequence[Span]) -> tuple[list[tuple[Span, int]], int]:
+    """Each span with the row it has to itself, and the number of rows: what runs at the same time lies below."""
+    ends: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        row = next((i for i, end in enumerate(ends) if end <= span.start_s + 1e-12), len(ends))
+        ends[row:] = [span.end_s, *ends[row + 1 :]]
+        placed.append((span, row))
+    return placed, len(ends)
+
+
+def _span(span: Span, top: float, first_s: float, scale_s: float) -> str:
+    left, width = 100 * (span.start_s - first_s) / scale_s, 100 * (span.end_s - span.start_s) / scale_s
+    kind = span.kind if span.kind in COLOURED else "host" if span.lane == "host" else "sent"
+    about = (
+        f"{span.lane}: {span.kind} {span.name}, {human_seconds(span.end_s - span.start_s)}, "
+        f"from {human_seconds(span.start_s - first_s)}"
+    )
+    name = f'<text x="4" y="14">{text(span.name)}</text>' if width >= 100 * NAMED else ""
+    place = f'x="{left:.3f}%" y="{top}" width="{width:.3f}%" height="{LANE - 2}"'
+    content = f'<title>{text(about)}</title><rect class="k-{kind}" width="100%" height="100%"/>{name}'
+    return f'<svg class="span" {place} data-about="{text(about)}">{content}</svg>'
+
+
+def _ticks(scale_s: float, height: float) -> str:
+    """Lines at round times, about eight of them."""
+    step = 10 ** math.floor(math.log10(scale_s / 8))
+    step *= next(times for times in (1, 2, 5, 10) if times * step >= scale_s / 8)
+    lines = []
+    for i in range(int(scale_s / step) + 1):
+        at = f"{100 * i * step / scale_s:.3f}%"
+        label = (
+            f'<text class="tick" x="{at}" dx="3" y="12">{human_seconds(i * step)}</text>'
+            if i * step < 0.96 * scale_s
+            else ""
+        )
+        lines.append(f'<line x1="{at}" x2="{at}" y1="0" y2="{height}"/>{label}')
+    return "".join(lines)

@@ -1,0 +1,158 @@
+"""What the figures of a report say, in the words and numbers that the terminal and the page share."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from gspmd_lm.foresight.memory import Memory
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.schedule import Prediction
+from gspmd_lm.rules import human_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the comparison of layouts: a cell for each report, and which of them are the best."""
+
+    label: str
+    known: str  # compiled, predicted or counted
+    cells: tuple[str, ...]
+    best: frozenset[int] = frozenset()
+
+
+def human_seconds(value: float) -> str:
+    """'2.31 s', '14.2 ms', '310 us'"""
+    unit, scale = ("s", 1.0) if value >= 1 or not value else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
+    return f"{value / scale:.0f} {unit}" if value >= 100 * scale else f"{value / scale:.3g} {unit}"
+
+
+def human_count(value: float) -> str:
+    """'8.03 B', '4.19 M', '2048'"""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.2f} {unit}"
+    return f"{value:,.0f}"
+
+
+def percent(share: float) -> str:
+    """'54.1%'"""
+    return f"{100 * share:.1f}%"
+
+
+def mesh(sizes: Mapping[str, int]) -> str:
+    """'fsdp=16 x tensor=4'"""
+    return " x ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def hardware(report: Report) -> str:
+    """'64 x TPU v5p', '8 simulated devices'"""
+    return f"{report.devices} x {report.chip}" if report.chip else f"{report.devices} simulated devices"
+
+
+def layout(report: Report) -> str:
+    """The name of the rules file, without folder and ending."""
+    return report.rules.rsplit("/", 1)[-1].removesuffix(".yaml")
+
+
+def fit(memory: Memory) -> str:
+    """Whether the program fits, and by how much."""
+    if memory.limit_bytes is None:
+        return "no limit on this target"
+    spare, share = memory.limit_bytes - memory.peak_bytes, memory.peak_bytes / memory.limit_bytes
+    if memory.fits:
+        return f"fits, {human_bytes(spare)} ({percent(1 - share)}) free"
+    if spare < 0:
+        return f"does not fit, {human_bytes(-spare)} over ({share:.2f}x the limit)"
+    return "does not fit: the compiler refused it"
+
+
+def parts(memory: Memory) -> tuple[tuple[str, int], ...]:
+    """What the memory of a device is used for: a name and bytes each."""
+    return (
+        ("weights", memory.weights_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("batch", memory.batch_bytes),
+        ("temporaries", memory.temporaries_bytes),
+    )
+
+
+def breakdown(prediction: Prediction) -> tuple[tuple[str, str, float], ...]:
+    """Where a step's time goes: a kind, its label and seconds each; the longest wait first."""
+    waits = sorted(prediction.exposed_by_axis.items(), key=lambda wait: -wait[1])
+    return (
+        ("matmul", "matmul", prediction.matmul_s),
+        ("attention", "attention", prediction.attention_s),
+        ("other", "other compute", prediction.other_s),
+        *(("wait", f"exposed, {axis}", seconds) for axis, seconds in waits),
+        ("host", "exposed, host copies", prediction.exposed_host_copy_s),
+    )
+
+
+def sent_bytes(report: Report) -> int:
+    """What one device sends in one step."""
+    return sum(found.bytes_per_device_per_step for found in report.collectives)
+
+
+def above_floor(report: Report) -> float | None:
+    """Communication over the least that this split needs; None where nothing must be sent or nothing was compiled."""
+    if not report.floor.communication_bytes or report.memory.refusal:
+        return None
+    return sent_bytes(report) / report.floor.communication_bytes
+
+
+def communication(report: Report) -> str:
+    """'31.2 GB, 1.20x the floor'"""
+    ratio = above_floor(report)
+    return human_bytes(sent_bytes(report)) + (f", {ratio:.2f}x the floor" if ratio is not None else "")
+
+
+def split(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
+    """'embed/fsdp heads/tensor'; 'replicated' where nothing is split."""
+    named = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
+    return " ".join(named) or "replicated"
+
+
+def ranked(reports: Sequence[Report]) -> list[Report]:
+    """The reports, best first: those that fit before those that do not, then by predicted time."""
+
+    def cost(report: Report) -> tuple[bool, float]:
+        return not report.memory.fits, report.prediction.step_time_s if report.prediction else math.inf
+
+    return sorted(reports, key=cost)
+
+
+def compared(reports: Sequence[Report]) -> list[Row]:
+    """The lines of the comparison. A layout that does not fit is never best, nor is one among equals."""
+
+    def line(label: str, known: str, value: Callable[[Report], float | None], text: Callable[[float], str], sign=1):
+        values = [value(report) for report in reports]
+        able = [sign * x for x, report in zip(values, reports, strict=True) if x is not None and report.memory.fits]
+        best = frozenset(
+            i
+            for i, x in enumerate(values)
+            if x is not None and reports[i].memory.fits and len(set(able)) > 1 and sign * x == min(able)
+        )
+        return Row(label, known, tuple("-" if x is None else text(x) for x in values), best)
+
+    def predicted(name: str) -> Callable[[Report], float | None]:
+        return lambda report: getattr(report.prediction, name) if report.prediction else None
+
+    def compiled(value: Callable[[Report], float]) -> Callable[[Report], float | None]:
+        return lambda report: None if report.memory.refusal else value(report)
+
+    rows = [Row("mesh", "", tuple(mesh(report.mesh) for report in reports))]
+    for label in ("config", "target"):
+        cells = tuple(getattr(report, label) for report in reports)
+        rows += [Row(label, "", cells)] if len(set(cells)) > 1 else []
+    return [
+        *rows,
+        Row("fits", "compiled", tuple("yes" if report.memory.fits else "NO" for report in reports)),
+        line("peak memory", "compiled", lambda report: report.memory.peak_bytes, human_bytes),
+        line("step time", "predicted", predicted("step_time_s"), human_seconds),
+        line("tokens/s/device", "predicted", predicted("tokens_per_s_per_device"), "{:,.0f}".format, -1),
+        line("MFU", "predicted", predicted("mfu"), percent, -1),
+        line("exposed comm.", "predicted", predicted("exposed_communication_s"), human_seconds),
+        line("sent", "compiled", compiled(sent_bytes), human_bytes),
+        line("sent / floor", "counted", above_floor, "{:.2f}x".format),
+        line("warnings", "", lambda report: len(report.warnings), "{:.0f}".format),
+    ]

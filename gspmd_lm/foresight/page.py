@@ -1,0 +1,375 @@
+"""One self-contained HTML page of the costs of a layout, or of several side by side. It loads nothing."""
+
+import importlib.resources
+import json
+from collections.abc import Iterable, Sequence
+
+from gspmd_lm.foresight.drawing import bar, text, timeline
+from gspmd_lm.foresight.figures import (
+    above_floor,
+    breakdown,
+    compared,
+    fit,
+    hardware,
+    human_count,
+    human_seconds,
+    layout,
+    mesh,
+    parts,
+    percent,
+    ranked,
+    sent_bytes,
+    split,
+)
+from gspmd_lm.foresight.report import Array, Report
+from gspmd_lm.rules import human_bytes
+
+TEMPLATE = importlib.resources.files("gspmd_lm.foresight") / "page.html"
+
+
+def render(reports: Sequence[Report]) -> str:
+    """The page. `page.html` has its styles and scripts; without scripts it still shows everything but the mesh."""
+    reports = ranked(reports)
+    several = len(reports) > 1
+    title = f"{len(reports)} layouts of {_one_of(reports, 'config')}" if several else _name(reports[0])
+    body = (_comparison(reports) if several else "") + "".join(
+        _layout(report, number, "h3" if several else "h2") for number, report in enumerate(reports)
+    )
+    filled = TEMPLATE.read_text(encoding="utf-8")
+    # What is filled in has no "<!--" left in it, so no place is filled twice.
+    for place, content in {"title": text(title), "body": body, "data": _data(reports)}.items():
+        filled = filled.replace(f"<!-- {place} -->", content)
+    return filled
+
+
+def _data(reports: Sequence[Report]) -> str:
+    """What the scripts draw meshes from, as JSON that no HTML parser takes for the end of its element."""
+    found = [
+        {
+            "mesh": list(report.mesh.items()),
+            "arrays": [
+                {
+                    "path": array.path,
+                    "axes": array.axes,
+                    "shape": array.shape,
+                    "rest": array.at_rest,
+                    "use": array.in_use,
+                }
+                for array in report.arrays
+            ],
+        }
+        for report in reports
+    ]
+    return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _one_of(reports: Sequence[Report], field: str) -> str:
+    names = dict.fromkeys(getattr(report, field) for report in reports)
+    return ", ".join(names)
+
+
+def _name(report: Report) -> str:
+    return f"{report.config} under {layout(report)} on {report.target}"
+
+
+# ---- parts of the page
+
+
+def _comparison(reports: Sequence[Report]) -> str:
+    heads = [
+        f'<th scope="col" data-column="{i}"><button type="button" class="pick" data-layout="{i}" aria-pressed="false">'
+        f"{text(layout(report))}</button></th>"
+        for i, report in enumerate(reports)
+    ]
+    rows = [
+        f'<tr><th scope="row">{text(row.label)} {_known(row.known)}</th>'
+        + "".join(
+            f'<td class="num{" best" if i in row.best else " bad" if cell == "NO" else ""}">'
+            f"{text(cell)}{'*' if i in row.best else ''}</td>"
+            for i, cell in enumerate(row.cells)
+        )
+        + "</tr>"
+        for row in compared(reports)
+    ]
+    slowest = max((report.prediction.step_time_s for report in reports if report.prediction), default=0)
+    largest = max(max(report.memory.peak_bytes, report.memory.limit_bytes or 0) for report in reports)
+    bars = "".join(
+        f"<dt>{text(layout(report))}</dt><dd>{_memory_bar(report, largest)}"
+        f"{_time_bar(report, slowest) if report.prediction else ''}</dd>"
+        for report in reports
+    )
+    head = f"<tr><td></td>{''.join(heads)}</tr>"
+    table = f"<table class=compare><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    content = (
+        _scroll("Comparison of layouts", table)
+        + "<p>* best of those that fit. Ranked by predicted time. Choose a name to see that layout below.</p>"
+        + f"<h3>Memory {_known('compiled')} above step time {_known('predicted')}, on one scale each</h3>"
+        + "<p>Lines mark the peak and the limit of memory, and the floor of compute.</p>"
+        + f'<dl class="bars">{bars}</dl>'
+    )
+    return _section("h2", "Side by side", "", content, "comparison")
+
+
+def _layout(report: Report, number: int, heading: str) -> str:
+    sections = [
+        _facts(report),
+        _warnings(report, heading),
+        _memory(report, heading),
+        _time(report, heading),
+        _layer(report, heading),
+        _mesh(report, number, heading),
+        _collectives(report, heading),
+        _made_with(report, heading),
+    ]
+    name = f"<h2>{text(_name(report))}</h2>" if heading == "h3" else ""
+    about = (
+        f"{text(report.rules)} on {text(hardware(report))}, mesh {text(mesh(report.mesh))}. "
+        f"{human_count(report.parameters)} parameters and {human_count(report.tokens)} tokens per step "
+        f"{_known('counted')}; phase {text(report.phase)}."
+    )
+    return (
+        f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>{"".join(sections)}</article>'
+    )
+
+
+def _facts(report: Report) -> str:
+    memory, found, ratio = report.memory, report.prediction, above_floor(report)
+    of_limit = f"of {human_bytes(memory.limit_bytes)}: " if memory.limit_bytes is not None else ""
+    facts = [("peak memory", "compiled", human_bytes(memory.peak_bytes), of_limit + fit(memory))]
+    if found:
+        facts += [
+            ("step time", "predicted", human_seconds(found.step_time_s), f"error: {found.error}"),
+            ("tokens/s per device", "predicted", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {percent(found.mfu)}"),
+            ("exposed communication", "predicted", human_seconds(found.exposed_communication_s),
+             f"{percent(found.exposed_communication_s / found.step_time_s)} of the step"),
+        ]  # fmt: skip
+    else:
+        facts.append(("step time", "predicted", "none", report.no_prediction))
+    if not memory.refusal:
+        above = f"{ratio:.2f}x the least this split needs" if ratio is not None else ""
+        facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), above))
+    cells = [
+        f"<div><dt>{text(name)} {_known(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
+        for name, known, value, note in facts
+    ]
+    return f'<dl class="facts{"" if memory.fits else " over"}">{"".join(cells)}</dl>'
+
+
+def _warnings(report: Report, heading: str) -> str:
+    found = [
+        f"<li><b>{text(warning.code)}</b> {text(warning.message)}<br><span>Fix: {text(warning.fix)}</span></li>"
+        for warning in report.warnings
+    ]
+    content = f'<ul class="warnings">{"".join(found)}</ul>' if found else "<p>None.</p>"
+    return _section(heading, f"Warnings ({len(found)})", "", content)
+
+
+def _memory(report: Report, heading: str) -> str:
+    memory = report.memory
+    amounts = [(name, name, size) for name, size in parts(memory)]
+    extra = [("", "peak", memory.peak_bytes), ("", "limit", memory.limit_bytes), ("", "on the host", memory.host_bytes)]
+    rows = [
+        [_swatch(kind), text(name), human_bytes(size)] for kind, name, size in [*amounts, *extra] if size is not None
+    ]
+    largest = [
+        [human_bytes(found.bytes), f"<code>{text(found.shape)}</code>",
+         text(" ".join(axis or "?" for axis in found.axes)), f"<code>{text(found.source)}</code>", text(found.op)]
+        for found in memory.largest
+    ]  # fmt: skip
+    refusal = (
+        f'<p class="refusal">The compiler refused the program: {text(memory.refusal)}</p>' if memory.refusal else ""
+    )
+    content = (
+        _memory_bar(report, max(memory.peak_bytes, memory.limit_bytes or 0))
+        + f'<p class="{"good" if memory.fits else "bad"}">{text(fit(memory))}.</p>{refusal}'
+        + '<div class="pair">'
+        + _table(["", "part", "size"], rows, "Memory per device", numbers=(2,))
+        + _table(["size", "largest temporaries", "axes", "source", "op"], largest, "Largest temporaries", numbers=(0,))
+        + "</div>"
+    )
+    return _section(heading, "Memory per device", "compiled", content)
+
+
+def _memory_bar(report: Report, whole: float) -> str:
+    memory = report.memory
+    amounts = [(name, f"{name} {human_bytes(size)}", float(size)) for name, size in parts(memory)]
+    total = sum(size for _, _, size in amounts)
+    marks = [(f"peak {human_bytes(memory.peak_bytes)}", float(memory.peak_bytes))]
+    if memory.limit_bytes is not None:
+        marks.append((f"limit {human_bytes(memory.limit_bytes)}", float(memory.limit_bytes)))
+    label = f"Memory of {layout(report)}: " + ", ".join(about for _, about, _ in amounts) + f"; {fit(memory)}"
+    return bar(amounts, max(whole, total), label, marks)
+
+
+def _time(report: Report, heading: str) -> str:
+    found, floor = report.prediction, report.floor
+    if found is None:
+        return _section(heading, "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>")
+    rows = [
+        [_swatch(kind), text(label), human_seconds(seconds), percent(seconds / found.step_time_s)]
+        for kind, label, seconds in breakdown(found)
+        if seconds
+    ]
+    rows.append(["", "step", human_seconds(found.step_time_s), ""])
+    notes = [("Basis", found.basis), ("Error", found.error)]
+    if floor.compute_s is not None and floor.memory_s is not None:
+        times = found.step_time_s / max(floor.compute_s, floor.memory_s)
+        compute, memory = human_seconds(floor.compute_s), human_seconds(floor.memory_s)
+        notes.append(
+            ("Floor (counted)", f"compute {compute}, memory {memory}; the step takes {times:.2f} times the larger")
+        )
+    by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
+    least = human_bytes(floor.communication_bytes)
+    notes.append(
+        ("Floor of communication (counted)", f"{least} per device and step" + (f": {by_axis}" if by_axis else ""))
+    )
+    notes.append(("Communication, exposed or not", human_seconds(found.communication_s)))
+    if found.unpriced_share:
+        shares = ", ".join(f"{name} {percent(share)}" for name, share in found.unpriced.items())
+        notes.append(("Not priced", f"{percent(found.unpriced_share)} of the program's bytes: {shares}"))
+    costly = [[text(name), human_seconds(seconds)] for name, seconds in found.fusions]
+    content = (
+        _time_bar(report, found.step_time_s)
+        + '<div class="pair">'
+        + _table(["", "where it goes", "time", "share"], rows, "Where the step's time goes", numbers=(2, 3))
+        + '<dl class="notes">'
+        + "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in notes)
+        + "</dl></div>"
+        + (f"<details><summary>Costliest operations</summary>"
+           f"{_table(['operation', 'time per step'], costly, 'Costliest operations', numbers=(1,))}</details>"
+           if costly else "")
+    )  # fmt: skip
+    return _section(heading, "Step time", "predicted", content)
+
+
+def _time_bar(report: Report, whole: float) -> str:
+    assert report.prediction is not None
+    pieces = [
+        (kind, f"{label} {human_seconds(seconds)}", seconds) for kind, label, seconds in breakdown(report.prediction)
+    ]
+    label = f"Step time of {layout(report)}: " + ", ".join(about for _, about, seconds in pieces if seconds)
+    floor = report.floor.compute_s
+    marks = [] if floor is None else [(f"floor of compute {human_seconds(floor)}", floor)]
+    return bar(pieces, whole, label, marks)
+
+
+def _layer(report: Report, heading: str) -> str:
+    spans = report.prediction.timeline if report.prediction else ()
+    if not spans:
+        return ""
+    kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
+             ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
+    rows = [
+        [text(span.part), text(span.lane), text(span.kind), text(span.name), human_seconds(span.start_s),
+         human_seconds(span.end_s - span.start_s)]
+        for span in spans
+    ]  # fmt: skip
+    table = _table(["part", "lane", "kind", "name", "start", "duration"], rows, "Spans of one layer", numbers=(4, 5))
+    content = (
+        f'<p class="legend">{"".join(f"<span>{_swatch(kind)}{name}</span>" for kind, name in kinds)}'
+        '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label></p>'
+        f'<div class="timeline">{timeline(spans)}</div>'
+        '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
+        f"<details><summary>The same as a table</summary>{table}</details>"
+    )
+    return _section(heading, "One layer, in time", "predicted", content)
+
+
+def _mesh(report: Report, number: int, heading: str) -> str:
+    rows = [
+        [
+            text(array.path),
+            text(_shape(array)),
+            "-" if array.at_rest is None else text(split(array.axes, array.at_rest)),
+            text(split(array.axes, array.in_use)),
+            human_bytes(array.bytes_per_device),
+        ]
+        for array in report.arrays
+    ]
+    columns = ["array", "whole", "split at rest", "split in use", "per device"]
+    content = (
+        f'<div class="mesh" data-layout="{number}"><div class="choice"></div><div class="drawing"></div>'
+        '<p class="status" aria-live="polite"></p></div>'
+        '<p class="legend">In each device its number, and below it which piece of the array it holds. Point at a '
+        "device, or go from one to the next with the arrow keys.</p>"
+        f'<div class="tall">{_table(columns, rows, "Arrays and how they are split", numbers=(4,))}</div>'
+    )
+    return _section(heading, "Mesh and arrays", "counted", content)
+
+
+def _shape(array: Array) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))
+
+
+def _collectives(report: Report, heading: str) -> str:
+    if report.memory.refusal:
+        return _section(heading, "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>")
+    if not report.collectives:
+        return _section(heading, "Collectives", "compiled", "<p>None.</p>")
+    columns = ["kind", "axes", "dtype", "times", "sent", "overlaps", "phase", "op", "because of", "source"]
+    found = sorted(report.collectives, key=lambda one: -one.bytes_per_device_per_step)
+    most = found[0].bytes_per_device_per_step or 1
+    heads = [
+        f'<th scope="col"{" aria-sort=descending" if i == 4 else ""}><button type="button" data-column="{i}">{name}'
+        "</button></th>"
+        for i, name in enumerate(columns)
+    ]
+    rows = []
+    for one in found:
+        size = one.bytes_per_device_per_step
+        slow = "<br><small>between slices or hosts</small>" if one.slow else ""
+        product = f"<br><small>{text(one.einsum)}</small>" if one.einsum else ""
+        cells = [
+            f"<td>{text(one.kind)}</td><td>{text('+'.join(one.mesh_axes))}{slow}</td><td>{text(one.dtype)}</td>",
+            f'<td class="num" data-value="{one.times_per_step}">{one.times_per_step:,}</td>',
+            f'<td class="num size" data-value="{size}" style="--share:{size / most:.4f}">{human_bytes(size)}</td>',
+            f'<td class="{"good" if one.overlapped else "bad"}">{"yes" if one.overlapped else "no"}</td>',
+            f"<td>{text(one.phase)}</td><td>{text(one.op)}{product}</td>",
+            f"<td class=rows>{text(', '.join(one.rules)) or 'no row'}</td><td><code>{text(one.source)}</code></td>",
+        ]
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    table = f"<table class=sortable><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    ratio = above_floor(report)
+    above = f", {ratio:.2f} times the least that this way of splitting needs {_known('counted')}" if ratio else ""
+    total = f"<p>{human_bytes(sent_bytes(report))} sent per device and step{above}. Choose a heading to sort by it.</p>"
+    return _section(heading, f"Collectives ({len(found)})", "compiled", total + _scroll("Collectives", table))
+
+
+def _made_with(report: Report, heading: str) -> str:
+    rows = [[text(name), text(value)] for name, value in report.versions.items()]
+    content = f"<p>Compiled in {human_seconds(report.compile_s)}.</p>" + _table(["what", "which"], rows, "Versions")
+    return _section(heading, "Made with", "", content)
+
+
+# ---- pieces of HTML; their arguments are escaped already, headings and labels aside
+
+
+def _section(heading: str, title: str, known: str, content: str, name: str = "") -> str:
+    identity = f' id="{name}"' if name else ""
+    return f"<section{identity}><{heading}>{text(title)} {_known(known)}</{heading}>{content}</section>"
+
+
+def _known(how: str) -> str:
+    """The label that says how a figure is known."""
+    return f'<span class="known">{how}</span>' if how else ""
+
+
+def _swatch(kind: str) -> str:
+    return f'<i class="swatch k-{kind}"></i>' if kind else ""
+
+
+def _scroll(label: str, content: str) -> str:
+    """What is wider than a phone scrolls by itself, with the keyboard too."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(label)}">{content}</div>'
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], label: str, numbers: Sequence[int] = ()) -> str:
+    kinds = ['class="num"' if i in numbers else "" for i in range(len(columns))]
+    head = "".join(
+        f'<th scope="col" {kind}>{name}</th>' if name else "<td></td>"
+        for name, kind in zip(columns, kinds, strict=True)
+    )
+    body = "".join(
+        f"<tr>{''.join(f'<td {kind}>{cell}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>" for row in rows
+    )
+    return _scroll(label, f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>") if body else ""

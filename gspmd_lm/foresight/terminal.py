@@ -1,0 +1,287 @@
+"""Prints reports: one layout on a terminal page, several side by side, and the one paragraph before a run."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.figures import (
+    above_floor,
+    breakdown,
+    communication,
+    compared,
+    fit,
+    hardware,
+    human_count,
+    human_seconds,
+    layout,
+    mesh,
+    parts,
+    percent,
+    ranked,
+    sent_bytes,
+)
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.rules import human_bytes
+
+LINES = 49  # of a screen, the prompt aside
+WIDE = 110  # columns from which nothing needs to be shortened
+PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}  # where room is short
+MORE = "see --json or --html"
+
+
+def show(reports: Sequence[Report], console: Console) -> None:
+    """Prints the page of one report, or several side by side, the best first."""
+    if len(reports) > 1:
+        _side_by_side(ranked(reports), console)
+        return
+    (report,) = reports
+    found = len(report.warnings)
+    amounts = [(10, found), (8, found), (6, found), *((6, n) for n in range(found - 1, 2, -1)), (5, 3), (4, 3), (4, 1)]
+    page = Group()
+    for collectives, warnings in amounts:
+        page = _page(report, console.width >= WIDE, collectives, warnings)
+        if len(console.render_lines(page)) <= LINES:
+            break
+    console.print(page)
+
+
+def paragraph(report: Report) -> str:
+    """What training prints before it starts: fit, communication, predicted time and warnings, without line breaks."""
+    memory, found = report.memory, report.prediction
+    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts(memory))
+    said = [
+        f"{report.config} under {report.rules} on {hardware(report)}, mesh {mesh(report.mesh)}.",
+        f"Compiled: {human_bytes(memory.peak_bytes)} per device at the peak ({held}); {fit(memory)}.",
+    ]
+    if not memory.refusal:
+        said.append(f"Compiled: each device sends per step {communication(report)}.")
+    if found is None:
+        said.append(f"No prediction: {report.no_prediction}.")
+    else:
+        waits = found.exposed_communication_s + found.exposed_host_copy_s
+        said.append(
+            f"Predicted: {human_seconds(found.step_time_s)} per step, {found.tokens_per_s_per_device:,.0f} tokens/s "
+            f"per device, MFU {percent(found.mfu)}, {percent(waits / found.step_time_s)} of the time waiting "
+            f"(error {found.error})."
+        )
+    if report.warnings:
+        said.append(f"Warnings: {', '.join(dict.fromkeys(warning.code for warning in report.warnings))}.")
+    return " ".join(said)
+
+
+def _page(report: Report, wide: bool, collectives: int, warnings: int) -> Group:
+    blocks = [_header(report), _memory(report, wide), _collectives(report, wide, collectives), _time(report, wide)]
+    if report.warnings:
+        blocks.append(_warnings(report, warnings))
+    return Group(*[part for block in blocks for part in (block, Text())][:-1])
+
+
+def _header(report: Report) -> Text:
+    target = f"{hardware(report)} ({report.target})" if report.chip else f"{report.target}, {hardware(report)}"
+    return Text.assemble(
+        (f"{report.config} under {report.rules}", "bold"),
+        f" on {target}\n",
+        f"mesh {mesh(report.mesh)}; counted {human_count(report.parameters)} parameters, "
+        f"{human_count(report.tokens)} tokens per step",
+    )
+
+
+def _memory(report: Report, wide: bool) -> RenderableType:
+    memory = report.memory
+    amounts = [*parts(memory), ("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("host", memory.host_bytes)]
+    table = _table([(name, "right") for name, size in amounts if size is not None])
+    table.add_row(*(human_bytes(size) for _, size in amounts if size is not None))
+    blocks: list[RenderableType] = [
+        _title("Memory per device", f"compiled in {human_seconds(report.compile_s)}"),
+        _indented(table),
+    ]
+    style = "green" if memory.fits else "red"
+    line = Table.grid(padding=(0, 1))
+    if memory.limit_bytes is not None:
+        filled, width = min(memory.limit_bytes, memory.peak_bytes), 60 if wide else 28
+        bar = ProgressBar(memory.limit_bytes, filled, width, complete_style=style, finished_style=style)
+        line.add_row(bar, Text("|"), Text(fit(memory), style=style))
+    else:
+        line.add_row(Text(fit(memory)))
+    blocks.append(_indented(line))
+    if memory.refusal:
+        blocks.append(_indented(Text(memory.refusal, style="dim")))
+    largest = _table([("", "right"), ("", "left"), ("", "left"), ("", "left")], head=False)
+    for found in memory.largest[:3]:
+        axes = " ".join(axis or "?" for axis in found.axes)
+        largest.add_row(*_cells(human_bytes(found.bytes), found.shape, axes, _place(found.source, wide)))
+    if memory.largest:
+        blocks += [Text("  largest temporaries", style="dim"), _indented(largest)]
+    return Group(*blocks)
+
+
+def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
+    if report.memory.refusal:
+        return Group(_title("Collectives", "compiled"), Text("  none to show: there is no program"))
+    groups = _grouped(report.collectives)
+    sent = f"{human_bytes(sent_bytes(report))} per device and step"
+    ratio = above_floor(report)
+    counted = f", {ratio:.2f}x the floor (counted)" if ratio is not None else ""
+    title = _title("Collectives", "compiled", sent + counted)
+    if not groups:
+        return Group(title, Text("  no collectives"))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2 if wide else 1, 0, 0))
+    table.add_column("kind", min_width=14, max_width=None if wide else 14)
+    table.add_column("axes", overflow="fold")
+    table.add_column("times", justify="right", no_wrap=True)
+    table.add_column("sent", justify="right", no_wrap=True)
+    table.add_column("phase", no_wrap=True)
+    table.add_column("op", no_wrap=True)
+    table.add_column("because of", overflow="fold", min_width=13)
+    table.add_column("overlaps" if wide else "over-\nlaps", no_wrap=True)
+    for found, more in groups[:most]:
+        others, op = f" +{more}" if more else "", found.op if wide else found.op.removeprefix("layers.")
+        room = (40 if wide else 15) - len(others)
+        rows = " ".join(key.removeprefix("rules.") for key in found.rules)  # as they stand in the file
+        table.add_row(
+            *_cells(
+                found.kind,
+                "+".join(found.mesh_axes),
+                f"{found.times_per_step:,}",
+                human_bytes(found.bytes_per_device_per_step),
+                found.phase if wide else PHASES.get(found.phase, found.phase),
+                (op if len(op) <= room else f"{op[: room - 1]}…") + others,
+                rows or "no row",
+                "yes" if found.overlapped else "no",
+            )
+        )
+    rest = groups[most:]
+    left = sum(found.bytes_per_device_per_step for found, _ in rest)
+    tail = [Text(f"  and {len(rest)} more, {human_bytes(left)}", style="dim")] if rest else []
+    return Group(title, _indented(table), *tail)
+
+
+def _grouped(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
+    """The collectives that differ only in the array they move, added up under the largest: it, and how many more.
+    The largest sum first."""
+    groups: dict[tuple, list[Collective]] = {}
+    for found in sorted(collectives, key=lambda found: -found.bytes_per_device_per_step):
+        key = (found.kind, found.mesh_axes, found.dtype, found.phase, found.rules, found.overlapped)
+        groups.setdefault(key, []).append(found)
+    sums = [
+        dataclasses.replace(
+            group[0],
+            times_per_step=sum(found.times_per_step for found in group),
+            bytes_per_device_per_step=sum(found.bytes_per_device_per_step for found in group),
+        )
+        for group in groups.values()
+    ]
+    pairs = zip(sums, (len({found.op for found in group}) - 1 for group in groups.values()), strict=True)
+    return sorted(pairs, key=lambda pair: -pair[0].bytes_per_device_per_step)
+
+
+def _time(report: Report, wide: bool) -> RenderableType:
+    found, floor = report.prediction, report.floor
+    if found is None:
+        return Group(_title("Step time", "predicted"), _indented(Text(f"none: {report.no_prediction}")))
+    title = _title(
+        "Step time",
+        "predicted",
+        f"{human_seconds(found.step_time_s)}, {found.tokens_per_s_per_device:,.0f} tokens/s/device, "
+        f"MFU {percent(found.mfu)}",
+    )
+    table = Table.grid(padding=(0, 1))
+    for column in ("left", "right", "right"):
+        table.add_column(justify=column, no_wrap=True)
+    for kind, label, seconds in breakdown(found):
+        if seconds:
+            style = "yellow" if kind in ("wait", "host") else "blue"
+            bar = ProgressBar(
+                total=found.step_time_s, completed=seconds, width=60 if wide else 40, complete_style=style
+            )
+            table.add_row(Text(label), human_seconds(seconds), percent(seconds / found.step_time_s), bar)
+    notes = _table([("", "left"), ("", "left")], head=False)
+    if floor.compute_s is not None and floor.memory_s is not None:
+        least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
+        times = found.step_time_s / max(floor.compute_s, floor.memory_s)
+        notes.add_row(Text("floor, counted"), Text(f"{least}: the step takes {times:.2f}x"))
+    notes.add_row(Text("basis"), Text(found.basis))
+    notes.add_row(Text("error"), Text(found.error))
+    if found.unpriced_share:
+        most = sorted(found.unpriced, key=found.unpriced.__getitem__, reverse=True)
+        names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
+        notes.add_row(Text("not priced"), Text(f"{percent(found.unpriced_share)} of the program's bytes: {names}"))
+    return Group(title, _indented(table), _indented(notes))
+
+
+def _warnings(report: Report, most: int) -> RenderableType:
+    lines: list[RenderableType] = [Text("Warnings", style="bold")]
+    for warning in report.warnings[:most]:
+        table = Table.grid(padding=(0, 1))
+        table.add_row(Text(" !", style="yellow"), Text(f"{warning.code}: {warning.message}"))
+        table.add_row(Text(), Text(f"fix  {warning.fix}", style="dim"))
+        lines.append(table)
+    if report.warnings[most:]:
+        codes = ", ".join(dict.fromkeys(warning.code for warning in report.warnings[most:]))
+        lines.append(Text(f" ! and {len(report.warnings) - most} more: {codes}; {MORE}", style="yellow"))
+    return Group(*lines)
+
+
+def _side_by_side(reports: Sequence[Report], console: Console) -> None:
+    """As many columns at a time as the console has room for."""
+    rows = compared(reports)
+    names = [layout(report) for report in reports]
+    cells = [[name, *(row.cells[i] + "*" * (i in row.best) for row in rows)] for i, name in enumerate(names)]
+    room = console.width - max(len(f"{row.label} {row.known}") for row in rows) - 3
+    first = 0
+    while first < len(reports):
+        last, used = first, 0
+        while last < len(reports) and (last == first or used + _width(cells[last]) <= room):
+            used += _width(cells[last])
+            last += 1
+        table = _table([("", "left"), ("", "left"), *((name, "right") for name in names[first:last])])
+        for row in rows:
+            marked = [Text(cell, overflow="fold") for cell in row.cells[first:last]]
+            for i, cell in enumerate(marked, first):
+                if i in row.best:
+                    cell.append("*").stylize("bold green")
+                if not reports[i].memory.fits:
+                    cell.stylize("red" if row.label == "fits" else "dim")
+            table.add_row(Text(row.label), Text(row.known, style="dim"), *marked)
+        console.print(table)
+        console.print()
+        first = last
+    console.print(Text("* best of those that fit; ranked by predicted time", style="dim"))
+    for report, name in zip(reports, names, strict=True):
+        if report.prediction is None:
+            console.print(Text(f"{name}: no prediction, {report.no_prediction}", style="dim"))
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(map(len, column)) + 2
+
+
+def _title(name: str, known: str, figures: str = "") -> Text:
+    return Text.assemble((name, "bold"), f", {known}", f": {figures}" if figures else "")
+
+
+def _table(columns: Sequence[tuple[str, str]], head: bool = True) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", show_header=head, padding=(0, 2, 0, 0))
+    for heading, justify in columns:
+        table.add_column(Text(heading), justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def _cells(*values: str) -> list[Text]:
+    """Plain text: what comes from files is no markup."""
+    return [Text(value) for value in values]
+
+
+def _indented(block: RenderableType) -> Table:
+    grid = Table.grid()
+    grid.add_row(Text("  "), block)
+    return grid
+
+
+def _place(source: str, wide: bool) -> str:
+    return source if wide else source.removeprefix("gspmd_lm/")

@@ -1,0 +1,82 @@
+"""The words and numbers that the terminal and the page share."""
+
+import dataclasses
+
+import pytest
+import sample
+
+from gspmd_lm.foresight import figures
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0, "0 s"), (14.92, "14.9 s"), (123.4, "123 s"), (0.2104, "210 ms"), (0.00142, "1.42 ms"), (3.1e-4, "310 us")],
+)
+def test_seconds(value, said):
+    assert figures.human_seconds(value) == said
+
+
+def test_counts():
+    assert [figures.human_count(x) for x in (2048, 4_194_304, 8_030_261_248)] == ["2,048", "4.19 M", "8.03 B"]
+
+
+def test_fit():
+    assert figures.fit(sample.LLAMA.memory) == "fits, 58.9 GB (57.7%) free"
+    assert figures.fit(sample.REFUSED.memory) == "does not fit, 213.5 GB over (13.63x the limit)"
+    assert figures.fit(sample.CPU.memory) == "no limit on this target"
+    below = dataclasses.replace(sample.LLAMA.memory, fits=False)
+    assert figures.fit(below) == "does not fit: the compiler refused it"
+
+
+def test_where_the_time_goes_adds_up():
+    found = figures.breakdown(sample.PREDICTION)
+    assert sum(seconds for _, _, seconds in found) == pytest.approx(sample.PREDICTION.step_time_s)
+    assert [label for kind, label, _ in found if kind == "wait"] == ["exposed, tensor", "exposed, fsdp"]
+
+
+def test_communication_above_the_floor():
+    assert figures.above_floor(sample.LLAMA) == pytest.approx(figures.sent_bytes(sample.LLAMA) / 420e9)
+    assert figures.above_floor(sample.REFUSED) is None
+    alone = dataclasses.replace(sample.LLAMA.floor, communication_bytes=0)
+    assert figures.above_floor(dataclasses.replace(sample.LLAMA, floor=alone)) is None
+
+
+def test_split():
+    spec = (), ("data", "fsdp"), ("tensor",)
+    assert figures.split(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
+    assert figures.split(("embed",), ((),)) == "replicated"
+
+
+def test_ranked():
+    given = [sample.REFUSED, sample.CPU, sample.LLAMA, sample.FSDP]
+    assert figures.ranked(given) == [sample.FSDP, sample.LLAMA, sample.CPU, sample.REFUSED]
+    quick = dataclasses.replace(sample.LLAMA, memory=dataclasses.replace(sample.LLAMA.memory, fits=False))
+    assert figures.ranked([quick, sample.CPU]) == [sample.CPU, quick]  # what does not fit takes no time at all
+
+
+def rows(*reports):
+    return {row.label: row for row in figures.compared(reports)}
+
+
+def test_best_of_the_comparison():
+    found = rows(sample.FSDP, sample.LLAMA)
+    best = {label: sorted(row.best) for label, row in found.items()}
+    assert best["step time"] == best["tokens/s/device"] == best["MFU"] == best["sent"] == best["warnings"] == [0]
+    assert best["peak memory"] == best["sent / floor"] == [1]
+    assert not best["mesh"] and not best["fits"]
+    assert "target" not in found and "config" not in found  # the same for both
+
+
+def test_what_does_not_fit_is_never_best():
+    over = dataclasses.replace(sample.FSDP, memory=dataclasses.replace(sample.FSDP.memory, fits=False))
+    slower = dataclasses.replace(sample.PREDICTION, step_time_s=20.0)
+    found = rows(over, sample.LLAMA, dataclasses.replace(sample.LLAMA, prediction=slower))
+    assert found["step time"].best == {1} and found["fits"].cells == ("NO", "yes", "yes")
+    assert not found["MFU"].best  # equal
+
+
+def test_the_comparison_says_how_it_knows():
+    known = {label: row.known for label, row in rows(sample.FSDP, sample.REFUSED).items()}
+    assert known["peak memory"] == known["sent"] == "compiled" and known["sent / floor"] == "counted"
+    assert known["step time"] == known["tokens/s/device"] == known["MFU"] == known["exposed comm."] == "predicted"
+    assert known["target"] == ""
