@@ -1,0 +1,151 @@
+"""The bytes that a split must move: counts from the literature, and what compiled programs move."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.collectives import count, ring_bytes
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm.foresight.floor import floor, memory_bytes
+from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.rules import Remat, Row
+from gspmd_lm.train import state
+
+B, T, D, L, V = 8, 8192, 4096, 32, 128256
+TOKENS = B * T
+ACTIVATION_BYTES = 2 * TOKENS * D  # [B, T, D] in bfloat16
+HEADS, KV, MLP = D * 32 * 128, D * 8 * 128, D * 14336
+LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """Llama 3 8B with 8 rows of 8192 tokens, and its arrays."""
+    config = configs.load("llama3_8b", [f"data.batch={B}"])
+    return config, state.arrays(config)
+
+
+@pytest.fixture(scope="module")
+def floor_of(llama):
+    """A function that gives the floor of Llama 3 8B under rules that may be changed."""
+    config, arrays = llama
+
+    def found(rules, chip=None, rows=(), **changes):
+        loaded = layouts.load(rules) if isinstance(rules, str) else rules
+        placed = [Row(key, key.split(".")[0], *("", *key.split(".")[1:])[-2:], names) for key, names in rows]
+        others = [row for row in loaded.rows if row.key not in dict(rows)]
+        filled = dataclasses.replace(loaded, rows=(*others, *placed), **changes).fill(8)
+        layouts.check(filled.problems)
+        return floor(config, filled, arrays, chip)
+
+    return found
+
+
+def test_tensor_parallelism_is_megatrons_count(floor_of):
+    all_reduce = 2 * 7 / 8
+    of_layers = 4 * L * all_reduce * ACTIVATION_BYTES
+    outside = 2 * all_reduce * ACTIVATION_BYTES + 3 * all_reduce * 4 * TOKENS  # embedding, loss; its [B, T] sums
+    assert floor_of("tp8").communication_by_axis == {"tensor": pytest.approx(of_layers + outside)}
+    recomputed = L * all_reduce * ACTIVATION_BYTES  # what attention adds to the residual stream
+    assert floor_of("tp8", remat=Remat("block")).communication_bytes == pytest.approx(of_layers + outside + recomputed)
+    assert floor_of("tp8", remat=Remat("dots")).communication_bytes == pytest.approx(of_layers + outside)
+
+
+def test_a_sequence_split_residual_has_gathers_and_scatters(floor_of):
+    rows = [("rules.residual.seq", ("tensor",))]
+    one = 7 / 8 * ACTIVATION_BYTES
+    outside = 4 * one + 3 * 2 * 7 / 8 * 4 * TOKENS
+    norms = 2 * 7 / 8 * 4 * (2 * L + 1) * D  # each device sees a part of the sequence
+    kept, again = floor_of("tp8", rows=rows), floor_of("tp8", rows=rows, remat=Remat("dots"))
+    assert kept.communication_bytes == pytest.approx(L * 8 * one + outside + norms)
+    assert again.communication_bytes == pytest.approx(L * 10 * one + outside + norms)
+
+
+def test_fully_sharded_weights_are_zeros_count(floor_of):
+    n = 7 / 8
+    layers = n * L * LAYER * 2 * 3  # bfloat16: gathered forward and backward, their gradients scattered
+    tables = n * V * D * (2 + 4)  # the output matrix: bfloat16, gradient in float32
+    lookups = n * (2 * ACTIVATION_BYTES / 8 + 4 * TOKENS)  # activations and ids are less than the table
+    norms = 2 * n * 4 * (2 * L + 1) * D
+    assert floor_of("fsdp8").communication_by_axis == {"fsdp": pytest.approx(layers + tables + lookups + norms)}
+    twice = 2 * (layers + norms) + n * V * D * (2 + 2 * 4) + lookups  # the microbatches share the tokens
+    final_norm = n * 4 * D  # gathered once, as the output matrix is
+    assert floor_of("fsdp8", microbatches=2).communication_bytes == pytest.approx(twice - final_norm)
+
+
+def test_data_parallelism_reduces_each_gradient(floor_of, llama):
+    tables, norms = 2 * V * D * 4, 4 * (2 * L + 1) * D
+    found = floor_of("dp8").communication_by_axis
+    assert found == {"data": pytest.approx(2 * 7 / 8 * (L * LAYER * 2 + tables + norms))}
+
+
+def test_zero_1_gathers_the_updated_weights_once(floor_of):
+    one, four = floor_of("zero1_8"), floor_of("zero1_8", microbatches=4)
+    updated = 7 / 8 * 4 * (L * LAYER + 2 * V * D + (2 * L + 1) * D)
+    scattered = one.communication_bytes - updated
+    assert scattered > 7 / 8 * L * LAYER * 2
+    lookups = 7 / 8 * (ACTIVATION_BYTES / 8 + 4 * TOKENS)  # of all microbatches together
+    assert four.communication_bytes - updated == pytest.approx(4 * scattered - 3 * lookups)
+
+
+def test_a_split_that_moves_nothing(floor_of):
+    assert floor_of("none", mesh={"data": 8}).communication_bytes == 0
+
+
+def test_a_split_sequence_gathers_keys_and_values(floor_of):
+    """Forward once; their gradients come from all queries."""
+    context = dataclasses.replace(layouts.load("dp2_tp4"), mesh={"data": 2, "context": 4}, rows=())
+    rows = [("rules.batch", ("data",)), ("rules.seq", ("context",))]
+    keys_bytes = 2 * TOKENS / 2 * 8 * 128
+    assert floor_of(context, rows=rows).communication_by_axis["context"] == L * 2 * 2 * 3 / 4 * keys_bytes
+
+
+def test_keys_that_split_heads_share_are_summed_in_their_matrix(floor_of):
+    more = floor_of("tp8", rows=[("rules.kv_heads", ())]).communication_bytes - floor_of("tp8").communication_bytes
+    assert more == L * 2 * 7 / 8 * 2 * KV  # less than in the keys, which are 8 x 8192 tokens
+
+
+def test_a_weight_split_over_what_its_input_is_not_is_gathered(floor_of):
+    plain, split = floor_of("dp8"), floor_of("dp8", rows=[("rules.w_up.embed", ("data",))])
+    matrix = L * 7 / 8 * 2 * MLP  # gathered twice; its gradient is scattered instead of reduced to all
+    assert split.communication_bytes - plain.communication_bytes == pytest.approx((2 - 1) * matrix)
+    # A mesh axis that splits nothing else could also reduce what the matrix gives, which is more.
+    mesh = dataclasses.replace(layouts.load("dp2_tp4"), rows=())
+    rows = [("rules.batch", ("data",)), ("rules.w_up.embed", ("tensor",))]
+    assert floor_of(mesh, rows=rows).communication_by_axis["tensor"] == pytest.approx(L * 2 * 3 / 4 * 2 * MLP)
+
+
+def test_compute_and_memory_on_a_chip(floor_of, llama):
+    config, arrays = llama
+    chip = CHIPS["h100"]
+    found = floor_of("fsdp8", chip)
+    looked_up = V * D
+    flops = (6 * (arrays.parameter_count - looked_up) + 12 * L * 32 * 128 * T) * TOKENS / 8
+    assert found.flops == pytest.approx(flops)
+    assert found.compute_s == pytest.approx(flops / 989e12)
+    # Per parameter: weight, gradient, two moments, float32, an eighth of each; and twice the layers in bfloat16.
+    state_bytes = 2 * 4 * 4 * arrays.parameter_count / 8
+    in_use = 2 * 2 * (arrays.parameter_count - looked_up)
+    kept = 2 * L * ACTIVATION_BYTES / 8
+    assert found.memory_s == pytest.approx((state_bytes + in_use + kept) / 3352.32e9, rel=1e-6)
+    rules = dataclasses.replace(layouts.load("fsdp8"), remat=Remat("none"))
+    assert memory_bytes(config, rules, arrays) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
+    assert floor_of("fsdp8").compute_s is None and floor_of("fsdp8").memory_s is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "changes", "model"),
+    [
+        ("fsdp8", {"microbatches": 2}, {}),
+        ("zero1_8", {}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
+        ("dp2_tp4", {}, {"block": "parallel"}),
+        ("fsdp2_tp4", {}, {"tied_embeddings": True, "qk_norm": True}),
+    ],
+)
+def test_compiled_programs_move_no_less_and_little_more(small, built, rules, changes, model):
+    """On CPU in float32: XLA widens bfloat16 there. What they move more are scalars and the gradients of norms."""
+    step = built(small(embed=64, mlp=256, **model), rules, **changes)
+    needed = floor(step.config, step.rules, step.arrays, None).communication_bytes
+    moved = ring_bytes(count(step.lower_train().compile().as_text()))
+    assert needed <= moved <= 1.05 * needed

@@ -1,0 +1,85 @@
+"""The table of chips: look-ups, published totals that its figures must add up to, and what XLA is told of a GPU."""
+
+import re
+
+import pytest
+
+from gspmd_lm.foresight.hardware import CHIPS, chip_of, gpu_target_config, peak_flops_per_s
+
+GPUS = [chip for chip in CHIPS.values() if chip.platform == "gpu"]
+TPUS = [chip for chip in CHIPS.values() if chip.platform == "tpu"]
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name", "peak_flops_per_s_of_device"),
+    [
+        ("TPU v4", "v4", 275e12),  # one device per chip where it runs
+        ("TPU v5 lite", "v5e", 197e12),
+        ("TPU v5", "v5p", 459e12),
+        ("TPU v5p", "v5p", 459e12),
+        ("TPU v6 lite", "v6e", 918e12),
+        ("TPU7x", "tpu7x", 1153.5e12),  # two devices per chip
+        ("NVIDIA A100-SXM4-80GB", "a100", 312e12),
+        ("NVIDIA H100 80GB HBM3", "h100", 989e12),
+        ("NVIDIA H200", "h200", 989e12),
+        ("NVIDIA B200", "b200", 2250e12),
+    ],
+)
+def test_a_chip_is_found_by_the_kind_of_its_devices(device_kind, name, peak_flops_per_s_of_device):
+    assert chip_of(device_kind) is CHIPS[name]
+    assert peak_flops_per_s(device_kind) == peak_flops_per_s_of_device
+
+
+def test_an_unknown_device_has_no_chip():
+    assert chip_of("cpu") is None and peak_flops_per_s("cpu") is None
+
+
+@pytest.mark.parametrize(("name", "total_gb_per_s"), [("v5e", 400), ("v5p", 1200), ("v6e", 800), ("tpu7x", 1200)])
+def test_links_add_up_to_the_published_bandwidth_of_a_chip(name, total_gb_per_s):
+    chip = CHIPS[name]
+    ports = 2 * chip.torus_dimensions
+    assert ports * 2 * chip.ici_link_bytes_per_s == total_gb_per_s * 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "rings"),
+    [
+        ("v5e", (4, 4), (False, False)),
+        ("v6e", (8, 16), (False, True)),
+        ("v6e", (16, 16), (True, True)),
+        ("v5p", (2, 2, 4), (False,) * 3),  # not made of whole cubes
+        ("v4", (4, 4, 8), (True,) * 3),
+        ("tpu7x", (4, 8, 12), (True,) * 3),
+    ],
+)
+def test_what_wraps_around(name, topology, rings):
+    assert CHIPS[name].wraps(topology) == rings
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_figures_are_in_the_units_of_their_names(chip):
+    assert 1e14 < chip.peak_bf16_flops_per_s < 1e16 and 1e9 < chip.clock_hz < 3e9
+    assert 10e9 < 0.7 * chip.hbm_bytes < chip.usable_hbm_bytes < chip.hbm_bytes < 256e9
+    assert 100 < chip.peak_bf16_flops_per_s / chip.hbm_bytes_per_s < 600  # FLOPs per byte
+    # Every link is slower than the one inside it.
+    inner = chip.ici_link_bytes_per_s or chip.nvlink_bytes_per_s
+    assert 1e9 < chip.network_bytes_per_s < inner < chip.hbm_bytes_per_s
+    assert (chip.devices_per_chip > 1) == (chip.die_link_bytes_per_s > 0)
+
+
+def test_the_two_platforms_have_their_own_links():
+    assert all(chip.torus_dimensions and not chip.nvlink_bytes_per_s and not chip.gpu for chip in TPUS)
+    assert all(chip.nvlink_bytes_per_s and not chip.torus_dimensions and chip.gpu for chip in GPUS)
+
+
+@pytest.mark.parametrize("chip", GPUS, ids=[chip.name for chip in GPUS])
+def test_what_xla_is_told_of_a_gpu(chip):
+    text = gpu_target_config(chip)
+    assert text.count("{") == text.count("}")
+    said = dict(re.findall(r"(\w+): (\S+)", text))
+    assert int(said["device_memory_size"]) == chip.hbm_bytes
+    assert float(said["memory_bandwidth"]) == chip.hbm_bytes_per_s
+    assert float(said["clock_rate_ghz"]) * 1e9 == pytest.approx(chip.clock_hz)
+    assert int(said["core_count"]) == chip.gpu.core_count
+    assert f"{{ major: {chip.gpu.compute_capability[0]} minor: " in text
+    assert chip_of(chip.gpu.description) is chip
