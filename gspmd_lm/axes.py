@@ -89,10 +89,18 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Into how many pieces an axis is split, and over what. The model may only compare splits and count pieces."""
+    """Into how many pieces an axis is split, and over what. The model may only compare splits and count pieces.
+
+    `axes` names the axes that are split so, "q.heads": only the compiled program's names are made of it.
+    """
 
     over: tuple[str, ...] = ()
     pieces: int = 1
+    axes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __or__(self, other: "Split") -> "Split":
+        """An equal split of other axes, for what is summed together."""
+        return dataclasses.replace(self, axes=tuple(dict.fromkeys(self.axes + other.axes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +141,15 @@ class Placement(Protocol):
         ...
 
 
+def scope(role: str, *names: str) -> Any:
+    """A context in which the compiled program's operations carry `names` in theirs; `foresight` reads them there.
+
+    The role is a table, for an array where that table puts it; `sum`, for the axes that a reduction adds over; or
+    `of`, for the weights that the operations belong to.
+    """
+    return jax.named_scope(f"{role}.{'+'.join(names)}")
+
+
 _placement: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
@@ -162,6 +179,13 @@ def shard(x: jax.Array, spec: str) -> jax.Array:
     array, axes = parse(spec, x.ndim)
     placement = _placement.get()
     return checkpoint_name(placement.constrain(x, array, axes) if placement else x, array)
+
+
+def like(x: jax.Array, spec: str) -> jax.Array:
+    """`x` placed like the activation that `spec` names: says in which dtype it is gathered from there."""
+    array, axes = parse(spec, x.ndim)
+    placement = _placement.get()
+    return placement.constrain(x, array, axes) if placement else x
 
 
 def split(array: str, axis: str) -> Split:
@@ -199,8 +223,13 @@ def use(weight: Weight) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _use(path: str, axes: tuple[str, ...], dtype: jnp.dtype, w: jax.Array) -> jax.Array:
     placement = _placement.get()
-    w = w.astype(dtype)
-    return placement.constrain(w, path, axes) if placement else w
+    with scope("rules", path):
+        w = w.astype(dtype)
+    if placement is None:
+        return w
+    # Said of the cast weight too, or some compilers gather first and cast then: twice the bytes.
+    w = placement.constrain(w, path, axes, "weights")
+    return placement.constrain(w, path, axes)
 
 
 def _use_fwd(path, axes, dtype, w):
@@ -230,12 +259,14 @@ def partial_einsum(equation: str, a: jax.Array, b: jax.Array, letter: str, split
         return x.reshape(shape), letters.replace(letter, f"z{letter}")
 
     a_letters, b_letters = left.split(",")
-    (a, a_letters), (b, b_letters) = pieces(a, a_letters), pieces(b, b_letters)
-    return jnp.einsum(f"{a_letters},{b_letters}->z{out}", a, b)
+    with scope("sum", *split.axes):
+        (a, a_letters), (b, b_letters) = pieces(a, a_letters), pieces(b, b_letters)
+        return jnp.einsum(f"{a_letters},{b_letters}->z{out}", a, b)
 
 
 def reduce(partials: jax.Array, split: Split, spec: str, table: str = "rules") -> jax.Array:
     """The sum over the first dimension of `partials`, placed as `table` says for the array that `spec` names."""
     array, axes = parse(spec, partials.ndim - 1)
     placement = _placement.get()
-    return placement.reduce(partials, split, array, axes, table) if placement else partials.sum(0)
+    with scope("sum", *split.axes):
+        return placement.reduce(partials, split, array, axes, table) if placement else partials.sum(0)

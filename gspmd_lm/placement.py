@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspmd_lm.axes import Remat, Split, placed_by
+from gspmd_lm.axes import Remat, Split, placed_by, scope
 from gspmd_lm.rules import Problem, Rules, check
 
 
@@ -53,7 +53,8 @@ class MeshPlacement:
         )
 
     def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, self.sharding(table, array, axes, x.shape))
+        with scope(table, array):
+            return jax.lax.with_sharding_constraint(x, self.sharding(table, array, axes, x.shape))
 
     def split(self, array: str, axis: str) -> Split:
         return _split(self.rules, array, axis)
@@ -69,7 +70,8 @@ class MeshPlacement:
         over = split.over
         result = self.sharding(table, array, axes, partials.shape[1:])
         if not over:
-            return jax.lax.with_sharding_constraint(partials.sum(0), result)
+            with scope(table, array):
+                return jax.lax.with_sharding_constraint(partials.sum(0), result)
         spec = [tuple(names) for names in _dimensions(result.spec, partials.ndim - 1)]
         scatter: list[tuple[int, tuple[str, ...]]] = []
         for dimension, names in enumerate(spec):
@@ -93,14 +95,15 @@ class MeshPlacement:
             names + next((inner for at, inner in scatter if at == dimension), ())
             for dimension, names in enumerate(leftover)
         ]
-        reduced = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=_partition_spec([over, *leftover]),
-            out_specs=_partition_spec(out),
-            check_vma=False,
-        )(partials)
-        return jax.lax.with_sharding_constraint(reduced, result)
+        with scope(table, array):
+            reduced = jax.shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=_partition_spec([over, *leftover]),
+                out_specs=_partition_spec(out),
+                check_vma=False,
+            )(partials)
+            return jax.lax.with_sharding_constraint(reduced, result)
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         def spec(text: str) -> PartitionSpec:
@@ -191,7 +194,7 @@ def problems(
 
 def _split(rules: Rules, array: str, axis: str) -> Split:
     over = rules.split("rules", array, axis)
-    return Split(over, math.prod(rules.mesh[name] for name in over))
+    return Split(over, math.prod(rules.mesh[name] for name in over), (f"{array}.{axis}",))
 
 
 def _partition_spec(spec: Any) -> PartitionSpec:

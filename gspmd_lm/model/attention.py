@@ -3,10 +3,11 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from gspmd_lm import axes, config
+from gspmd_lm import config
 from gspmd_lm.axes import shard
-from gspmd_lm.kernels.attention import OUT, K, Q, V, attend
+from gspmd_lm.kernels.attention import K, Q, V, attend, keys_axis
 from gspmd_lm.model.layers import Norm, bias, matrix, rope
 from gspmd_lm.model.projection import Product
 
@@ -50,15 +51,16 @@ class Attention(nn.Module):
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         if cfg.positions == "rope":
-            q_BTNH, k_BSKH = rope(q_BTNH, batch["positions"], cfg), rope(k_BSKH, batch["positions"], cfg)
-        if axes.split("q", "heads") != axes.split("k", "kv_heads"):
-            # Heads are split finer than their keys: give each device the keys of its own heads.
+            # Named once more: a policy that keeps them keeps what attention reads.
+            q_BTNH = checkpoint_name(rope(q_BTNH, batch["positions"], cfg), "q")
+            k_BSKH = checkpoint_name(rope(k_BSKH, batch["positions"], cfg), "k")
+        if keys_axis() == "heads":
             group = cfg.heads // cfg.kv_heads
             k_BSKH, v_BSKH = (
                 shard(jnp.repeat(x, group, axis=2), f"{name}: batch kv_seq heads head_dim")
                 for name, x in (("k", k_BSKH), ("v", v_BSKH))
             )
-        return shard(attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg.attention_softcap), OUT)
+        return attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg.attention_softcap)
 
     def out(self) -> Product:
         """What attention writes to the residual stream, its bias aside."""

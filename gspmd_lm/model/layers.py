@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import axes, config
-from gspmd_lm.axes import Weight, shard, use
+from gspmd_lm.axes import Weight, scope, shard, use
 from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -143,8 +143,9 @@ def look_up(table: Weight, ids_BT: jax.Array) -> jax.Array:
     """
     rows, batch = axes.split(table.path, table.axes[0]), axes.split("block_input", "batch")
     if rows.pieces == 1:
-        # Cast last, so that the gradients of a repeated id add up in the table's own precision.
-        return table.array[ids_BT].astype(table.compute_dtype)
+        with scope("of", table.path):
+            # Cast last, so that the gradients of a repeated id add up in the table's own precision.
+            return table.array[ids_BT].astype(table.compute_dtype)
     V, D = table.array.shape
     R = V // rows.pieces
     first_Z = R * jnp.arange(rows.pieces)
@@ -153,7 +154,10 @@ def look_up(table: Weight, ids_BT: jax.Array) -> jax.Array:
         """Row numbers within the piece that begins at `first`; R, out of bounds, for ids of other pieces."""
         return jnp.where((ids >= first) & (ids < first + R), ids - first, R)
 
+    of = scope("of", table.path)
+
     @jax.custom_vjp
+    @of
     def call(array):
         table_ZRD = use(table.holding(array)).reshape(rows.pieces, R, D)
         found_ZBTD = jax.vmap(lambda rows_RD, first: rows_RD.at[within(ids_BT, first)].get(mode="fill", fill_value=0))(
@@ -161,6 +165,7 @@ def look_up(table: Weight, ids_BT: jax.Array) -> jax.Array:
         )
         return axes.reduce(found_ZBTD, rows, RESIDUAL)
 
+    @of
     def backward(_, dx_BTD):
         dx_BTD = shard(dx_BTD, BLOCK_INPUT).astype(jnp.float32)
         dx_bBTD, ids_bBT = (rearrange(x, "(b B) ... -> b B ...", b=batch.pieces) for x in (dx_BTD, ids_BT))

@@ -13,7 +13,7 @@ from einops import rearrange
 from einops import reduce as reduce_dimensions
 
 from gspmd_lm import config
-from gspmd_lm.axes import Weight, partial_einsum, reduce, shard, split, use
+from gspmd_lm.axes import Weight, like, partial_einsum, reduce, scope, shard, split, use
 from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL
 
 LOGITS = "logits: batch seq vocab"
@@ -35,13 +35,18 @@ def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax
     Logits, softmax and sums are float32. Rows of padding (cfg.vocab and up) have no probability.
     """
 
+    of = scope("of", "loss")
+
     @jax.custom_vjp
+    @of
     def call(x_BTD, table_VD, bias_V):
         return _scan(x_BTD, table.holding(table_VD), _held(bias, bias_V), targets_BT, cfg, gradients=False)[0]
 
+    @of
     def forward(x_BTD, table_VD, bias_V):
         return _scan(x_BTD, table.holding(table_VD), _held(bias, bias_V), targets_BT, cfg, gradients=True)
 
+    @of
     def backward(gradients, cotangent):
         return jax.tree.map(lambda g: (g * cotangent.loss).astype(g.dtype), gradients)
 
@@ -59,7 +64,7 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     columns = split("logits", "vocab")
     T = x_BTD.shape[1]
     chunks = _chunks(T, x_BTD.shape[0] // rows.pieces)
-    x_CBTD = _chunked(shard(x_BTD, BLOCK_INPUT), chunks)
+    x_CBTD = _chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
     targets_CBT = _chunked(targets_BT, chunks)
     table_VD, bias_V = use(table), None if bias is None else use(bias)
     dtable_ZVD: Any = jnp.zeros((rows.pieces, *table_VD.shape), jnp.float32) if gradients else None

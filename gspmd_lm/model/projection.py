@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.axes import AXES, Split, Weight, partial_einsum, reduce, shard, split, use
+from gspmd_lm.axes import AXES, Split, Weight, like, partial_einsum, reduce, remat, scope, shard, split, use
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -40,67 +40,101 @@ class Product(NamedTuple):
 def fan_out(x_BTD: jax.Array, *products: Product) -> tuple[jax.Array, ...]:
     """The product of `x_BTD`, gathered first, with each weight."""
 
-    @jax.custom_vjp
-    def call(x_BTD, arrays):
-        x_BTD = shard(x_BTD, BLOCK_INPUT)
-        return tuple(jnp.einsum(p.equation, x_BTD, use(p.weight)) for p in _holding(products, arrays))
+    of = scope("of", *(product.weight.path for product in products))
 
+    def multiply(x_BTD, weights):
+        return tuple(jnp.einsum(p.equation, x_BTD, w) for p, w in zip(products, weights, strict=True))
+
+    def gathered(x_BTD, arrays):
+        return shard(x_BTD, BLOCK_INPUT), _in_use(products, arrays)
+
+    @jax.custom_vjp
+    @of
+    def call(x_BTD, arrays):
+        return multiply(*gathered(x_BTD, arrays))
+
+    @of
+    def forward(x_BTD, arrays):
+        found = gathered(x_BTD, arrays)
+        return multiply(*found), found if remat() else (x_BTD, arrays)
+
+    @of
     def backward(saved, dys):
-        x_BTD, arrays = saved
-        x_BTD = shard(x_BTD, BLOCK_INPUT)
+        x_BTD, weights = saved if remat() else gathered(*saved)
         terms, gradients = [], []
-        for product, dy in zip(_holding(products, arrays), dys, strict=True):
+        for product, weight, dy in zip(products, weights, dys, strict=True):
             x, w, y = product.letters()
             letter, pieces = product.split(y)
-            terms.append((pieces, partial_einsum(f"{y},{w}->{x}", dy, use(product.weight), letter, pieces)))
+            terms.append((pieces, partial_einsum(f"{y},{w}->{x}", dy, weight, letter, pieces)))
             gradients.append(_weight_gradient(f"{x},{y}->{w}", x_BTD, dy, product.weight))
         return _reduced(terms), tuple(gradients)
 
-    call.defvjp(lambda x_BTD, arrays: (call(x_BTD, arrays), (x_BTD, arrays)), backward)
-    return call(x_BTD, tuple(product.weight.array for product in products))
+    call.defvjp(forward, backward)
+    return call(like(x_BTD, RESIDUAL), tuple(product.weight.array for product in products))
 
 
 def fan_in(inputs: tuple[jax.Array, ...], *products: Product) -> jax.Array:
     """The sum of each input's product with its weight, [B, T, D], reduced once into the residual stream."""
 
-    @jax.custom_vjp
-    def call(inputs, arrays):
+    of = scope("of", *(product.weight.path for product in products))
+
+    def multiply(inputs, weights):
         terms = []
-        for product, x in zip(_holding(products, arrays), inputs, strict=True):
+        for product, weight, x in zip(products, weights, inputs, strict=True):
             letter, pieces = product.split(product.letters()[0])
-            terms.append((pieces, partial_einsum(product.equation, x, use(product.weight), letter, pieces)))
+            terms.append((pieces, partial_einsum(product.equation, x, weight, letter, pieces)))
         return _reduced(terms)
 
+    @jax.custom_vjp
+    @of
+    def call(inputs, arrays):
+        return multiply(inputs, _in_use(products, arrays))
+
+    @of
+    def forward(inputs, arrays):
+        weights = _in_use(products, arrays)
+        return multiply(inputs, weights), (inputs, weights if remat() else arrays)
+
+    @of
     def backward(saved, dy_BTD):
-        inputs, arrays = saved
+        inputs, weights = saved
+        weights = weights if remat() else _in_use(products, weights)
         dy_BTD = shard(dy_BTD, BLOCK_INPUT)
         dxs, gradients = [], []
-        for product, input_ in zip(_holding(products, arrays), inputs, strict=True):
+        for product, weight, input_ in zip(products, weights, inputs, strict=True):
             x, w, y = product.letters()
-            dxs.append(jnp.einsum(f"{y},{w}->{x}", dy_BTD, use(product.weight)))
+            dxs.append(jnp.einsum(f"{y},{w}->{x}", dy_BTD, weight))
             gradients.append(_weight_gradient(f"{x},{y}->{w}", input_, dy_BTD, product.weight))
         return tuple(dxs), tuple(gradients)
 
-    call.defvjp(lambda inputs, arrays: (call(inputs, arrays), (inputs, arrays)), backward)
+    call.defvjp(forward, backward)
     return call(inputs, tuple(product.weight.array for product in products))
 
 
-def _holding(products: Iterable[Product], arrays: Iterable[jax.Array]) -> list[Product]:
-    """The products with the arrays that a custom derivative was handed in place of the ones they were made with."""
-    return [p._replace(weight=p.weight.holding(array)) for p, array in zip(products, arrays, strict=True)]
+def _in_use(products: Iterable[Product], arrays: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
+    """The weights ready to be multiplied with; `arrays` are those that a custom derivative was handed.
+
+    Where a block is computed again, what is gathered then serves its backward pass too (not every compiler sees that
+    two gathers are the same); otherwise nothing gathered outlives its product.
+    """
+    return tuple(use(p.weight.holding(array)) for p, array in zip(products, arrays, strict=True))
 
 
 def _reduced(terms: list[tuple[Split, jax.Array]]) -> jax.Array:
     """The sum of partial sums in the residual's placement, with one reduction for all terms that are split alike."""
-    sums: dict[Split, jax.Array] = {}
+    sums: dict[Split, tuple[Split, jax.Array]] = {}
     for pieces, partials in terms:
-        sums[pieces] = sums[pieces] + partials if pieces in sums else partials
-    total, *more = (reduce(partials, pieces, RESIDUAL) for pieces, partials in sums.items())
+        if pieces in sums:
+            before, total = sums[pieces]
+            pieces, partials = before | pieces, total + partials
+        sums[pieces] = pieces, partials
+    total, *more = (reduce(partials, pieces, RESIDUAL) for pieces, partials in sums.values())
     return sum(more, total)
 
 
 def _weight_gradient(equation: str, a: jax.Array, b: jax.Array, weight: Weight) -> jax.Array:
     """The weight's gradient, summed over the pieces of the batch straight into the placement of gradients."""
     pieces = split("block_input", "batch")
-    partials = partial_einsum(equation, a, b, "B", pieces)
+    with scope("optimizer", weight.path):
+        partials = partial_einsum(equation, a, b, "B", pieces)
     return reduce(partials, pieces, weight.spec, "optimizer").astype(weight.array.dtype)

@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import axes, config
 from gspmd_lm.axes import Weight, shard
@@ -21,6 +22,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, layer: jax.Array, batch: dict[str, jax.Array], row_keys_B: jax.Array | None):
         cfg = self.cfg
+        # Without a name of its own here, a scan keeps what it carries on the device whatever the remat policy says.
+        x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         attention, mlp = Attention(cfg, name="attention"), Mlp(cfg, name="mlp")
         if row_keys_B is not None:
             row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer)

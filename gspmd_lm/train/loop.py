@@ -24,12 +24,28 @@ from gspmd_lm import runtime
 from gspmd_lm.checkpoint import Checkpoints
 from gspmd_lm.config import Config, InputError, RunFailed
 from gspmd_lm.data.loader import Loader
+from gspmd_lm.rules import human_bytes
 from gspmd_lm.train import metrics
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 
 # Fields of Config.model that change neither the parameters' tree nor what they mean.
 _FREE = {"compute_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreseen:
+    """What is known of a compiled step before it runs."""
+
+    paragraph: str
+    step_time_s: float | None  # None on a platform that is not predicted
+    peak_bytes: int  # per device
+    peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known
+
+
+# (compiled step, or the compiler's refusal for memory; its options; seconds to trace and to compile) -> Foreseen.
+# Raises InputError where the step cannot fit.
+Foresee = Callable[[Any, Mapping[str, Any], float, float], Foreseen]
 
 
 @dataclasses.dataclass
@@ -44,6 +60,9 @@ class Run:
     console: Console
     cache: runtime.CompileCache | None = None
     profile: tuple[int, int] | None = None
+    foresee: Foresee | None = None
+    foreseen: Foreseen | None = None
+    executable: Any = None  # the compiled train step, where it was compiled elsewhere
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -59,11 +78,15 @@ class Run:
         last: dict[str, float] = {}
         with self.checkpoints() as checkpoints, ThreadPoolExecutor(1) as beside:
             compiling = beside.submit(self._program, "train step", self.step.lower_train)
+            if not self.machine.simulated:
+                compiling.result()  # a step that cannot fit is refused before anything is allocated
             start, state = self._start(checkpoints)
             self._write_description()
             if start >= stop:
                 self.say(f"the checkpoint stands at step {start}, nothing to do up to {stop} (--steps, train.steps)")
             program, meter, done, interrupted = compiling.result(), _Meter(self, start), start, False
+            if self.foreseen:
+                self.say(self.foreseen.paragraph)
             with (
                 contextlib.closing(self._log(start)) as log,
                 contextlib.closing(self.train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
@@ -93,6 +116,8 @@ class Run:
                         meter.restart(done)
             if interrupted:
                 self.say(f"stopped at step {done} on request; the same command goes on from there")
+            if last:
+                self._compare(last["step_time_s"])
             checkpoints.wait()
         return last
 
@@ -142,9 +167,22 @@ class Run:
             rules = self.step.rules
             options = runtime.compiler_options(self.machine.platform, rules.compiler_options, rules.path)
             began = time.perf_counter()
-            self.compiled[name] = runtime.compile(lower(), options, self.machine.platform, rules.path)
-            cache = f", {self._cached()}" if self.cache and name == "train step" else ""
-            self.say(f"{name}: compiled in {time.perf_counter() - began:.1f} s{cache}")
+            train = name == "train step"
+            ready, foresee = (self.executable, self.foresee) if train else (None, None)
+            lowered = None if ready else lower()
+            traced = time.perf_counter()
+            try:
+                compiled = ready or runtime.compile(lowered, options, self.machine.platform, rules.path)
+            except jax.errors.JaxRuntimeError as error:
+                if foresee and "RESOURCE_EXHAUSTED" in str(error):
+                    foresee(str(error), options, traced - began, time.perf_counter() - traced)
+                raise
+            if foresee:
+                self.foreseen = foresee(compiled, options, traced - began, time.perf_counter() - traced)
+            self.compiled[name] = compiled
+            cache = f", {self._cached()}" if self.cache and train else ""
+            how = "loaded, not compiled" if ready else f"compiled in {time.perf_counter() - began:.1f} s{cache}"
+            self.say(f"{name}: {how}")
         return self.compiled[name]
 
     def _cached(self) -> str:
@@ -154,6 +192,18 @@ class Run:
             return "no compile cache"
         saved = f", {cache.saved_s:.0f} s saved" if cache.hits else ""
         return f"compile cache {cache.directory}: {cache.hits} found, {cache.misses} new{saved}"
+
+    def _compare(self, step_time_s: float) -> None:
+        """Says what was foreseen beside what was measured, as far as there is both."""
+        found, parts = self.foreseen, []
+        if found and found.step_time_s:
+            times = f"predicted {found.step_time_s * 1e3:.0f} ms, measured {step_time_s * 1e3:.0f} ms"
+            parts.append(f"step {times} (ratio {found.step_time_s / step_time_s:.2f})")
+        used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        if found and used:
+            parts.append(f"memory compiled {human_bytes(found.peak_bytes)}, measured {human_bytes(used)} at its peak")
+        if parts:
+            self.say("; ".join(parts))
 
     def _save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
         checkpoints.save(step, state, {"data": self.train_rows.fingerprint, "rules": self.step.rules.path})
@@ -256,7 +306,7 @@ class _Meter:
         self.wait_s = 0.0
         step = run.step
         flops = metrics.flops_per_token(step.config.model, step.arrays.parameter_count, step.config.data.seq)
-        peak = metrics.peak_flops_per_s(run.machine.device_kind)
+        peak = run.foreseen and run.foreseen.peak_flops_per_s
         devices = step.mesh.size
         self.mfu_of = (lambda tokens_per_s: tokens_per_s * flops / (peak * devices)) if peak else None
         self.restart(start)

@@ -9,29 +9,6 @@ from etils import epath
 
 from gspmd_lm.config import InputError, Model
 
-# Dense bf16 peak, FLOP/s per jax device, by the words of device_kind. Sources: Google Cloud TPU documentation,
-# per-version pages (a v4 chip is one jax device in megacore mode); NVIDIA A100, H100 SXM, H200 and B200 data sheets,
-# without sparsity.
-PEAK_FLOPS_PER_S = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-
-
-def peak_flops_per_s(device_kind: str) -> float | None:
-    """The bf16 peak of a device, or None for one that is not in the table."""
-    found = [name for name in PEAK_FLOPS_PER_S if name in device_kind]
-    return PEAK_FLOPS_PER_S[max(found, key=len)] if found else None
-
 
 def flops_per_token(model: Model, parameter_count: int, seq: int) -> float:
     """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + 12 L N H T.

@@ -13,7 +13,7 @@ from einops import rearrange
 from jax.sharding import Mesh
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.axes import placed_by
+from gspmd_lm.axes import placed_by, scope
 from gspmd_lm.config import Config
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.transformer import decode, init
@@ -102,14 +102,17 @@ class Step:
             yield
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
+        with scope("of", "loss"):
+            targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
         sums, gradients = self._gradients(state, batch, targets)
-        norm = optax.tree.norm(gradients)
+        with scope("of", "gradient_norm"):
+            norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         # The update runs where the optimizer's state lives; only its result goes back to where weights rest.
         params = self._place(state.params)
-        updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
-        new_params = optax.apply_updates(params, updates)
+        with scope("of", "update"):
+            updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
+            new_params = optax.apply_updates(params, updates)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = State(
@@ -120,13 +123,15 @@ class Step:
             skipped=state.skipped + skipped,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
         )
+        with scope("of", "weight_norm"):
+            weight_norm = optax.tree.norm(params)
         rate = optimizer.schedule(self.config.optimizer, self.config.train.steps)
         return new_state, {
             "loss": sums.loss / targets,
             "cross_entropy": sums.cross_entropy / targets,
             "accuracy": sums.correct / targets,
             "gradient_norm": norm,
-            "weight_norm": optax.tree.norm(params),
+            "weight_norm": weight_norm,
             "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
             "target_tokens": targets,
             "skipped_steps": new_state.skipped,

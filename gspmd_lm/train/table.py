@@ -1,7 +1,8 @@
 """The table of a layout: every array, how it is split, and the bytes that each device holds. Counted from shapes."""
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -12,6 +13,31 @@ from gspmd_lm.placement import Named
 from gspmd_lm.rules import Rules, human_bytes
 from gspmd_lm.train.state import Arrays, activations, pairs
 
+Spec = tuple[tuple[str, ...], ...]
+
+
+class Row(NamedTuple):
+    """One array of a layout. Of a split, each dimension has its mesh axes, the outermost first."""
+
+    path: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    at_rest: Spec | None  # None for an activation
+    in_use: Spec
+    bytes_per_device: int  # at rest; of an activation, in use
+
+
+def rows(config: Config, rules: Rules, arrays: Arrays) -> Iterator[Row]:
+    """Every weight, and every activation that the model names in one microbatch."""
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        at_rest, held = _held(rules, "weights", leaf, like)
+        in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]
+        yield Row(leaf.path, leaf.axes, like.shape, at_rest, in_use, held)
+    for name, (axes, shape) in activations(config, arrays, rules.microbatches, rules).items():
+        spec = rules.resolve("rules", name, axes, shape)[0]
+        itemsize = 4 if name in ("tokens", "logits") else jnp.dtype(config.model.compute_dtype).itemsize
+        yield Row(name, axes, shape, None, spec, math.prod(shape) * itemsize // _pieces(rules, spec))
+
 
 def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None:
     """Prints the arrays of a layout and, per device, the totals of weights, optimizer state and gradients."""
@@ -19,17 +45,14 @@ def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None
     for heading in ("array", "logical axes", "shape", "at rest", "in use"):
         table.add_column(heading, overflow="fold")
     table.add_column("bytes per device", justify="right", no_wrap=True)
-    for leaf, like in pairs(arrays.named_params, arrays.params):
-        at_rest, held = _held(rules, "weights", leaf, like)
-        in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]
-        table.add_row(leaf.path, " ".join(leaf.axes), _sizes(like.shape), _split(leaf.axes, at_rest),
-                      _split(leaf.axes, in_use), f"{held:,}")  # fmt: skip
-    table.add_section()
-    for name, (axes, shape) in activations(config, arrays, rules.microbatches, rules).items():
-        spec = rules.resolve("rules", name, axes, shape)[0]
-        itemsize = 4 if name in ("tokens", "logits") else jnp.dtype(config.model.compute_dtype).itemsize
-        held = math.prod(shape) * itemsize // _pieces(rules, spec)
-        table.add_row(name, " ".join(axes), _sizes(shape), "", _split(axes, spec), f"{held:,}")
+    weights = True
+    for row in rows(config, rules, arrays):
+        if weights and row.at_rest is None:
+            table.add_section()
+        weights = row.at_rest is not None
+        at_rest = "" if row.at_rest is None else _split(row.axes, row.at_rest)
+        table.add_row(row.path, " ".join(row.axes), _sizes(row.shape), at_rest, _split(row.axes, row.in_use),
+                      f"{row.bytes_per_device:,}")  # fmt: skip
     console.print(table)
     console.print()
     totals = {
@@ -48,13 +71,13 @@ def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None
     console.print(f"  {'sum':10} {everything:>20,}  {human_bytes(everything)}, activations and temporaries not counted")
 
 
-def _held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[tuple[tuple[str, ...], ...], int]:
+def _held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Spec, int]:
     """How an array is split, and the bytes of it on each device."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // _pieces(rules, spec)
 
 
-def _pieces(rules: Rules, spec: tuple[tuple[str, ...], ...]) -> int:
+def _pieces(rules: Rules, spec: Spec) -> int:
     return math.prod(rules.mesh[name] for names in spec for name in names)
 
 
@@ -62,7 +85,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _split(axes: tuple[str, ...], spec: tuple[tuple[str, ...], ...]) -> str:
+def _split(axes: tuple[str, ...], spec: Spec) -> str:
     """'embed/fsdp heads/tensor'; 'replicated' where nothing is split."""
     parts = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
     return " ".join(parts) or "replicated"
