@@ -1,15 +1,21 @@
 """The command line: verbs, their flags, and the order in which a run comes together."""
 
+import ctypes
 import datetime
+import importlib
+import io
+import json
 import logging
 import os
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
@@ -19,11 +25,17 @@ if TYPE_CHECKING:  # a verb's code is imported when the verb runs
     from rich.console import Console
 
     from gspmd_lm.data.sources import Progress
+    from gspmd_lm.rules import Problem
+    from gspmd_lm.train.loop import Foresee
+    from gspmd_lm.train.step import Step
 
 VERBS = {
     "train": "trains, from the newest checkpoint of the workdir or from scratch",
     "eval": "prints the loss of the held-out rows under the newest checkpoint of the workdir",
+    "explain": "says what a layout costs on hardware you do not have",
+    "compare": "the same for several layouts, side by side: compare fsdp8 tp8 --target=...",
 }
+FORESIGHT = ("explain", "compare")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -66,11 +78,22 @@ def _flags(verb: str) -> flags.FlagValues:
     whole = lambda name, default, about, least=None: flags.DEFINE_integer(  # noqa: E731
         name, default, about, lower_bound=least, flag_values=values
     )
-    text("config", None, "what is computed: a path, or a name in configs/. Default: the workdir's, else tiny.")
-    text("rules", None, "where it runs: a path, a name in rules/, or none. Default: the workdir's, else none.")
-    text("workdir", None, "folder of the run; may be remote (gs://). Default: a fresh one in runs/.")
+    if verb in FORESIGHT:
+        text("config", "tiny", "what is computed: a path, or a name in configs/.")
+        text("rules", None, "where it runs: a path or a name in rules/; several with commas between them.")
+        text("target", None, "cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, h100:4x8, ...: nothing of it is needed.")
+        text("json", None, "write everything to this file.")
+        text("html", None, "write one self-contained page to this file.")
+        text("export", None, "keep the compiled train step of one layout in this file, for train --executable there.")
+    else:
+        text("config", None, "what is computed: a path, or a name in configs/. Default: the workdir's, else tiny.")
+        text("rules", None, "where it runs: a path, a name in rules/, or none. Default: the workdir's, else none.")
     flags.DEFINE_multi_string("set", [], "section.key=value laid over the config; may be repeated.", flag_values=values)
     text("mesh", "", "sizes laid over the rules' mesh, such as tensor=4 or data=2,tensor=4.")
+    flags.DEFINE_boolean("help", False, "show this and stop.", short_name="h", flag_values=values)
+    if verb in FORESIGHT:
+        return values
+    text("workdir", None, "folder of the run; may be remote (gs://). Default: a fresh one in runs/.")
     text("platform", None, "cpu, gpu or tpu. Default: what is there.")
     whole("devices", 8, "how many devices to simulate on a CPU where a size of the mesh is -1.", 1)
     text("coordinator", None, "HOST:PORT of the first of several processes, where jax does not find it by itself.")
@@ -82,13 +105,13 @@ def _flags(verb: str) -> flags.FlagValues:
         flags.DEFINE_boolean(
             "dry_run", False, "print every array and its bytes per device, and stop.", flag_values=values
         )
+        text("executable", None, "the train step that explain --export compiled, instead of compiling it here.")
         text("profile", None, "START:STOP, the steps to write a trace of into the workdir.")
         text(
             "train_tokenizer", None, "train a BPE tokenizer of model.vocab tokens on data.source, write it here, stop."
         )
     else:
         whole("step", None, "which checkpoint. Default: the newest that is undamaged.")
-    flags.DEFINE_boolean("help", False, "show this and stop.", short_name="h", flag_values=values)
     return values
 
 
@@ -122,9 +145,71 @@ def _run(argv: list[str]) -> int:
         return 0
     if len(rest) > 1 and rest[1] in VERBS:
         raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
+    if verb in FORESIGHT:
+        _import_jax()
+        return _explain(verb, values, rest[1:])
     if len(rest) > 1:
         raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
+    _import_jax()
     return _train_or_evaluate(verb or "train", values)
+
+
+def _import_jax() -> None:
+    """Imports jax without what its CUDA plugin, which is there for foresight too, writes where no GPU's driver is."""
+    plugins = [plugin for plugin in entry_points(group="jax_plugins") if plugin.name.startswith("xla_cuda")]
+    if not plugins or os.path.exists("/dev/nvidiactl"):
+        return
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            importlib.import_module("jax")
+            for plugin in plugins:
+                for library in Path(plugin.load().__file__).parent.glob("xla_*plugin.so"):
+                    ctypes.CDLL(str(library))  # jax loads it with the first device
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            for line in written.read().decode(errors="replace").splitlines():
+                if "cudart_stub" not in line and "before absl::InitializeLog()" not in line:
+                    print(line, file=sys.stderr)
+
+
+def _explain(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
+    from rich.console import Console
+
+    from gspmd_lm import config as configs
+    from gspmd_lm import rules as rules_files
+    from gspmd_lm.foresight import target as targets
+
+    layouts = [*filter(None, (values.rules or "").split(",")), *layouts]
+    if not layouts or values.target is None:
+        lacking = "--target" if layouts else "--rules"
+        raise InputError(f"{verb} needs {lacking}\n  fix   {verb} --rules=fsdp8 --target=v5p:2x2x2 (or cpu:8, h100:8)")
+    config = configs.load(values.config, values.set)
+    rules = [rules_files.load(name, values.mesh) for name in layouts]
+    target = targets.parse(values.target)
+    outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
+    if values.export and len(layouts) > 1:
+        raise InputError(f"--export={values.export}: holds one executable\n  fix   give one rules file")
+    for path in outputs:
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: there is no folder {path.parent}\n  fix   make it, or name another")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # shapes are worked out here; no accelerator that may be here is touched
+    from gspmd_lm.foresight import explain, page, report, terminal
+
+    waiting = Console(stderr=True, highlight=False)
+    say = lambda line: waiting.print(line, soft_wrap=True, markup=False)  # noqa: E731
+    found = explain.reports(config, rules, target, say, Path(values.export) if values.export else None)
+    terminal.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    if values.json:
+        Path(values.json).write_text(json.dumps(report.to_json(found), indent=1) + "\n", encoding="utf-8")
+    if values.html:
+        Path(values.html).write_text(page.render(found), encoding="utf-8")
+    return 0
 
 
 def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
@@ -193,7 +278,11 @@ def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
         except OSError as error:
             raise InputError(f"{workdir}: cannot be written ({error.strerror})\n  fix   --workdir=DIR") from error
     built = step.build(config, rules, arrays, devices)
-    run = loop.Run(built, train_rows, held_out_rows, workdir, machine, console, cache, profile)
+    foresee = _foresee(built, warnings) if verb == "train" else None
+    executable = _executable(values.executable, built) if verb == "train" and values.executable else None
+    run = loop.Run(
+        built, train_rows, held_out_rows, workdir, machine, console, cache, profile, foresee, executable=executable
+    )
     mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
     simulated = "simulated " if machine.simulated else ""
     run.say(f"{config.name}: {arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on {len(devices)} "
@@ -206,6 +295,41 @@ def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
     run.train(config.train.steps if values.steps is None else values.steps)
     run.say(f"metrics {workdir / 'metrics.jsonl'}, checkpoints {workdir / 'checkpoints'}")
     return 0
+
+
+def _foresee(built: "Step", problems: "Sequence[Problem]") -> "Foresee":
+    """What a run asks once its step is compiled: what it will cost here, and whether it fits."""
+    from rich.console import Console
+
+    from gspmd_lm.foresight import compile, explain, target, terminal
+    from gspmd_lm.train.loop import Foreseen
+
+    def foresee(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> Foreseen:
+        here = target.of(list(built.mesh.devices.flat))
+        program = compile.described(built, compiled, options, here, trace_s, compile_s)
+        found = explain.report(built.config, built.rules, here, built.arrays, problems, program)
+        if not found.memory.fits:
+            page = io.StringIO()
+            terminal.show([found], Console(file=page, width=120))
+            raise InputError(
+                f"{page.getvalue()}the layout does not fit, and nothing was started\n"
+                "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
+            )
+        return Foreseen(
+            terminal.paragraph(found),
+            found.prediction.step_time_s if found.prediction else None,
+            found.memory.peak_bytes,
+            here.chip.peak_bf16_flops_per_s if here.chip else None,
+        )
+
+    return foresee
+
+
+def _executable(path: str, built: "Step") -> Any:
+    from gspmd_lm.foresight import compile, target
+
+    here = target.of(list(built.mesh.devices.flat))
+    return compile.load(Path(path), compile.Request(built.config, built.rules, here, export=True))
 
 
 def _file(given: str | None, workdir: object, name: str) -> str | None:

@@ -9,9 +9,12 @@ import yaml
 from gspmd_lm import axes, runtime
 from gspmd_lm import config as configs
 from gspmd_lm import rules as layouts
+from gspmd_lm.foresight import hardware, target
+from gspmd_lm.foresight.report import KEYS
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
+FORESIGHT = (ROOT / "docs/foresight.md").read_text()
 RULES = (ROOT / "docs/rules.md").read_text()
 WRONG = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```\n\n```text\n(.*?)\n```", RULES, re.DOTALL)
 
@@ -63,6 +66,17 @@ def test_the_message_in_the_readme():
 
 
 def test_links():
-    for page in [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/rules.md", "docs/pods.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    pages = ("README.md", "CONTRIBUTING.md", "docs/rules.md", "docs/pods.md", "docs/foresight.md")
+    for page in [ROOT / name for name in pages]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_keys_of_the_json():
+    listed = re.findall(r"^\| `(\S+)` \| (.+) \|$", FORESIGHT[FORESIGHT.index("## JSON") :], re.M)
+    assert dict(listed) == KEYS
+
+
+def test_targets():
+    examples = re.findall(r"`((?:\d+@)?\w+:[\dx]+)`", FORESIGHT[: FORESIGHT.index("## What it says")])
+    assert {target.parse(text).chip.name for text in examples if text != "cpu:8"} == set(hardware.CHIPS)

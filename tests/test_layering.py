@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "checkpoint": {"config"},
     "runtime": {"config"},
     "train": {"model", "kernels", "placement", "mesh", "rules", "axes", "checkpoint", "data", "runtime", "config"},
-    "cli": {"train", "model", "placement", "mesh", "rules", "axes", "checkpoint", "data", "runtime", "config"},
+    "foresight": {"train", "placement", "mesh", "rules", "axes", "data", "runtime", "config"},
+    "cli": {"foresight", "train", "placement", "mesh", "rules", "axes", "checkpoint", "data", "runtime", "config"},
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {
