@@ -3,7 +3,6 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.axes import shard
@@ -52,8 +51,8 @@ class Attention(nn.Module):
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         if cfg.positions == "rope":
             # Named once more: a policy that keeps them keeps what attention reads.
-            q_BTNH = checkpoint_name(rope(q_BTNH, batch["positions"], cfg), "q")
-            k_BSKH = checkpoint_name(rope(k_BSKH, batch["positions"], cfg), "k")
+            q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg), Q)
+            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg), K)
         if keys_axis() == "heads":
             group = cfg.heads // cfg.kv_heads
             k_BSKH, v_BSKH = (

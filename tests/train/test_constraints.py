@@ -51,7 +51,9 @@ def test_every_shard_is_a_constraint_of_the_program(small, built, everywhere):
     for equation, made in equations(traced.jaxpr.jaxpr):
         if equation.primitive.name == "name":
             name, value = equation.params["name"], equation.invars[0]
-            constraint = made[value]
+            constraint = made.get(value)
+            if constraint is None or constraint.primitive.name == "name":
+                continue  # a layer's input, which was placed at the end of the layer before
             assert constraint.primitive.name == "sharding_constraint", name
             resolved, problems = step.rules.resolve("rules", name, axes_of[name], value.aval.shape)
             assert not problems
