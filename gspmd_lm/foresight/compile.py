@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,7 @@ class Program:
     versions: Mapping[str, str]
     trace_s: float
     compile_s: float
+    notes: tuple[str, ...] = ()  # what the partitioner complained of while it compiled
 
 
 def versions(target: Target) -> dict[str, str]:
@@ -190,8 +192,10 @@ def _program(request: Request, folder: Path, say: Progress) -> Program:
     facts = json.loads((folder / "facts.json").read_text())
     text = "" if facts["refusal"] else gzip.decompress((folder / "program.txt.gz").read_bytes()).decode()
     facts["coords"] = tuple(map(tuple, facts["coords"]))
-    executable = folder / "executable.pickle"
-    return Program(text=text, executable=executable if executable.exists() else None, **facts)
+    executable, notes = folder / "executable.pickle", folder / "notes.json"
+    facts["executable"] = executable if executable.exists() else None
+    facts["notes"] = tuple(json.loads(notes.read_text())) if notes.exists() else ()
+    return Program(text=text, **facts)
 
 
 def _complete(folder: Path) -> bool:
@@ -221,6 +225,9 @@ def _run_compiler(request: Request, folder: Path) -> None:
     if done.returncode:
         last = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-12:])
         raise RunFailed(f"{request.name}: the compiler failed (exit code {done.returncode})\n{last}")
+    notes = re.findall(r"\[SPMD\] (Involuntary full rematerialization.*)", done.stderr)
+    if notes:
+        (folder / "notes.json").write_text(json.dumps(notes))
 
 
 def _environment() -> dict[str, str]:

@@ -49,6 +49,7 @@ class Memory:
     fits: bool
     largest: tuple[Temporary, ...]
     refusal: str = ""  # what the compiler said when it refused for memory
+    padding_bytes: int = 0  # of the temporaries: what tiles add to weights, optimizer state and batch
 
 
 def measure(
@@ -76,6 +77,7 @@ def measure(
         host_bytes=host,
         fits=limit_bytes is None or total <= limit_bytes,
         largest=_largest(module, list(known)),
+        padding_bytes=compiled["argument_size_in_bytes"] - sum(state_bytes.values()),
     )
 
 

@@ -4,6 +4,7 @@ import importlib.resources
 import json
 from collections.abc import Iterable, Sequence
 
+from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.drawing import bar, text, timeline
 from gspmd_lm.foresight.figures import (
     above_floor,
@@ -317,7 +318,7 @@ def _collectives(report: Report, heading: str) -> str:
     rows = []
     for one in found:
         size = one.bytes_per_device_per_step
-        slow = "<br><small>between slices or hosts</small>" if one.slow else ""
+        slow = "<br><small>between slices or hosts</small>" if one.link in SLOW_LINKS else ""
         product = f"<br><small>{text(one.einsum)}</small>" if one.einsum else ""
         cells = [
             f"<td>{text(one.kind)}</td><td>{text('+'.join(one.mesh_axes))}{slow}</td><td>{text(one.dtype)}</td>",

@@ -20,7 +20,6 @@ def collective(kind, axis, times, each_mb, phase, op, source, rules, overlapped,
         bytes_per_device_per_step=round(times * each_mb * MB), phase=phase, op=op, source=source, rules=rules,
         overlapped=overlapped, group_size=size, elements=round(each_mb * MB * size / (size - 1) / 2),
         instructions=(f"{kind.split()[-1]}.{times}",), einsum="BTD,DF->BTF" if op.endswith("w_gate") else "",
-        slow=False,
     )  # fmt: skip
 
 
@@ -285,7 +284,7 @@ SLICES = dataclasses.replace(
         dataclasses.replace(ARRAYS[3], path=HOSTILE, at_rest=((), ("tensor",), (), ("data", "fsdp"))),
     ),
     collectives=tuple(
-        dataclasses.replace(found, op=HOSTILE, source=HOSTILE, einsum=HOSTILE, slow=True) for found in COLLECTIVES[:3]
+        dataclasses.replace(found, op=HOSTILE, source=HOSTILE, einsum=HOSTILE, link="dcn") for found in COLLECTIVES[:3]
     ),
     prediction=dataclasses.replace(
         PREDICTION, basis=HOSTILE, timeline=(Span(0, 1, HOSTILE, HOSTILE, HOSTILE, "forward"),)

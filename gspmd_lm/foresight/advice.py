@@ -1,0 +1,214 @@
+"""What in a layout looks wrong, and what to do about it."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from gspmd_lm.config import Config
+from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.floor import Floor
+from gspmd_lm.foresight.hlo import Module
+from gspmd_lm.foresight.memory import Memory
+from gspmd_lm.rules import Problem, Rules, human_bytes
+
+if TYPE_CHECKING:  # report gathers these warnings
+    from gspmd_lm.foresight.report import Array
+
+LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
+LARGE_SHARE = 0.02  # of the chip's memory, where that is more
+ABOVE_FLOOR = 1.05
+TRIFLE = 0.01  # share of all traffic that is not worth a warning
+PADDING = 0.05  # share of the state's bytes
+LANES = 128  # of a TPU's registers and matrix units; head sizes below leave some of them idle
+SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
+# Reshardings that nobody asked for, but that cost less than what would avoid them.
+EXPECTED_RESHARDS = ("embedding", "position_embedding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Warning:
+    """One finding. `code` is stable, for scripts; `fix` says what to type."""
+
+    code: str
+    message: str
+    fix: str
+
+
+def warnings(
+    config: Config,
+    rules: Rules,
+    arrays: Sequence["Array"],
+    problems: Iterable[Problem],
+    moved: Sequence[Collective],
+    floor: Floor,
+    memory: Memory,
+    module: Module | None,
+    notes: Sequence[str] = (),
+) -> tuple[Warning, ...]:
+    """Findings about a layout, in the order in which they are worth reading.
+
+    problems: the warnings of its check. moved: its collectives. module: None where there is no program. notes: what
+    the compiler said while it worked.
+    """
+    found = [
+        *_above_floor(moved, floor),
+        *_reshards(moved),
+        *_slow_links(config, moved),
+        *_involuntary(notes),
+        *_replicated(rules, arrays, memory),
+        *(_not_effective(rules, arrays, module) if module else ()),
+        *_padding(config, memory),
+        *(Warning("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
+          for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
+        *(Warning("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
+    ]  # fmt: skip
+    return tuple(found)
+
+
+def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Warning]:
+    sent = collections.Counter[str]()
+    for one in moved:
+        sent["+".join(one.mesh_axes)] += one.bytes_per_device_per_step
+    total, least = sent.total(), floor.communication_bytes
+    if total <= max(ABOVE_FLOOR * least, LARGE_BYTES / 64):
+        return
+    axes, excess = max(((axes, size - floor.communication_by_axis.get(axes, 0)) for axes, size in sent.items()),
+                       key=lambda pair: pair[1])  # fmt: skip
+    largest = max(
+        (one for one in moved if "+".join(one.mesh_axes) == axes), key=lambda one: one.bytes_per_device_per_step
+    )
+    because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
+    ratio = (
+        f"{total / least:.2f}x the necessary communication" if least else "communication that nothing makes necessary"
+    )
+    yield Warning(
+        "above-floor",
+        f"{ratio}: {human_bytes(total)} per device and step; {human_bytes(excess)} too much over {axes}",
+        f"look at the {largest.kind} at {largest.op or largest.source}{because}",
+    )
+
+
+def _reshards(moved: Sequence[Collective]) -> Iterator[Warning]:
+    """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers without a row behind them."""
+    total = sum(one.bytes_per_device_per_step for one in moved)
+    for one in moved:
+        unasked = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute") or (
+            one.kind == "all-gather" and not one.rules
+        )
+        small = not one.in_loop and one.bytes_per_device_per_step < max(TRIFLE * total, LARGE_BYTES / 64)
+        if not unasked or small or any(one.op.startswith(name) for name in EXPECTED_RESHARDS):
+            continue
+        what = f"{one.kind} over {'+'.join(one.mesh_axes)} at {one.op or one.source} ({one.phase})"
+        yield Warning(
+            "unasked-reshard",
+            f"{what}, {one.times_per_step} times, {human_bytes(one.bytes_per_device_per_step)}: no rule asks for it",
+            f"make the rows of the arrays around it agree ({', '.join(one.rules) or one.source or 'see --json'})",
+        )
+
+
+def _slow_links(config: Config, moved: Sequence[Collective]) -> Iterator[Warning]:
+    slow = [one for one in moved if one.link in SLOW_LINKS and one.times_per_step >= max(2, config.model.layers)]
+    for link, where in SLOW_LINKS.items():
+        over = [one for one in slow if one.link == link]
+        if not over:
+            continue
+        rows = dict.fromkeys(row for one in over for row in one.rules)
+        axes = dict.fromkeys(axis for one in over for axis in one.mesh_axes)
+        sent = human_bytes(sum(one.bytes_per_device_per_step for one in over))
+        yield Warning(
+            "slow-link",
+            f"{'+'.join(axes)} sends {sent} per device {where}, in every layer, because of {', '.join(rows)}",
+            "let an axis cross that only the gradients use: dcn: {data: ...}, with batch split over data too",
+        )
+
+
+def _involuntary(notes: Sequence[str]) -> Iterator[Warning]:
+    if notes:
+        more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+        yield Warning(
+            "involuntary-remat",
+            f"the partitioner replicates an array to reshard it: {notes[0]}{more}",
+            "make the rows of the arrays around it agree, or place one in between",
+        )
+
+
+def _replicated(rules: Rules, arrays: Sequence["Array"], memory: Memory) -> Iterator[Warning]:
+    """Large arrays that every device along a mesh axis holds whole, though they could be split over it."""
+    large = max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0))
+    for name, size in rules.mesh.items():
+        if size == 1:
+            continue
+        whole: list[tuple[Array, str]] = []
+        for array in arrays:
+            spec = array.in_use if array.at_rest is None else array.at_rest
+            if array.at_rest is None and array.path != "residual":
+                continue  # kept for the backward pass is the residual; the others come and go
+            if any(name in names for names in spec) or array.bytes_per_device < large:
+                continue
+            if axis := _could_split(rules, array, spec, size):
+                whole.append((array, axis))
+        if not whole:
+            continue
+        (largest, axis) = max(whole, key=lambda pair: pair[0].bytes_per_device)
+        table = "rules" if largest.at_rest is None else "weights"
+        others = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+        total = sum(array.bytes_per_device for array, _ in whole)
+        row = f"residual.{axis}" if largest.at_rest is None else axis
+        yield Warning(
+            "replicated-array",
+            f"{largest.path}{others}, {human_bytes(total)} per device, are the same on all {size} devices along {name}",
+            f"{table}.{row}: {name} would split them",
+        )
+
+
+def _could_split(rules: Rules, array: "Array", spec: Sequence[tuple[str, ...]], size: int) -> str:
+    """An axis of an array that `size` more pieces divide; '' if there is none."""
+    for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
+        pieces = math.prod(rules.mesh[name] for name in names)
+        if axis in ("embed", "seq", "mlp", "vocab") and not names and length % (pieces * size) == 0:
+            return axis
+    return ""
+
+
+def _not_effective(rules: Rules, arrays: Sequence["Array"], module: Module) -> Iterator[Warning]:
+    """Activations that the rules split, but that the program holds whole where it names them."""
+    sizes: dict[str, set[int]] = collections.defaultdict(set)
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            scope = instruction.op_name.rpartition("/rules.")[2].partition("/")[0]
+            if scope and len(instruction.shape.arrays) == 1:
+                sizes[scope].add(instruction.shape.arrays[0].elements)
+    for array in arrays:
+        pieces = math.prod(rules.mesh[name] for names in array.in_use for name in names)
+        whole = math.prod(array.shape)
+        if (
+            array.at_rest is None
+            and pieces > 1
+            and whole in sizes[array.path]
+            and whole // pieces not in sizes[array.path]
+        ):
+            yield Warning(
+                "constraint-not-effective",
+                f"{array.path}: the rules split it into {pieces} pieces, but the program holds it whole",
+                "look at the arrays it is made from: one of them may be placed against it",
+            )
+
+
+def _padding(config: Config, memory: Memory) -> Iterator[Warning]:
+    state_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes
+    if memory.padding_bytes > PADDING * state_bytes and memory.padding_bytes > LARGE_BYTES:
+        yield Warning(
+            "padding",
+            f"tiles add {human_bytes(memory.padding_bytes)} per device to weights and optimizer state "
+            f"({memory.padding_bytes / state_bytes:.0%})",
+            "split a larger dimension: one of few kv_heads or a small head_dim is padded to 8 x 128",
+        )
+    rows = config.model.vocab_rows - config.model.vocab
+    if rows > PADDING * config.model.vocab:
+        yield Warning(
+            "padding",
+            f"model.padded_vocab adds {rows:,} rows ({rows / config.model.vocab:.0%}) that are computed for nothing",
+            "pad to the next multiple of what splits the vocabulary",
+        )

@@ -1,0 +1,122 @@
+"""Each warning on a layout that has the fault and on one that has not."""
+
+import dataclasses
+
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm.foresight import advice, hlo
+from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.floor import Floor
+from gspmd_lm.foresight.memory import Memory
+from gspmd_lm.foresight.report import Array
+from gspmd_lm.rules import Problem
+
+GB = 10**9
+CONFIG = configs.load("llama3_8b")
+FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15)
+MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
+GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
+                    ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip
+WEIGHT = Array("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336), ((), ("fsdp",), ()), ((), (), ()), GB)
+
+
+def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
+          notes=(), config=CONFIG, mesh=None):  # fmt: skip
+    loaded = layouts.load(rules)
+    loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh)
+    return advice.warnings(config, loaded, arrays, problems, moved, floor, memory, module, notes)
+
+
+def only(warnings, code):
+    (warning,) = warnings
+    assert warning.code == code and warning.message and warning.fix
+    return warning
+
+
+def test_a_good_layout_has_none():
+    assert found() == ()
+
+
+def test_more_communication_than_is_needed():
+    third = dataclasses.replace(GATHER, phase="recomputation", bytes_per_device_per_step=GB)
+    warning = only(found(moved=[GATHER, third]), "above-floor")
+    assert "1.10x the necessary communication" in warning.message and "1.0 GB too much over fsdp" in warning.message
+    assert "weights.embed" in warning.fix
+    assert found(moved=[GATHER, dataclasses.replace(third, bytes_per_device_per_step=GB // 3)]) == ()
+
+
+@pytest.mark.parametrize("kind", ["all-to-all", "collective-permute", "all-gather"])
+def test_a_resharding_that_no_rule_asked_for(kind):
+    small = dataclasses.replace(GATHER, bytes_per_device_per_step=GB // 10, rules=(), kind=kind, op="layers.attention")
+    floor = dataclasses.replace(FLOOR, communication_bytes=11 * GB)
+    assert "layers.attention" in only(found(moved=[GATHER, small], floor=floor), "unasked-reshard").message
+    lookup = dataclasses.replace(small, op="embedding", in_loop=False)
+    assert found(moved=[GATHER, lookup], floor=floor) == ()
+    trifle = dataclasses.replace(small, bytes_per_device_per_step=1000, in_loop=False)
+    assert found(moved=[GATHER, trifle], floor=floor) == ()
+
+
+@pytest.mark.parametrize(("link", "where"), [("dcn", "between slices"), ("network", "between hosts")])
+def test_a_slow_link_in_every_layer(link, where):
+    assert where in only(found(moved=[dataclasses.replace(GATHER, link=link)]), "slow-link").message
+    once = dataclasses.replace(GATHER, link=link, times_per_step=1)
+    assert found(moved=[once]) == ()
+
+
+def test_what_the_partitioner_complains_of():
+    assert "cannot go from" in only(found(notes=["cannot go from a to b", "again"]), "involuntary-remat").message
+
+
+def test_a_large_array_left_whole():
+    whole = dataclasses.replace(WEIGHT, at_rest=((), (), ()))
+    warning = only(found(arrays=[whole]), "replicated-array")
+    assert "all 8 devices along fsdp" in warning.message and warning.fix.startswith("weights.embed: fsdp")
+    assert found(arrays=[dataclasses.replace(whole, bytes_per_device=1000)]) == ()
+    odd = dataclasses.replace(whole, shape=(32, 4095, 14337))
+    assert found(arrays=[odd]) == ()  # nothing to be done
+
+
+def test_a_residual_that_could_be_split_over_the_sequence():
+    residual = Array("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
+    warning = only(found("tp8", arrays=[residual]), "replicated-array")
+    assert warning.fix.startswith("rules.residual.seq: tensor")
+    split = dataclasses.replace(residual, in_use=((), ("tensor",), ()))
+    assert found("tp8", arrays=[split]) == ()
+
+
+PROGRAM = """HloModule m, num_partitions=8
+
+ENTRY %main (p: f32[8,64]) -> f32[8,64] {
+  %p = f32[8,64]{1,0} parameter(0)
+  ROOT %q = f32[SIZE]{1,0} tanh(%p), metadata={op_name="jit(_train)/layers/rules.hidden/sharding_constraint"}
+}
+"""
+
+
+def test_a_constraint_without_effect():
+    hidden = Array("hidden", ("batch", "mlp"), (8, 64), None, (("fsdp",), ()), 100)
+    whole, split = (hlo.parse(PROGRAM.replace("SIZE", size)) for size in ("8,64", "1,64"))
+    assert "hidden" in only(found(arrays=[hidden], module=whole), "constraint-not-effective").message
+    assert found(arrays=[hidden], module=split) == ()
+
+
+def test_padding():
+    padded = dataclasses.replace(MEMORY, padding_bytes=GB)
+    assert "8%" in only(found(memory=padded), "padding").message
+    assert found(memory=dataclasses.replace(MEMORY, padding_bytes=GB // 10)) == ()
+    model = dataclasses.replace(CONFIG.model, padded_vocab=2 * CONFIG.model.vocab)
+    assert "100%" in only(found(config=dataclasses.replace(CONFIG, model=model)), "padding").message
+
+
+def test_mesh_axes_of_size_1():
+    assert "tensor=1" in only(found(mesh={"fsdp": 8, "tensor": 1}), "mesh-axis-of-size-1").message
+    assert found("single", mesh={"data": 1}) == ()
+
+
+def test_rows_that_match_nothing():
+    problem = Problem(
+        "rules.expert: this config has no expert, the row does nothing", "x", "drop the row", warning=True
+    )
+    assert only(found(problems=[problem]), "rule-matched-nothing").fix == "drop the row"

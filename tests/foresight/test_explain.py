@@ -1,0 +1,128 @@
+"""explain and compare as a user types them, and what a run says of itself before it starts."""
+
+import json
+
+import pytest
+
+from gspmd_lm import cli
+from gspmd_lm.config import InputError
+from gspmd_lm.foresight import explain, report
+
+SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64"]
+
+
+@pytest.fixture
+def run(cache, monkeypatch, capsys):
+    """A function that runs the command line and returns its exit code, its output and its errors."""
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(cache.parent))
+
+    def call(*argv):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["main.py", *argv])
+        return ended.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_explain_says_what_there_is_to_say(run, tmp_path):
+    files = [tmp_path / name for name in ("out.json", "out.html")]
+    code, out, _ = run("explain", "--rules=fsdp8", "--target=cpu:8", *SMALL, f"--json={files[0]}", f"--html={files[1]}")
+    assert code == 0
+    for words in ("Memory per device", "Collectives", "all-gather", "reduce-scatter", "weights.embed", "no speed of their own"):
+        assert words.lower() in out.lower(), words
+    found = json.loads(files[0].read_text())
+    assert (found["schema"], found["target"], found["devices"]) == (report.SCHEMA, "cpu:8", 8)
+    assert found["prediction"]["step_time_s"] is None and found["prediction"]["reason"] == explain.NOT_ON_CPU
+    assert found["memory"]["fits"] is True and found["memory"]["limit_bytes"] is None
+    assert all(one["rules"] for one in found["collectives"])
+    assert files[1].read_text().startswith("<!doctype html>")
+
+
+def test_a_prediction_for_a_chip_that_is_not_here(run, tmp_path):
+    path = tmp_path / "out.json"
+    code, out, _ = run("explain", "fsdp8", "--target=v5e:2x4", *SMALL, f"--json={path}")
+    assert code == 0 and "Step time" in out
+    found = json.loads(path.read_text())
+    prediction = found["prediction"]
+    parts = ("matmul_s", "attention_s", "other_s", "exposed_communication_s", "exposed_host_copy_s")
+    assert sum(prediction[name] for name in parts) == pytest.approx(prediction["step_time_s"], rel=1e-3)
+    assert prediction["step_time_s"] > found["floor"]["compute_s"] > 0
+    assert 0 < prediction["mfu"] < 1
+    assert found["timeline"] and {span["part"] for span in found["timeline"]} == {"forward", "backward"}
+    assert "libtpu" in found["versions"]
+
+
+def test_compare_ranks(run, tmp_path):
+    path = tmp_path / "out.json"
+    code, out, _ = run("compare", "fsdp8", "tp8", "--target=cpu:8", *SMALL, f"--json={path}")
+    assert code == 0 and "fsdp8" in out and "tp8" in out
+    assert [one["rules"].rsplit("/")[-1] for one in json.loads(path.read_text())] == ["fsdp8.yaml", "tp8.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said", "fix"),
+    [
+        (["explain", "--target=cpu:8"], "explain needs --rules", "--rules=fsdp8"),
+        (["compare", "fsdp8"], "compare needs --target", "--target=v5p:2x2x2"),
+        (["explain", "fsdp8", "--target=v5p"], "--target=v5p: no such form", "v5p:4x4x4"),
+        (["explain", "tp8", "--target=v5p:4x4x4"], "8 devices asked for, 64 here", "--mesh=tensor=64"),
+        (["explain", "tp9", "--target=cpu:8"], "tp9: no such file", "did you mean"),
+        (["explain", "tp8", "fsdp8", "--target=cpu:8", "--export=x"], "holds one executable", "one rules file"),
+        (["explain", "tp8", "--target=cpu:8", "--json=no/such/folder.json"], "there is no folder", "make it"),
+        (["explain", "tp8", "--target=cpu:8", "--set=model.kv_heads=2"], "kv_heads=2 does not divide", "tensor=1 or 2"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_compiled(run, monkeypatch, argv, said, fix):
+    monkeypatch.setattr("gspmd_lm.foresight.compile.subprocess.run", None)
+    code, _, errors = run(*argv)
+    assert code == 2 and said in errors and fix in errors
+
+
+def test_an_exported_step_trains(run, tmp_path):
+    path = tmp_path / "step"
+    code, _, errors = run(
+        "explain", "fsdp8", "--target=cpu:8", *SMALL, "--set=data.source=random:64", f"--export={path}"
+    )
+    assert code == 0, errors
+    train = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=2", "--compile_cache=none")
+    code, out, errors = run(*train, f"--executable={path}", f"--workdir={tmp_path / 'a'}")
+    assert code == 0 and "train step: loaded, not compiled" in out, errors
+    code, _, errors = run(*train, "--set=model.layers=3", f"--executable={path}", f"--workdir={tmp_path / 'b'}")
+    assert code == 2 and "make it anew with explain --export" in errors
+
+
+def test_a_run_says_what_it_will_cost(run, tmp_path):
+    argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=2", f"--workdir={tmp_path / 'run'}")
+    code, out, _ = run(*argv)
+    assert code == 0
+    line = next(line for line in out.splitlines() if "per device at the peak" in line)
+    assert out.index(line) < out.index("step 1/2")
+    assert "each device sends per step" in line
+
+
+def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
+    from gspmd_lm.foresight import target
+    from gspmd_lm.foresight.hardware import CHIPS
+
+    tiny_chip = target.Target("v5e:2x4", "tpu", CHIPS["v5e"], (2, 4))
+    monkeypatch.setattr(target, "of", lambda devices: tiny_chip)
+    monkeypatch.setattr("gspmd_lm.foresight.memory.measure", does_not_fit(explain.memory.measure))
+    argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=2", f"--workdir={tmp_path / 'run'}")
+    code, out, errors = run(*argv)
+    assert code == 2 and "step 1/2" not in out
+    assert "the layout does not fit, and nothing was started" in errors and "Memory per device" in errors
+
+
+def does_not_fit(measure):
+    def measured(compiled, state_bytes, limit_bytes, module, known):
+        return measure(compiled, state_bytes, 1000, module, known)
+
+    return measured
+
+
+def test_every_layout_is_checked_first(request_of, monkeypatch):
+    monkeypatch.setattr(explain, "programs", None)
+    wanted = request_of("fsdp8")
+    wrong = request_of("tp8", "cpu:8").rules
+    with pytest.raises(InputError, match="4 devices"):
+        explain.reports(wanted.config, [wanted.rules, wrong], explain.Target("cpu:4", "cpu", None, (4,)))

@@ -1,0 +1,87 @@
+# ruff: noqa: E501  a program's line is one line
+"""Attention kernels cost what the blocks that they visit cost."""
+
+import pytest
+
+from gspmd_lm.foresight import hlo, kernels
+from gspmd_lm.foresight.hardware import CHIPS
+
+
+def module(call, operands):
+    given = "".join(f"  %p{n} = {shape} parameter({n})\n" for n, shape in enumerate(operands))
+    names = ", ".join(f"%p{n}" for n in range(len(operands)))
+    return hlo.parse(
+        f"HloModule test\n\nENTRY %main (p: f32[]) -> f32[] {{\n{given}  ROOT %r = {call.replace('ARGS', names)}\n}}\n"
+    )
+
+
+def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128):
+    q, k = f"bf16[{batch},{heads},{seq},{size}]", f"bf16[{batch},{key_heads},{seq},{size}]"
+    block = f"s8[1,{blocks},{blocks}]"
+    scratch = f"f32[{batch},{seq // blocks},128]"
+    results = {
+        "fwd_residuals": (scratch, scratch, scratch, q, scratch),
+        "dkv_no_residuals": (scratch, scratch, q, k, k),
+    }[part]
+    return module(
+        f'({", ".join(results)}) custom-call(ARGS), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/splash_mha_{part}/pallas_call"}}',
+        (block, block, q, k, k, f"s32[{seq},128]"),
+    )
+
+
+def test_splash_counts_visited_blocks_steps_and_rows():
+    forward = splash("fwd_residuals", 8)
+    operations = kernels.flops(forward, forward.entry.root)
+    assert operations == 3 * 32 * 2 * 2 * (36 / 64) * 8192**2 * 128
+    seconds = kernels.price_s(forward, forward.entry.root, CHIPS["v6e"])
+    cycles = kernels.SPLASH["v6e"][128][0]
+    assert seconds == pytest.approx(
+        96 * (36 * cycles.visited[2] + 64 * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
+    )
+
+
+@pytest.mark.parametrize("chip", sorted(kernels.SPLASH))
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_shares_of_peak_are_possible_ones(chip, size):
+    shares = {}
+    for part in ("fwd_residuals", "dkv_no_residuals"):
+        program = splash(part, 16, size=size)
+        call = program.entry.root
+        seconds = kernels.price_s(program, call, CHIPS[chip])
+        shares[part] = kernels.flops(program, call) / seconds / CHIPS[chip].peak_bf16_flops_per_s
+    assert 0.05 < shares["fwd_residuals"] < shares["dkv_no_residuals"] < 1.0, shares
+
+
+def test_smaller_blocks_leave_more_and_cost_more():
+    seconds = [
+        kernels.price_s(p, p.entry.root, CHIPS["v5p"]) for p in (splash("fwd_residuals", n) for n in (8, 16, 32))
+    ]
+    assert seconds[0] < seconds[2] and seconds[1] < seconds[2]
+
+
+@pytest.mark.parametrize(("mask", "half"), [("CAUSAL", 0.5), ("NO_MASK", 1.0)])
+def test_cudnn(mask, half):
+    q = "bf16[2,4096,8,64]"
+    config = f'{{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"dimensions":["2","8","4096","4096"]}},"mask_type":"{mask}"}}}}'
+    program = module(
+        f'({q}, u8[0]) custom-call(ARGS), custom_call_target="__cudnn$fmhaSoftmax", backend_config={config}', (q, q, q)
+    )
+    call = program.entry.root
+    assert kernels.flops(program, call) == half * 4 * 2 * 8 * 4096**2 * 64
+    share = (
+        kernels.flops(program, call)
+        / kernels.price_s(program, call, CHIPS["h100"])
+        / CHIPS["h100"].peak_bf16_flops_per_s
+    )
+    assert share == pytest.approx(kernels.CUDNN_SHARE[0])
+
+
+def test_other_calls_have_no_price_here():
+    program = module(
+        'f32[4] custom-call(ARGS), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/mine/pallas_call"}',
+        ("f32[4]",),
+    )
+    assert (
+        kernels.price_s(program, program.entry.root, CHIPS["v6e"]) is None
+        and kernels.flops(program, program.entry.root) == 0
+    )

@@ -1,0 +1,380 @@
+# ruff: noqa: E501  a program's line is one line
+"""Small schedules take exactly as long as their instructions, links and loops say; saved programs add up."""
+
+import dataclasses
+import gzip
+import math
+from pathlib import Path
+
+import pytest
+
+from gspmd_lm.foresight import hlo, kernels, network, prices, schedule, traffic
+from gspmd_lm.foresight.hardware import CHIPS
+
+PROGRAMS = Path(__file__).parent / "programs"
+# A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.
+CHIP = dataclasses.replace(
+    CHIPS["v5e"], clock_hz=1e9, peak_bf16_flops_per_s=1e12, hbm_bytes_per_s=1e9 / prices.HBM_SHARE["tpu"], host_link_bytes_per_s=0.25e9,
+)  # fmt: skip
+
+
+class Links:
+    """Four devices, fsdp 2 x tensor 2. What takes how long is told by the bytes that one device gives: 1 ns each."""
+
+    slices = (0, 0, 0, 0)
+
+    def axes(self, groups):
+        return (
+            {(0, 1): ("tensor",), (0, 2): ("fsdp",)}.get(groups[0][:2], ("fsdp", "tensor"))
+            if len(groups[0]) == 2
+            else ("fsdp", "tensor")
+        )
+
+    def link(self, groups):
+        return "ici"
+
+    def lane(self, groups):
+        return "ici " + "+".join(self.axes(groups))
+
+    def time_s(self, kind, size_bytes, groups):
+        return size_bytes / (len(groups[0]) if kind == "all-gather" else 1) * 1e-9
+
+
+COMPUTATIONS = """%dot (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  ROOT %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}
+"""
+TENSOR, FSDP, ALL = "{{0,1},{2,3}}", "{{0,2},{1,3}}", "{}"
+
+
+def matmul(name, cycles, operand="p", op="jit(_train)/jvp(D)/layers/of.layers.mlp/dot_general"):
+    return f'  %{name} = f32[8,8]{{1,0}} fusion(%{operand}), kind=kOutput, calls=%dot, metadata={{op_name="{op}"}}, backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}\n'
+
+
+def gather(name, nbytes, groups, operand="q"):
+    """Begins an all-gather that takes `nbytes` ns; `operand` is u8[nbytes]."""
+    return f"  %{name} = ((u8[{nbytes}]), u8[{2 * nbytes}]) all-gather-start(%{operand}{nbytes}), replica_groups={groups}, dimensions={{0}}\n"
+
+
+def done(name, start, nbytes):
+    return f"  %{name} = u8[{2 * nbytes}] all-gather-done(%{start})\n"
+
+
+def reduce(name, nbytes, groups, operand="q"):
+    return f"  %{name} = u8[{nbytes}] all-reduce(%{operand}{nbytes}), replica_groups={groups}, to_apply=%sum\n"
+
+
+def module(body, computations="", devices=4):
+    sizes = (10, 30, 60, 130, 150)
+    given = "  %p = f32[8,8]{1,0} parameter(0)\n" + "".join(
+        f"  %q{n} = u8[{n}] parameter({k})\n" for k, n in enumerate(sizes, 1)
+    )
+    return hlo.parse(
+        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n"
+    )
+
+
+def predict(body, computations="", links=None, flops=0.0, tokens=0.0):
+    found = schedule.predict(module(body, computations), CHIP, links or Links(), flops, tokens)
+    parts = (
+        found.matmul_s + found.attention_s + found.other_s + found.exposed_communication_s + found.exposed_host_copy_s
+    )
+    assert math.isclose(parts, found.step_time_s, rel_tol=1e-9, abs_tol=1e-15)
+    return found
+
+
+def ns(seconds):
+    return round(seconds * 1e9, 6)
+
+
+def test_compute_runs_in_order_and_mfu_is_of_the_models_operations():
+    found = predict(matmul("m1", 100) + matmul("m2", 40, "m1"), flops=70e3, tokens=7)
+    assert ns(found.step_time_s) == ns(found.matmul_s) == 140
+    assert found.mfu == pytest.approx(0.5) and found.tokens_per_s_per_device == pytest.approx(5e7)
+    assert found.fusions == (("layers.mlp (matmul)", pytest.approx(140e-9)),)
+    assert found.exposed_by_axis == {} and found.unpriced == {} and found.unpriced_share == 0 and found.basis
+
+
+@pytest.mark.parametrize(("nbytes", "step", "exposed"), [(60, 100, 0), (150, 150, 50)])
+def test_an_asynchronous_collective_hides_behind_compute_as_far_as_it_goes(nbytes, step, exposed):
+    found = predict(gather("g", nbytes, FSDP) + matmul("m", 100) + done("e", "g", nbytes))
+    assert (ns(found.step_time_s), ns(found.exposed_communication_s), ns(found.communication_s)) == (
+        step,
+        exposed,
+        nbytes,
+    )
+    assert found.exposed_by_axis == ({"fsdp": pytest.approx(50e-9)} if exposed else {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "step"),
+    [(FSDP, FSDP, 120), (FSDP, TENSOR, 100), (ALL, TENSOR, 120), (ALL, FSDP, 120)],
+)  # fmt: skip
+def test_two_collectives_share_a_link_or_run_side_by_side(first, second, step):
+    begin = gather("g1", 60, first) + gather("g2", 60, second)
+    found = predict(begin + matmul("m", 100) + done("e1", "g1", 60) + done("e2", "g2", 60))
+    assert (ns(found.step_time_s), ns(found.communication_s)) == (step, 120)
+
+
+def test_a_synchronous_collective_blocks_and_waits_for_its_link():
+    found = predict(reduce("r", 30, TENSOR) + matmul("m", 100))
+    assert (ns(found.step_time_s), ns(found.exposed_communication_s)) == (130, 30)
+    behind = predict(gather("g", 60, FSDP) + reduce("r", 30, FSDP) + matmul("m", 100) + done("e", "g", 60))
+    assert ns(behind.step_time_s) == 190 and behind.exposed_by_axis == {"fsdp": pytest.approx(90e-9)}
+
+
+def loop(body, turns, name="", state="f32[8,8]{1,0}", carried="x"):
+    """Computations of a loop whose body is `body`, over (counter, p, `carried`)."""
+    of = f"(s32[], f32[8,8]{{1,0}}, {state})"
+    return f"""%body{name} (s: {of}) -> {of} {{
+  %st{name} = {of} parameter(0)
+  %i{name} = s32[] get-tuple-element(%st{name}), index=0
+  %p{name} = f32[8,8]{{1,0}} get-tuple-element(%st{name}), index=1
+  %x{name} = {state} get-tuple-element(%st{name}), index=2
+  %one{name} = s32[] constant(1)
+  %next{name} = s32[] add(%i{name}, %one{name})
+{body}  ROOT %t{name} = {of} tuple(%next{name}, %p{name}, %{carried}{name if carried == "x" else ""})
+}}
+
+%cond{name} (s: {of}) -> pred[] {{
+  %sc{name} = {of} parameter(0)
+  %ic{name} = s32[] get-tuple-element(%sc{name}), index=0
+  %n{name} = s32[] constant({turns})
+  ROOT %lt{name} = pred[] compare(%ic{name}, %n{name}), direction=LT
+}}
+"""
+
+
+def run_loop(name="", p="p", x="p", state="f32[8,8]{1,0}", op="", limit=""):
+    of = f"(s32[], f32[8,8]{{1,0}}, {state})"
+    metadata = f', metadata={{op_name="{op}"}}' if op else ""
+    return f"  %zero{name} = s32[] constant(0)\n  %in{name} = {of} tuple(%zero{name}, %{p}, %{x})\n  %loop{name} = {of} while(%in{name}), condition=%cond{name}, body=%body{name}{metadata}\n"
+
+
+def test_turns_of_a_loop_multiply():
+    inner = (
+        matmul("m", 1000, "p_a")
+        + "  %w = u8[30] constant({...})\n  %r = u8[30] all-reduce(%w), replica_groups={{0,1},{2,3}}, to_apply=%sum\n"
+    )
+    found = predict(run_loop("_a"), loop(inner, 50, "_a"))
+    assert (ns(found.matmul_s), ns(found.exposed_communication_s), ns(found.communication_s)) == (50_000, 1500, 1500)
+
+
+def test_nested_loops_multiply():
+    inner = loop(matmul("m", 1000, "p_b"), 3, "_b")
+    outer = loop(matmul("k", 100, "p_a") + run_loop("_b", "p_a", "x_a"), 40, "_a")
+    found = predict(run_loop("_a"), inner + outer)
+    assert ns(found.matmul_s) == 40 * (3 * 1000 + 100)
+
+
+@pytest.mark.parametrize("nbytes", [60, 130])
+def test_a_collective_under_way_from_one_turn_to_the_next(nbytes):
+    """Each turn ends what the one before began, begins another, and computes for 100 ns."""
+    state = f"((u8[{nbytes}]), u8[{2 * nbytes}])"
+    body = (
+        f"  %c{nbytes} = u8[{nbytes}] constant({{...}})\n  %done = u8[{2 * nbytes}] all-gather-done(%x_a)\n"
+        + gather("again", nbytes, FSDP, "c")
+        + matmul("m", 100, "p_a")
+    )
+    outside = gather("first", nbytes, FSDP) + run_loop("_a", x="first", state=state)
+    after = f"  %last = {state} get-tuple-element(%loop_a), index=2\n  %end = u8[{2 * nbytes}] all-gather-done(%last)\n"
+    found = predict(outside + after, loop(body, 50, "_a", state, "again"))
+    waits = {60: 60, 130: 130 + 49 * 30 + 30}[nbytes]  # the first turn for all of it, others for what compute leaves
+    assert (ns(found.matmul_s), ns(found.communication_s)) == (50 * 100, 51 * nbytes)
+    assert (ns(found.exposed_communication_s), ns(found.step_time_s)) == (waits, 50 * 100 + waits)
+
+
+def test_turns_that_cannot_be_told_are_listed_and_counted_once():
+    conditional = loop(matmul("m", 1000, "p_a"), 5, "_a").replace(
+        "constant(5)", 'custom-call(), custom_call_target="Limit"'
+    )
+    found = predict(run_loop("_a"), conditional)
+    assert ns(found.matmul_s) == 1000 and "while: turns unknown" in found.unpriced and found.unpriced_share > 0
+
+
+def test_what_cannot_be_priced_is_listed_with_its_share():
+    found = predict(
+        '  %c = f32[8,8]{1,0} custom-call(%p), custom_call_target="Mystery"\n  %k = f32[8,8]{1,0} copy(%p)\n  %o = (f32[8,8]{1,0}, f32[8,8]{1,0}, s32[]) sort(%p, %p), to_apply=%sum\n'
+    )
+    assert found.unpriced == {"sort": pytest.approx(1028 / 2052), "Mystery": pytest.approx(512 / 2052)}
+    assert found.unpriced_share == pytest.approx(1540 / 2052) and ns(found.step_time_s) == 512
+
+
+def test_host_copies_run_beside_compute_each_direction_on_its_own():
+    host = "f32[8,8]{1,0:S(5)}"
+    both = f"""  %out = ({host}, f32[8,8]{{1,0}}, u32[]) copy-start(%p)
+  %held = {host} parameter(9)
+  %in = (f32[8,8]{{1,0}}, {host}, u32[]) copy-start(%held)
+{matmul("m", 1000)}  %o = {host} copy-done(%out)
+  %i = f32[8,8]{{1,0}} copy-done(%in)
+"""
+    found = predict(both)
+    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s), ns(found.communication_s)) == (1024, 24, 0)
+
+
+def test_slices_to_and_from_the_host_count_their_part_alone():
+    stack = "f32[32,8,8]{2,1,0:S(5)}"
+    body = f"""  %zero = s32[] constant(0)
+  %stack = {stack} parameter(9)
+  %part = f32[1,8,8]{{2,1,0}} bitcast(%p)
+  %out = (({stack}, f32[1,8,8], s32[], s32[], s32[]), {stack}, u32[]{{:S(2)}}) dynamic-update-slice-start(%stack, %part, %zero, %zero, %zero)
+  %o = {stack} dynamic-update-slice-done(%out)
+  %in = (({stack}, s32[], s32[], s32[]), f32[1,8,8]{{2,1,0}}, u32[]{{:S(2)}}) dynamic-slice-start(%o, %zero, %zero, %zero), dynamic_slice_sizes={{1,8,8}}
+{matmul("m", 1000)}  %i = f32[1,8,8]{{2,1,0}} dynamic-slice-done(%in)
+"""
+    found = predict(body)
+    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048)
+
+
+def test_collectives_that_fusions_start_carry_on_and_end():
+    def hidden(name, target, config):
+        return f"""%{name} (b: u8[60]) -> u8[120] {{
+  %b{name} = u8[60] parameter(0)
+  %g{name} = u8[120] all-gather(%b{name}), replica_groups={FSDP}, dimensions={{0}}, frontend_attributes={{chain_id="4"}}, backend_config={{"async_collective_fusion_config":{config}}}
+  ROOT %c{name} = u8[120] custom-call(%g{name}), custom_call_target="{target}"
+}}
+"""
+
+    computations = hidden("starts", "AsyncCollectiveStart", "{}") + hidden("ends", "AsyncCollectiveDone", "{}")
+    body = "  %b = u8[120] fusion(%q60), kind=kCustom, calls=%starts\n{}  %e = u8[120] fusion(%q60), kind=kCustom, calls=%ends\n"
+    behind = predict(body.format(matmul("m", 100)), computations)
+    exposed = predict(body.format(matmul("m", 40)), computations)
+    assert (ns(behind.step_time_s), ns(behind.communication_s)) == (100, 60)
+    assert (ns(exposed.step_time_s), exposed.exposed_by_axis) == (60, {"fsdp": pytest.approx(20e-9)})
+
+
+def test_a_reduce_scatter_in_a_fusion_blocks_and_counts_once():
+    computations = f"""%all-reduce-scatter (b: u8[60]) -> u8[30] {{
+  %b = u8[60] parameter(0)
+  %zero = s32[] constant(0)
+  %ar = u8[60] all-reduce(%b), replica_groups={FSDP}, to_apply=%sum
+  ROOT %ds = u8[30] dynamic-slice(%ar, %zero), dynamic_slice_sizes={{30}}
+}}
+"""
+    found = predict(
+        "  %f = u8[30] fusion(%q60), kind=kCustom, calls=%all-reduce-scatter\n" + matmul("m", 100), computations
+    )
+    assert (ns(found.step_time_s), ns(found.communication_s)) == (160, 60)
+
+
+def test_a_collective_on_the_sparse_core_runs_beside_compute():
+    computations = f"""%called (v: u8[60]) -> u8[120] {{
+  %v = u8[60] parameter(0)
+  ROOT %g = u8[120] all-gather(%v), replica_groups={FSDP}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+"""
+    start = '  %cs = ((u8[60]), u8[120]) call-start(%q60), async_execution_thread="sparsecore", to_apply=%called\n'
+    found = predict(start + matmul("m", 40) + "  %cd = u8[120] call-done(%cs)\n", computations)
+    assert (ns(found.step_time_s), ns(found.exposed_communication_s)) == (60, 20)
+
+
+def test_of_a_conditional_the_longer_branch_counts():
+    def branch(name, cycles):
+        return f"%{name} (b: f32[8,8]) -> f32[8,8] {{\n  %p{name} = f32[8,8]{{1,0}} parameter(0)\n{matmul('m' + name, cycles, 'p' + name)}  ROOT %r{name} = f32[8,8]{{1,0}} bitcast(%m{name})\n}}\n"
+
+    body = "  %which = s32[] constant(0)\n  %c = f32[8,8]{1,0} conditional(%which, %p, %p), branch_computations={%short, %long}\n"
+    assert ns(predict(body, branch("short", 10) + branch("long", 70)).step_time_s) == 70
+
+
+def test_what_crosses_slices_is_sent_and_waited_for():
+    attributes = 'channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.9_0",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    body = f"""  %token = token[] after-all()
+  %out = (u8[60], u32[], token[]) send(%q60, %token), {attributes}
+  %sent = token[] send-done(%out), {attributes}
+{matmul("m", 40)}  %in = (u8[60], u32[], token[]) recv(%token), {attributes}
+  %got = (u8[60], token[]) recv-done(%in), {attributes}
+"""
+    slow = network.network(
+        dataclasses.replace(CHIP, network_bytes_per_s=1e9), [(0, 0, 0)] * 2, [0, 1], [0, 1], [2], ["data"]
+    )
+    found = schedule.predict(module(body, devices=1), CHIP, slow, 0.0, 0.0)
+    assert found.exposed_by_axis == {"data": pytest.approx(found.step_time_s - 40e-9)}
+    assert ns(found.communication_s) == 60 and ns(found.step_time_s) == 60
+
+
+def test_the_timeline_shows_a_turn_of_each_pass_in_one_loop_over_microbatches():
+    def layers(name, op, cycles):
+        return loop(
+            f"  %w{name} = u8[30] constant({{...}})\n  %g{name} = ((u8[30]), u8[60]) all-gather-start(%w{name}), replica_groups={FSDP}, dimensions={{0}}, metadata={{op_name=\"{op}/of.layers.mlp/x\"}}\n"
+            + matmul(f"m{name}", cycles, f"p{name}", op + "/layers/of.layers.mlp/dot_general")
+            + f"  %e{name} = u8[60] all-gather-done(%g{name})\n",
+            8, name,
+        )  # fmt: skip
+
+    forward, backward = "jit(_train)/jvp(D)/while/body", "jit(_train)/transpose(jvp(D))/while/body"
+    both = run_loop("_f", "p_m", "x_m") + run_loop("_b", "p_m", "x_m")
+    found = predict(run_loop("_m"), layers("_f", forward, 1000) + layers("_b", backward, 2000) + loop(both, 4, "_m"))
+    spans = {(span.part, span.lane, span.kind): span for span in found.timeline if span.kind != "other"}
+    assert set(spans) == {
+        (part, *what)
+        for part in ("forward", "backward")
+        for what in (("compute", "matmul"), ("ici fsdp", "all-gather"))
+    }
+    for part, cycles in (("forward", 1000), ("backward", 2000)):
+        span = spans[part, "compute", "matmul"]
+        assert ns(span.end_s - span.start_s) == cycles and span.name == "layers.mlp"
+        assert ns(spans[part, "ici fsdp", "all-gather"].end_s - spans[part, "ici fsdp", "all-gather"].start_s) == 30
+    assert all(0 <= span.start_s < span.end_s for span in found.timeline)
+
+
+def test_traffic_is_what_slices_and_updates_touch():
+    computations = """%touch (big: f32[32,8,8], part: f32[1,8,8], n: s32[]) -> f32[32,8,8] {
+  %big = f32[32,8,8]{2,1,0} parameter(0)
+  %part = f32[1,8,8]{2,1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %old = f32[1,8,8]{2,1,0} dynamic-slice(%big, %n, %n, %n), dynamic_slice_sizes={1,8,8}
+  %new = f32[1,8,8]{2,1,0} add(%old, %part)
+  ROOT %u = f32[32,8,8]{2,1,0} dynamic-update-slice(%big, %new, %n, %n, %n)
+}
+"""
+    body = """  %big = f32[32,8,8]{2,1,0} parameter(7)
+  %part = f32[1,8,8]{2,1,0:S(1)} parameter(8)
+  %n = s32[] constant(0)
+  %f = f32[32,8,8]{2,1,0} fusion(%big, %part, %n), kind=kLoop, calls=%touch
+  %s = f32[2,8,8]{2,1,0} slice(%big), slice={[0:2], [0:8], [0:8]}
+  %t = f32[3,5]{1,0:T(8,128)} parameter(9)
+  %c = f32[3,5]{1,0:T(8,128)} copy(%t)
+"""
+    instructions = module(body, computations)
+    touched = traffic.of(instructions, instructions.entry.instructions["f"])
+    assert (touched.hbm_bytes, touched.chip_bytes) == (256 + 256 + 4, 256)
+    assert traffic.of(instructions, instructions.entry.instructions["s"]).hbm_bytes == 2 * 512
+    assert traffic.of(instructions, instructions.entry.instructions["c"]).hbm_bytes == 2 * 4 * 8 * 128  # whole tiles
+
+
+def saved(name):
+    return hlo.parse(gzip.decompress((PROGRAMS / f"{name}.txt.gz").read_bytes()).decode())
+
+
+WHERE = {"tpu_v5e": ("v5e", (2, 4)), "tpu7x": ("tpu7x", None), "gpu_h100": ("h100", None)}
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_saved_programs_add_up(name):
+    chip = CHIPS[WHERE[name][0]]
+    mesh = {"fsdp": 2, "tensor": 4} if name == "tpu_v5e" else {"fsdp": 8}
+    places = [(k % 2, k // 2, 0) for k in range(8)]
+    if name == "tpu7x":
+        places = [(k // 2 % 2, k // 4, 0) for k in range(8)]
+    links = network.network(chip, places, [0] * 8, [0] * 8, mesh.values(), mesh)
+    found = schedule.predict(saved(name), chip, links, 1e9, 1e3)
+    parts = (found.matmul_s, found.attention_s, found.other_s, found.exposed_communication_s, found.exposed_host_copy_s)
+    assert sum(parts) == pytest.approx(found.step_time_s) and all(part >= 0 for part in parts)
+    assert found.exposed_communication_s == pytest.approx(sum(found.exposed_by_axis.values()))
+    assert found.exposed_communication_s <= found.communication_s
+    assert found.matmul_s > 0 and found.unpriced_share < 0.01, found.unpriced
+    assert {span.part for span in found.timeline} == {"forward", "backward"}
+    assert {span.kind for span in found.timeline} >= {"matmul", "all-gather"}
+    if name == "tpu_v5e":
+        kernel = next(
+            s.instruction for s in saved(name).steps() if s.instruction.custom_call_target == "tpu_custom_call"
+        )
+        batch, heads, seq, size = 8, 1, 128, 128
+        assert kernels.flops(saved(name), kernel) == 4 * batch * heads * seq * seq * size
