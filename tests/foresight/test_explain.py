@@ -124,5 +124,5 @@ def test_every_layout_is_checked_first(request_of, monkeypatch):
     monkeypatch.setattr(explain, "programs", None)
     wanted = request_of("fsdp8")
     wrong = request_of("tp8", "cpu:8").rules
-    with pytest.raises(InputError, match="4 devices"):
+    with pytest.raises(InputError, match="8 devices asked for, 4 here"):
         explain.reports(wanted.config, [wanted.rules, wrong], explain.Target("cpu:4", "cpu", None, (4,)))

@@ -1,0 +1,177 @@
+"""Walks the compiled schedule in its order: how long a step takes, what it waits for, and what one layer looks like."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from gspmd_lm.foresight import provenance, traffic
+from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.network import Network
+from gspmd_lm.foresight.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
+
+COSTLIEST = 12  # operations listed
+_TOO_SHORT = 1e-4  # to be seen, of a turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One stretch of the timeline of one turn of a loop."""
+
+    start_s: float
+    end_s: float
+    lane: str  # compute, or a link: ici fsdp, ici tensor, dcn data, nvlink tensor, host
+    kind: str  # matmul, attention, other, all-gather, ..., copy to host, copy from host
+    name: str  # the op
+    part: str  # forward or backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds per step, and where they go. What is exposed is what compute waits for."""
+
+    step_time_s: float
+    matmul_s: float
+    attention_s: float
+    other_s: float
+    exposed_communication_s: float
+    exposed_by_axis: Mapping[str, float]
+    exposed_host_copy_s: float
+    communication_s: float  # exposed or not
+    mfu: float
+    tokens_per_s_per_device: float
+    basis: str  # what the prices rest on
+    error: str  # how wrong it was where it could be compared
+    timeline: tuple[Span, ...]
+    unpriced: Mapping[str, float]  # opcode or call target -> share of the program's instructions' bytes
+    unpriced_share: float
+    fusions: tuple[tuple[str, float], ...] = ()  # the costliest operations: name, seconds per step
+
+
+def predict(
+    module: Module, chip: Chip, network: Network, flops_per_device: float, tokens_per_device: float, error: str = ""
+) -> Prediction:
+    """What one step of a program takes on `chip`s, joined by `network`.
+
+    `flops_per_device` are the model's own, recomputation not counted: they are what MFU compares with the peak.
+    `error` says how wrong predictions for such chips were.
+    """
+    walk = Walk(module, chip, network)
+    waited = {label: seconds for label, seconds in walk.waited.items() if seconds > 0}
+    host_s = waited.pop(HOST, 0.0)
+    unpriced = _unpriced(module, walk)
+    step_s = walk.now_s
+    return Prediction(
+        step_time_s=step_s,
+        matmul_s=walk.spent["matmul"],
+        attention_s=walk.spent["attention"],
+        other_s=walk.spent["other"],
+        exposed_communication_s=sum(waited.values()),
+        exposed_by_axis=dict(sorted(waited.items(), key=lambda wait: -wait[1])),
+        exposed_host_copy_s=host_s,
+        communication_s=walk.communication_s,
+        mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
+        tokens_per_s_per_device=tokens_per_device / step_s if step_s else 0.0,
+        basis=_BASIS[chip.platform],
+        error=error,
+        timeline=_timeline(module, walk),
+        unpriced=unpriced,
+        unpriced_share=sum(unpriced.values()),
+        fusions=_costliest(module, walk),
+    )
+
+
+_BASIS = {
+    "tpu": "the TPU compiler's cycles for matmuls; memory traffic for the rest; links first come, first served",
+    "gpu": "matmuls at a share of peak; memory traffic and launches for the rest; links first come, first served",
+}
+
+
+def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
+    """What is left out: by opcode or call target, the share of the bytes that all instructions move."""
+    total, left = 0, collections.Counter[str]()
+    for step in module.steps():
+        instruction = step.instruction
+        if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
+            continue
+        size = step.times * traffic.of(module, instruction).all_bytes
+        total += size
+        if instruction.phase == "-start":
+            known = walk.price(instruction) is not None and (
+                bool(module.bodies(instruction)) or instruction.base in COPIES or bool(walk.exchanges(instruction))
+            )
+        else:
+            known = walk.price(instruction) is not None
+        if not known:
+            left[instruction.custom_call_target or instruction.opcode] += size
+    for step in module.steps():
+        if step.instruction.opcode == "while" and module.trip_count(step.instruction) is None:
+            left["while: turns unknown"] += 1
+    return {name: size / total if total else 0.0 for name, size in left.most_common()}
+
+
+_MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional")
+
+
+def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
+    """The operations that compute longest."""
+    found: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for step in module.steps():
+        price = walk.price(step.instruction)
+        if price and price.seconds:
+            found[f"{_label(step.instruction)} ({price.kind})"] += step.times * price.seconds
+    return tuple(sorted(found.items(), key=lambda item: -item[1])[:COSTLIEST])
+
+
+def _label(instruction: Instruction) -> str:
+    """Where in the model it stands: layers.attention.wq."""
+    name = provenance.read(instruction.op_name)
+    return "+".join(name.of) or ".".join(name.modules[:3]) or instruction.name
+
+
+def _timeline(module: Module, walk: Walk) -> tuple[Span, ...]:
+    """One turn of the longest loop of the forward pass, then one of the backward pass."""
+    times = {step.instruction.name: step.times for step in module.steps() if step.instruction.opcode == "while"}
+    inside = {step.instruction.name: {loop.name for loop in step.loops} for step in module.steps()
+              if step.instruction.opcode == "while"}  # fmt: skip
+    parts = {name: _part(turn) for name, turn in walk.turns.items()}
+    longest: dict[str, str] = {}
+    for name in sorted(walk.turns, key=lambda name: walk.turns[name].loop_s * times[name]):
+        others = {parts[other] for other in walk.turns if name in inside[other]}
+        if len(others) < 2:  # a loop over microbatches has loops of both passes inside
+            longest[parts[name]] = name
+    return tuple(
+        span for part in ("forward", "backward") if part in longest for span in _spans(walk.turns[longest[part]], part)
+    )
+
+
+def _part(turn: Turn) -> str:
+    """forward or backward: what most of its compute belongs to. Recomputation is a part of the backward pass."""
+    spent = {"forward": 0.0, "backward": 0.0}
+    for piece in turn.pieces:
+        if piece.lane == COMPUTE:
+            phase = provenance.read(piece.instruction.op_name).phase
+            spent["forward" if phase == "forward" else "backward"] += piece.end_s - piece.begin_s
+    return "backward" if spent["backward"] > spent["forward"] else "forward"
+
+
+def _spans(turn: Turn, part: str) -> list[Span]:
+    """A turn from its beginning. A transfer that goes on in the next turn also stands where it came from the last."""
+    found: list[Span] = []
+    for piece in turn.pieces:
+        begin_s, end_s = piece.begin_s - turn.begin_s, piece.end_s - turn.begin_s
+        if piece.lane == MEMORY or begin_s < 0:  # of the turn before: its like in this turn is there twice
+            continue
+        for shift_s in (0.0, turn.seconds):
+            low, high = max(0.0, begin_s - shift_s), min(turn.seconds, end_s - shift_s)
+            if high - low > turn.seconds * _TOO_SHORT:
+                found.append(Span(low, high, piece.lane, piece.kind, _label(piece.instruction), part))
+    joined: list[Span] = []
+    for span in sorted(found, key=lambda span: (span.lane != COMPUTE, span.lane, span.start_s)):
+        last = joined[-1] if joined else span
+        same = dataclasses.replace(span, start_s=last.start_s, end_s=last.end_s) == last
+        if joined and same and span.start_s - last.end_s <= turn.seconds * _TOO_SHORT:
+            joined[-1] = dataclasses.replace(last, end_s=span.end_s)
+        else:
+            joined.append(span)
+    return joined

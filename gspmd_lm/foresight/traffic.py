@@ -1,0 +1,96 @@
+"""Bytes that an instruction of a compiled program reads and writes, by memory, without what a slice leaves out."""
+
+import collections
+import dataclasses
+
+from gspmd_lm.foresight.hlo import COLLECTIVES, Array, Computation, Instruction, Module
+
+_SLICES = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier")
+_CARRIED = (*COLLECTIVES, "custom-call")  # inside fusions: what asynchronous collectives keep between their steps
+_ON_CHIP, _HOST = 1, 5  # memory spaces of TPU layouts
+_MEMORY = {0: "hbm", _ON_CHIP: "chip", _HOST: "host"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes read and written by one run. Semaphores and scalars in other memories are left out."""
+
+    hbm_bytes: int = 0
+    chip_bytes: int = 0  # on-chip memory that the compiler manages (TPU)
+    host_bytes: int = 0
+
+    @property
+    def all_bytes(self) -> int:
+        return self.hbm_bytes + self.chip_bytes + self.host_bytes
+
+
+def of(module: Module, instruction: Instruction) -> Traffic:
+    """What one run of an instruction of the schedule moves."""
+    found: collections.Counter[str] = collections.Counter()
+    siblings = module.computations[instruction.computation].instructions
+    operands = [siblings[name] for name in instruction.operands]
+    if instruction.opcode == "fusion":
+        inside = module.computations[instruction.called["calls"][0]]
+        for n, operand in enumerate(operands):
+            _add(found, operand.shape.arrays, _read(module, inside, inside.parameters[n]))
+        _add(found, instruction.shape.arrays, _written(module, inside.root))
+    elif instruction.opcode in _SLICES:
+        _add(found, instruction.shape.arrays, None)
+        _add(found, operands[0].shape.arrays, instruction.shape.arrays[0].padded_bytes)
+    elif instruction.opcode == "dynamic-update-slice":
+        _add(found, operands[1].shape.arrays, None)
+        _add(found, instruction.shape.arrays, operands[1].shape.arrays[0].padded_bytes)
+    else:
+        for operand in operands:
+            _add(found, operand.shape.arrays, None)
+        _add(found, instruction.shape.arrays, None)
+    return Traffic(found["hbm"], found["chip"], found["host"])
+
+
+def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:
+    """Counts arrays of one operand or result, all of them or `limit_bytes` of their sum."""
+    whole = sum(array.padded_bytes for array in arrays) or 1
+    share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / whole)
+    for array in arrays:
+        memory = _MEMORY.get(array.memory_space)
+        if memory:
+            found[memory] += round(array.padded_bytes * share)
+
+
+def _read(module: Module, computation: Computation, value: Instruction) -> int:
+    """How much of `value`, a parameter or a view of one, the instructions of a fused computation read."""
+    whole = sum(array.padded_bytes for array in value.shape.arrays)
+    total = 0
+    for user in computation.instructions.values():
+        if value.name not in user.operands:
+            continue
+        first = user.operands[0] == value.name
+        if (user.opcode in _SLICES and first) or user.opcode == "get-tuple-element":
+            total += sum(array.padded_bytes for array in user.shape.arrays)
+        elif user.opcode in _CARRIED or (user.opcode == "dynamic-update-slice" and first):
+            continue
+        elif user.opcode in _VIEWS:
+            total += 0 if user.is_root else _read(module, computation, user)
+        elif user.opcode == "fusion":
+            inside = module.computations[user.called["calls"][0]]
+            total += _read(module, inside, inside.parameters[user.operands.index(value.name)])
+        else:
+            return whole
+    return min(total, whole)
+
+
+def _written(module: Module, root: Instruction) -> int:
+    """How much of a fusion's result is written: of an update in place its new part, of what is passed on nothing."""
+    if root.opcode == "tuple":
+        siblings = module.computations[root.computation].instructions
+        return sum(_written(module, siblings[name]) for name in root.operands)
+    if root.opcode in ("bitcast", "reshape", "optimization-barrier") and root.operands:
+        return _written(module, module.operand(root))
+    if root.opcode == "dynamic-update-slice":
+        return module.operand(root, 1).shape.arrays[0].padded_bytes
+    if root.opcode == "fusion":
+        return _written(module, module.computations[root.called["calls"][0]].root)
+    if root.opcode == "parameter" or root.opcode in _CARRIED:
+        return 0
+    return sum(array.padded_bytes for array in root.shape.arrays)

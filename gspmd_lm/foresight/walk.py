@@ -1,0 +1,271 @@
+"""Runs a compiled schedule against a clock: compute in order, transfers beside it on their links, loops to the end."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from gspmd_lm.foresight import exchanges, prices
+from gspmd_lm.foresight.exchanges import Exchange
+from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.hlo import COLLECTIVES, Computation, Instruction, Module
+from gspmd_lm.foresight.network import Network
+
+TURNS = 8  # of a loop that are walked at most: it is enough that one takes as long as the one before
+COMPUTE, HOST, MEMORY = "compute", "host", "memory"
+COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
+_HOST_SPACE = 5
+
+
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """A stretch of time on a lane: compute, or a transfer under way."""
+
+    begin_s: float
+    end_s: float
+    lane: str
+    kind: str
+    instruction: Instruction
+    waits_for: str = ""  # of a transfer: the mesh axes, HOST or MEMORY
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """The last walked turn of a loop, when it turns evenly."""
+
+    begin_s: float
+    seconds: float
+    pieces: tuple[Piece, ...]
+    loop_s: float  # of all turns
+
+
+# What an instruction's value holds of transfers under way: one, those of a tuple's elements, or nothing.
+Value = Piece | tuple["Value", ...] | None
+
+
+class Walk:
+    """One run of a program. `spent` has the seconds of compute by kind, and of waiting by what was waited for."""
+
+    def __init__(self, module: Module, chip: Chip, network: Network):
+        self.module, self.chip, self.network = module, chip, network
+        self.now_s = 0.0
+        self.spent: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
+        self.waited: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
+        self.communication_s = 0.0
+        self.turns: dict[str, Turn] = {}
+        self._busy: dict[str, float] = {}  # link -> when it is free
+        self._pieces: list[Piece] = []
+        self._chains: dict[str, Piece] = {}  # chain_id, or rendezvous between slices -> what is under way
+        self._prices: dict[Instruction, prices.Price | None] = {}
+        self._exchanges: dict[Instruction, tuple[Exchange, ...]] = {}
+        self.run(module.entry, ())
+
+    def run(self, computation: Computation, parameters: Sequence[Value]) -> Value:
+        """The value of a computation's root; the clock moves on."""
+        values: dict[str, Value] = {}
+        for instruction in computation.instructions.values():
+            operands = [values[name] for name in instruction.operands]
+            if instruction.opcode == "parameter":
+                value = parameters[instruction.index] if instruction.index < len(parameters) else None
+            else:
+                value = self._instruction(instruction, operands)
+            values[instruction.name] = value
+        return values[computation.root.name]
+
+    def _instruction(self, instruction: Instruction, operands: list[Value]) -> Value:
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return tuple(operands) if any(value is not None for value in operands) else None
+        if opcode == "get-tuple-element":
+            return operands[0][instruction.index] if isinstance(operands[0], tuple) else operands[0]
+        if opcode in ("bitcast", "optimization-barrier"):
+            return operands[0]
+        if opcode == "while":
+            return self._loop(instruction, operands[0])
+        if opcode == "call":
+            return self.run(self.module.bodies(instruction)[0], operands)
+        if opcode == "conditional":
+            return self._conditional(instruction, operands)
+        if opcode in ("send", "recv"):
+            return self._between_slices(instruction)
+        if instruction.phase == "-start":
+            return self._start(instruction)
+        if instruction.phase == "-update":
+            return operands[0]
+        if instruction.phase == "-done":
+            if opcode != "send-done":
+                self._wait(operands[0])
+            return None
+        self._synchronous(instruction)
+        return None
+
+    def price(self, instruction: Instruction) -> prices.Price | None:
+        """What it computes; None where nothing is known of it. Transfers compute nothing."""
+        if instruction not in self._prices:
+            moves = instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase
+            found = prices.NOTHING if moves else prices.price(self.module, instruction, self.chip)
+            if found and instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
+                found = prices.NOTHING  # the exchange is what takes its time
+            self._prices[instruction] = found
+        return self._prices[instruction]
+
+    def exchanges(self, instruction: Instruction) -> tuple[Exchange, ...]:
+        """The collectives that begin with it, among all devices."""
+        if instruction not in self._exchanges:
+            self._exchanges[instruction] = exchanges.of(self.module, instruction, self.network.slices)
+        return self._exchanges[instruction]
+
+    def seconds(self, exchange: Exchange) -> float:
+        """How long one collective takes if nothing else is on its links."""
+        pieces = exchange.group_size if exchange.kind == "all-gather" else 1
+        return self.network.time_s(exchange.kind, exchange.input_bytes * pieces, exchange.groups)
+
+    def _synchronous(self, instruction: Instruction) -> None:
+        """Compute, a collective that blocks, or a fusion of a TPU with one or both of them."""
+        if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
+            for chain in self.module.carried(instruction, "AsyncCollectiveDone"):
+                self._wait(self._chains.pop(chain, None))
+            for exchange in self.exchanges(instruction):
+                transfer = self._exchange(exchange)
+                if exchange.asynchronous and transfer:
+                    inner = exchange.instruction
+                    self._chains[inner.frontend.get("chain_id", inner.name)] = transfer
+                else:
+                    self._wait(transfer)
+        price = self.price(instruction)
+        if price and price.seconds:
+            self._pieces.append(Piece(self.now_s, self.now_s + price.seconds, COMPUTE, price.kind, instruction))
+            self.now_s += price.seconds
+            self.spent[price.kind] += price.seconds
+
+    def _start(self, instruction: Instruction) -> Value:
+        if instruction.base in COLLECTIVES:
+            return tuple(self._exchange(exchange) for exchange in self.exchanges(instruction))
+        if instruction.base in COPIES:
+            return self._copy(instruction)
+        started: list[Value] = []
+        beside_s = 0.0  # what a computation of its own, on another core, does besides exchanging
+        for body in self.module.bodies(instruction):
+            for inner in body.instructions.values():
+                started += [self._exchange(exchange) for exchange in self.exchanges(inner)]
+                price = self.price(inner)
+                beside_s += price.seconds if price else 0.0
+        if beside_s:
+            started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
+        return tuple(started)
+
+    def _exchange(self, exchange: Exchange) -> Piece | None:
+        axes, link = self.network.axes(exchange.groups), self.network.link(exchange.groups)
+        if not axes:
+            return None
+        # Different mesh axes have different links of a torus. Anything else has one link for all.
+        links = [f"{link} {axis}" for axis in axes] if link == "ici" else ["network"]
+        seconds = self.seconds(exchange)
+        self.communication_s += seconds
+        lane = self.network.lane(exchange.groups)
+        return self._transfer(seconds, links, lane, exchange.kind, exchange.runs, "+".join(axes))
+
+    def _copy(self, instruction: Instruction) -> Piece | None:
+        """A copy that the compiler runs beside compute: to or from the host, or into the memory on the chip."""
+        given = [self.module.operand(instruction, n).shape.arrays[:1] for n in range(len(instruction.operands))]
+        part = given[1] if instruction.base == "dynamic-update-slice" else ()
+        results = [array for array in instruction.shape.arrays if len(array.dimensions) > 0]
+        known = (a.padded_bytes for a in (*part, *given[0], *results) if a.memory_space in (0, 1, _HOST_SPACE))
+        moved = min(known, default=0)
+        from_host = given[0][0].memory_space == _HOST_SPACE and not part
+        to_host = part and given[0][0].memory_space == _HOST_SPACE
+        to_host = to_host or (not from_host and any(array.memory_space == _HOST_SPACE for array in results))
+        if from_host or to_host:
+            direction = "copy from host" if from_host else "copy to host"
+            seconds = moved * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
+            return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
+        seconds = moved / (prices.HBM_SHARE[self.chip.platform] * self.chip.hbm_bytes_per_s)
+        return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
+
+    def _between_slices(self, instruction: Instruction) -> Piece | None:
+        """A send begins an exchange between slices; the receive of its answer has it to wait for."""
+        meeting = exchanges.rendezvous(instruction)
+        if instruction.opcode == "recv":
+            return self._chains.pop(meeting, None)
+        for exchange in self.exchanges(instruction):
+            transfer = self._exchange(exchange)
+            if transfer:
+                self._chains[meeting] = transfer
+        return None
+
+    def _transfer(self, seconds: float, links: Sequence[str], lane: str, kind: str, instruction: Instruction,
+                  waits_for: str) -> Piece:  # fmt: skip
+        """First come, first served on each link that it needs."""
+        begin_s = max([self.now_s, *(self._busy.get(link, 0.0) for link in links)])
+        for link in links:
+            self._busy[link] = begin_s + seconds
+        piece = Piece(begin_s, begin_s + seconds, lane, kind, instruction, waits_for)
+        self._pieces.append(piece)
+        return piece
+
+    def _wait(self, value: Value) -> None:
+        if isinstance(value, tuple):
+            for part in value:
+                self._wait(part)
+        elif value and value.end_s > self.now_s:
+            if value.waits_for == MEMORY:
+                self.spent["other"] += value.end_s - self.now_s
+            else:
+                self.waited[value.waits_for] += value.end_s - self.now_s
+            self.now_s = value.end_s
+
+    def _conditional(self, instruction: Instruction, operands: list[Value]) -> Value:
+        """The branch that computes longest."""
+        branches = self.module.bodies(instruction)
+        costs = [math.fsum(p.seconds for i in b.instructions.values() if (p := self.price(i))) for b in branches]
+        chosen = max(range(len(branches)), key=lambda n: costs[n])
+        return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
+
+    def _loop(self, loop: Instruction, value: Value) -> Value:
+        """Walks turns until one takes as long as the one before, then adds the others at once."""
+        condition, body = self.module.bodies(loop)
+        counted = self.module.trip_count(loop)
+        turns = 1 if counted is None else counted
+        loop_began_s, took_s, even = self.now_s, math.inf, False
+        for turn in range(min(turns, TURNS)):
+            before = _Mark(self)
+            value = self.run(body, [value])
+            self.run(condition, [value])
+            even = math.isclose(before.took_s(self), took_s, rel_tol=1e-6, abs_tol=1e-9)
+            took_s = before.took_s(self)
+            if even or turn == min(turns, TURNS) - 1:
+                pieces = tuple(dataclasses.replace(p) for p in self._pieces if p.end_s > before.now_s)
+                before.repeat(self, turns - turn - 1)
+                self.turns[loop.name] = Turn(before.now_s, took_s, pieces, self.now_s - loop_began_s)
+                break
+        return value
+
+
+class _Mark:
+    """Where a walk stood before a turn, from which the turn can be repeated."""
+
+    def __init__(self, walk: Walk):
+        self.now_s = walk.now_s
+        self._first = len(walk._pieces)
+        self._spent, self._waited = walk.spent.copy(), walk.waited.copy()
+        self._communication_s = walk.communication_s
+        self._busy = dict(walk._busy)
+
+    def took_s(self, walk: Walk) -> float:
+        return walk.now_s - self.now_s
+
+    def repeat(self, walk: Walk, turns: int) -> None:
+        """The same turn again, so many times: all clocks move on, also those of links and of what is under way."""
+        shift_s = turns * self.took_s(walk)
+        for now, before in ((walk.spent, self._spent), (walk.waited, self._waited)):
+            for name in now:
+                now[name] += turns * (now[name] - before.get(name, 0.0))
+        walk.communication_s += turns * (walk.communication_s - self._communication_s)
+        for link, free_s in walk._busy.items():
+            if free_s != self._busy.get(link):
+                walk._busy[link] = free_s + shift_s
+        for piece in walk._pieces[self._first :]:
+            if piece.end_s > walk.now_s:
+                piece.begin_s += shift_s
+                piece.end_s += shift_s
+        walk.now_s += shift_s
