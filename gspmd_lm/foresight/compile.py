@@ -280,7 +280,15 @@ def _compile(request: Request, folder: Path) -> None:
     if target.platform == "gpu":
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     started = time.monotonic()
-    lowered = built.lower_train()
+    try:
+        lowered = built.lower_train()
+    except RuntimeError as error:
+        if "cuDNN not found" not in str(error):
+            raise
+        raise InputError(
+            f"{rules.path}: attention.gpu: cudnn: compiling for it needs cuDNN's libraries, which are not here\n"
+            "  fix   pip install nvidia-cudnn-cu12, or attention: {gpu: xla}"
+        ) from error
     traced = time.monotonic()
     try:
         compiled = runtime.compile(lowered, options, target.platform, rules.path)

@@ -58,7 +58,8 @@ def report(
         reason = "the compiler refused the program: it does not fit"
     else:
         module = hlo.parse(program.text)
-        held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, _known(named, rules.mesh))
+        known, accepted = _known(named, rules.mesh), target.platform == "tpu"
+        held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
         found = collectives.find(module, rules, named, network)
         if target.chip:
             tokens = config.data.batch * config.data.seq // target.devices

@@ -58,14 +58,20 @@ def measure(
     limit_bytes: int | None,
     module: hlo.Module,
     known: Iterable[Named],
+    accepted: bool = False,
 ) -> Memory:
     """The memory of a compiled program.
+
+    accepted: the compiler has itself refused whatever does not fit (libtpu does). Its temporaries hold more than what
+    is alive at once, such as buffers on the chip, so that their sum may pass the limit; the peak is then the limit.
 
     compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer and batch, counted from shapes;
     what tiling adds to them is among the temporaries. A donated argument is counted once, the program's code too.
     """
     held = compiled["argument_size_in_bytes"] + compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
     total = held + compiled["temp_size_in_bytes"] + compiled["generated_code_size_in_bytes"]
+    if accepted and limit_bytes is not None:
+        total = min(total, limit_bytes)
     host = sum(size for name, size in compiled.items() if name.startswith("host_") and "alias" not in name)
     return Memory(
         weights_bytes=state_bytes["weights"],

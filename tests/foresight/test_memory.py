@@ -20,6 +20,13 @@ def test_every_byte_of_a_compiled_program_is_told(request_of, cache):
     assert not memory.measure(program.memory, program.state_bytes, 1000, hlo.parse(program.text), []).fits
 
 
+def test_what_libtpu_accepts_fits(request_of, cache):
+    (program,) = programs([request_of("fsdp8")], cache=str(cache))
+    module, limit_bytes = hlo.parse(program.text), sum(program.state_bytes.values()) + 1000
+    found = memory.measure(program.memory, program.state_bytes, limit_bytes, module, [], accepted=True)
+    assert found.fits and found.peak_bytes == limit_bytes
+
+
 PROGRAM = """HloModule m, num_partitions=2
 
 %body (p: (bf16[4,8,16], f32[8,16])) -> (bf16[4,8,16], f32[8,16]) {

@@ -1,0 +1,105 @@
+"""Predicted step times beside published ones, and the order of good and bad layouts: the tables of docs/foresight.md.
+
+    python -m benchmarks.foresight times [--rows 4 6 8] [--write]
+    python -m benchmarks.foresight order [--write]
+
+Nothing but compilers runs: programs are compiled for the published hardware on this machine and kept, so that only the
+first run takes long (rows of a published table that offload to the host: many minutes each).
+"""
+
+import argparse
+import statistics
+from typing import Any
+
+from benchmarks import measure, step_times
+from benchmarks.layouts import PAIRS
+from gspmd_lm.foresight import explain, target
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.train.metrics import flops_per_token
+from gspmd_lm.train.state import arrays
+
+ONE_CONSTANT = 0.55  # of peak: the baseline that any prediction must be seen beside
+TIMES = {"row": "published row", "published_s": "published s", "predicted_s": "predicted s", "error": "error",
+         "baseline_error": "FLOPs / 55% of peak", "exposed": "exposed", "fits": "fits",
+         "compile_s": "compiled in s"}  # fmt: skip
+ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
+         "as_known": "in the known direction"}  # fmt: skip
+
+
+def times(number: int) -> dict[str, Any]:
+    """One published row: what is predicted for it, and by how much that misses."""
+    row = step_times.rows()[number]
+    (found,) = explain.reports(row.config(), [row.rules()], target.parse(row.target), print)
+    chip = target.parse(row.target).chip
+    assert chip
+    cfg = row.config()
+    flops = flops_per_token(cfg.model, arrays(cfg).parameter_count, cfg.data.seq) * row.per_device_batch * row.seq
+    baseline_s = flops / (ONE_CONSTANT * chip.peak_bf16_flops_per_s)
+    predicted = found.prediction
+    return {
+        "row": row.name,
+        "source": row.source,
+        "published_s": row.step_time_s,
+        "predicted_s": predicted and round(predicted.step_time_s, 3),
+        "error": predicted and f"{predicted.step_time_s / row.step_time_s - 1:+.1%}",
+        "baseline_error": f"{baseline_s / row.step_time_s - 1:+.1%}",
+        "exposed": predicted and f"{predicted.exposed_communication_s / predicted.step_time_s:.1%}",
+        "fits": found.memory.fits,
+        "peak_gb": round(found.memory.peak_bytes / 1e9, 1),
+        "host_gb": round(found.memory.host_bytes / 1e9, 1),
+        "compile_s": round(found.compile_s),
+        "parts_s": predicted
+        and {name: round(getattr(predicted, name), 3) for name in
+             ("matmul_s", "attention_s", "other_s", "exposed_communication_s", "exposed_host_copy_s")},
+        "versions": dict(found.versions),
+    }  # fmt: skip
+
+
+def mean_error(rows: list[dict[str, Any]], chip: str, key: str) -> str:
+    """'mean 4.1%, largest 7.0%' of the absolute errors on one chip."""
+    errors = [abs(float(row[key].rstrip("%"))) for row in rows if f"on {chip}:" in row["row"] and row[key]]
+    return f"mean {statistics.mean(errors):.1f}%, largest {max(errors):.1f}%, {len(errors)} rows" if errors else ""
+
+
+def order(pair: Any) -> dict[str, Any]:
+    """Two layouts of one config on one target of which one is known to be the faster per token."""
+    reports: list[Report] = []
+    for side in (pair.good, pair.bad):
+        (found,) = explain.reports(side.config(), [side.rules()], target.parse(pair.target), print)
+        reports.append(found)
+    good_s, bad_s = (
+        found.prediction.step_time_s / found.tokens if found.prediction else float("inf") for found in reports
+    )
+    tokens = reports[0].tokens
+    return {
+        "pair": pair.name,
+        "why": pair.why,
+        "target": pair.target,
+        "good_ms": round(good_s * tokens * 1e3, 1),
+        "bad_ms": round(bad_s * tokens * 1e3, 1),
+        "ratio": round(bad_s / good_s, 2),
+        "as_known": "yes" if bad_s > good_s else "no",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("times", "order"))
+    parser.add_argument("--rows", type=int, nargs="*", help="numbers of published rows, from 0; default: all")
+    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
+    arguments = parser.parse_args()
+    if arguments.what == "order":
+        rows = [order(pair) for pair in PAIRS]
+        print(measure.markdown(rows, ORDER))
+    else:
+        chosen = range(len(step_times.rows())) if arguments.rows is None else arguments.rows
+        rows = [times(number) for number in chosen]
+        print(measure.markdown(rows, TIMES))
+        for chip in dict.fromkeys(row["row"].rpartition(" on ")[2].partition(":")[0] for row in rows):
+            print(f"{chip}: {mean_error(rows, chip, 'error')}; baseline {mean_error(rows, chip, 'baseline_error')}")
+    if arguments.write:
+        measure.write(f"foresight_{arguments.what}", rows)
+
+
+if __name__ == "__main__":
+    main()
