@@ -2,17 +2,21 @@
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]
     python -m benchmarks.foresight order [--write]
+    python -m benchmarks.foresight bytes [--write]
 
 Nothing but compilers runs: programs are compiled for the published hardware on this machine and kept, so that only the
 first run takes long (rows of a published table that offload to the host: many minutes each).
 """
 
 import argparse
+import dataclasses
 import statistics
 from typing import Any
 
 from benchmarks import measure, step_times
 from benchmarks.layouts import PAIRS
+from gspmd_lm import config
+from gspmd_lm import rules as layouts
 from gspmd_lm.foresight import explain, target
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.train.metrics import flops_per_token
@@ -24,6 +28,10 @@ TIMES = {"row": "published row", "published_s": "published s", "predicted_s": "p
          "compile_s": "compiled in s"}  # fmt: skip
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
          "as_known": "in the known direction"}  # fmt: skip
+
+BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
+         "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
+         "of_the_step": "of the step"}  # fmt: skip
 
 
 def times(number: int) -> dict[str, Any]:
@@ -82,15 +90,40 @@ def order(pair: Any) -> dict[str, Any]:
     }
 
 
+def sent(layout: str, where: str, *sets: str) -> dict[str, Any]:
+    """What the collectives of Llama-3-8B send under a layout, beside the floor, and what of their time is exposed."""
+    rules = dataclasses.replace(layouts.load(layout), attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"})
+    (found,) = explain.reports(config.load("llama3_8b", sets), [rules], target.parse(where), print)
+    total = sum(one.bytes_per_device_per_step for one in found.collectives)
+    predicted = found.prediction
+    assert predicted
+    return {
+        "layout": layout,
+        "target": where,
+        "sent_gb": round(total / 1e9, 2),
+        "floor_gb": round(found.floor.communication_bytes / 1e9, 2),
+        "ratio": round(total / found.floor.communication_bytes, 3),
+        "all_to_alls_in_layers": sum(one.in_loop and "all-to-all" in one.kind for one in found.collectives),
+        "exposed": f"{predicted.exposed_communication_s / predicted.communication_s:.0%}",
+        "of_the_step": f"{predicted.exposed_communication_s / predicted.step_time_s:.1%}",
+        "sets": list(sets),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "order"))
+    parser.add_argument("what", choices=("times", "order", "bytes"))
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of published rows, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
     if arguments.what == "order":
         rows = [order(pair) for pair in PAIRS]
         print(measure.markdown(rows, ORDER))
+    elif arguments.what == "bytes":
+        rows = [sent(layout, where, "data.batch=16") for where in ("h100:8", "v5p:2x2x2")
+                for layout in ("tp8", "fsdp8", "fsdp2_tp4")]  # fmt: skip
+        rows.append(sent("fsdp", "v5p:4x4x4"))
+        print(measure.markdown(rows, BYTES))
     else:
         chosen = range(len(step_times.rows())) if arguments.rows is None else arguments.rows
         rows = [times(number) for number in chosen]

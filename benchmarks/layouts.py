@@ -50,7 +50,7 @@ def _mixed(fsdp: int, tensor: int, residual: bool = True, **changes) -> dict:
 
 
 _TP8 = {"mesh": {"tensor": 8}, "rules": _TENSOR, "remat": "block", "attention": _SPLASH}
-_GPU = {"attention": {"gpu": "xla"}}
+_XLA = {"gpu": "xla"}
 
 PAIRS = (
     Pair("tensor 8 against fsdp 8, 1B", "v5p:2x2x2", Side(_fsdp()), Side(_TP8),
@@ -75,9 +75,9 @@ PAIRS = (
     Pair("data across slices against fsdp across slices", "2@v6e:2x4",
          Side({"mesh": {"data": 2, "fsdp": 8}, "dcn": {"data": 2}, **_FSDP, "rules": {"batch": ["data", "fsdp"]}}),
          Side(_fsdp(16, dcn={"fsdp": 2})), "weights cross the slow link in every layer"),
-    Pair("tensor within hosts against across", "h100:2x8", Side(_mixed(2, 8, **_GPU)),
-         Side({"mesh": {"tensor": 16}, "rules": {**_TENSOR, "kv_heads": None}, "remat": "block", **_GPU}),
+    Pair("tensor within hosts against across", "h100:2x8", Side(_mixed(2, 8, attention=_XLA)),
+         Side({"mesh": {"tensor": 16}, "rules": {**_TENSOR, "kv_heads": None}, "remat": "block", "attention": _XLA}),
          "activations cross the network in every layer"),
-    Pair("fsdp 8 against tensor 8 on GPUs", "h100:8", Side(_fsdp(**_GPU)), Side({**_TP8, **_GPU}),
+    Pair("fsdp 8 against tensor 8 on GPUs", "h100:8", Side(_fsdp(attention=_XLA)), Side({**_TP8, "attention": _XLA}),
          "the same as on TPU, over NVLink"),
 )  # fmt: skip

@@ -19,7 +19,7 @@ TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
 SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
-# What remat has a choice about. `residual` is a layer's input and the sum after attention, `layer_input` the first alone.
+# What remat has a choice about. `residual`: a layer's input and the sum after attention; `layer_input`: the first only.
 IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits")))
 
 

@@ -42,7 +42,7 @@ class Causes:
                 found.add(row.key)
         return found
 
-    def reduction(self, name: Name, over: Sequence[str], scattered: bool, weight: str) -> set[str]:
+    def reduction(self, name: Name, over: Sequence[str], scattered: bool) -> set[str]:
         """Of a sum over devices: the rows that split what is summed over, and where a piece of the sum is kept by each
         device also those that split the result."""
         found = set()
@@ -58,15 +58,16 @@ class Causes:
             found = self.statistics(over) if name.phase == "optimizer" else self.activations(name, over)
         if scattered and name.placed:
             found |= self.splitting(*name.placed, over)
-        elif scattered and weight:
-            found |= self.splitting("optimizer", weight, over)
+        elif scattered:
+            for path in name.of:
+                found |= self.splitting("optimizer", path, over)
         return found
 
-    def gather(self, name: Name, over: Sequence[str], weight: str, updated: str) -> set[str]:
-        """Of an array put together: the rows that split it before."""
-        if updated:
-            at_rest = self.splitting("weights", updated, over)
-            return self.splitting("optimizer", updated, over) - at_rest
+    def gather(self, name: Name, over: Sequence[str], weight: str, new: bool) -> set[str]:
+        """Of an array put together, a weight or an activation: the rows that split it before; of a new weight, those of
+        the optimizer."""
+        if new:
+            return self.splitting("optimizer", weight, over) - self.splitting("weights", weight, over)
         if weight:
             return self.splitting("weights", weight, over)
         return self.activations(name, over)

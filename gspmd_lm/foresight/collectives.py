@@ -1,7 +1,8 @@
 """Each collective of a compiled program: what it moves, how often, over which mesh axes, and which rules cause it."""
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gspmd_lm.foresight.causes import Causes
@@ -11,6 +12,7 @@ from gspmd_lm.foresight.provenance import Name, Provenance, each, read, state
 from gspmd_lm.foresight.tensors import GATHERS, REDUCTIONS, Tensor, overlaps, tensors
 from gspmd_lm.rules import Rules
 
+NEAR = 30  # instructions within which a tensor without a name of its own is explained
 # Files whose lines say less than those that call them.
 _GENERAL = ("axes.py", "placement.py", "projection.py")
 
@@ -59,22 +61,23 @@ def find(module: Module, rules: Rules, arrays: Iterable[HasAxes], network: Netwo
             continue
         if exchange.runs.name not in overlapped:
             overlapped[exchange.runs.name] = overlaps(module, exchange)
-        name, op, source, einsum, rows = _explained(tensor, origins, causes, mesh_axes)
+        origin = _origin(tensor, origins)
+        op, rows = _caused(tensor, origin, causes, mesh_axes)
         one = Collective(
             kind=tensor.kind,
             mesh_axes=mesh_axes,
             dtype=exchange.inputs[0].dtype,
             times_per_step=times,
             bytes_per_device_per_step=tensor.sent_bytes * times,
-            phase=name.phase,
+            phase=origin.name.phase,
             op=op,
-            source=source,
+            source=next(filter(None, map(_source, origin.at)), ""),
             rules=causes.ordered(rows),
             overlapped=overlapped[exchange.runs.name],
             group_size=exchange.group_size,
             elements=tensor.whole,
             instructions=(tensor.instruction.name,),
-            einsum=einsum,
+            einsum=origin.einsum or _einsum_after(origins, tensor, origin.given),
             link=network.link(exchange.groups),
             in_loop=bool(tensor.step.loops),
         )
@@ -93,44 +96,68 @@ def _added_up(alike: list[Collective]) -> Collective:
     )
 
 
-def _explained(
-    tensor: Tensor, origins: Provenance, causes: Causes, mesh_axes: tuple[str, ...]
-) -> tuple[Name, str, str, str, set[str]]:
-    """Where a tensor comes from: its name, op, source line, einsum and the rows that cause its movement."""
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """What a program says of where a tensor comes from."""
+
+    name: Name
+    at: Sequence[Instruction]  # those that may know the source line, the best first
+    einsum: str
+    given: str  # the weight that it is, from the step's arguments
+    updated: str  # the new weight that it is, among the step's results
+
+
+def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
     trail = origins.trail(tensor.place)
-    named = [(tensor.name, tensor.instruction)] if tensor.name else []
-    named += [(at.op_name, at) for at in trail if at.op_name and len(each(at.op_name, 1)) == 1]
-    if not tensor.name:  # of a merged instruction at least the phase is right
-        named.append((tensor.instruction.op_name, tensor.instruction))
-    read_ = [(read(text), at) for text, at in named if text and not state(text)[0]]
-    name, at = next(((n, at) for n, at in read_ if n.known), read_[0] if read_ else (read(""), tensor.instruction))
-    tree, given = state(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
-    weight = given if tree == "params" else ""
-    placed = name.placed[1] if name.placed and name.placed[1] in causes.weights else ""
-    returned = origins.returned.get((tensor.instruction.name, tensor.instruction.computation), ("", ""))
-    updated = returned[1] if returned[0] == "params" and name.phase == "optimizer" else ""
-    # An all-reduce of what is given adds zeros to a piece: so TPU gathers small arrays.
-    gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.sums)
-    if tensor.kind in REDUCTIONS and not gathers:
-        weight = placed or next((path for path in name.of if path in causes.weights), "")
-        rows = causes.reduction(name, mesh_axes, tensor.kind != "all-reduce", weight)
-        op = _op(name, weight=placed)
-    elif gathers and not causes.looks_up(name):
-        weight = weight or placed
-        rows = causes.gather(name, mesh_axes, weight, updated)
-        op = _op(name, weight=updated or weight)
-    else:
-        rows = causes.resharding(name, mesh_axes, weight)
-        op = _op(name, weight=weight)
-    rows |= causes.look_up(name)
-    einsum = name.einsum or next((n.einsum for n, _ in read_ if n.einsum), "")
-    if not einsum and tensor.kind not in REDUCTIONS:
-        einsum = _einsum_after(origins, tensor, weight)
+    tree, path = state(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
+    given = path if tree == "params" else ""
+    told = [(tensor.name, tensor.instruction)] if tensor.name else []
+    told += [(at.op_name, at) for at in trail if len(each(at.op_name, 1)) == 1]
+    if not tensor.name:  # the name of one of several tensors is better than none
+        told.append((tensor.instruction.op_name, tensor.instruction))
+    names = [(read(text), at) for text, at in told if text and not state(text)[0]]
+    einsum = next((name.einsum for name, _ in names if name.einsum), "")
+    if not any(_speaks_of(given, name) for name, _ in names):
+        around = itertools.chain(origins.consumers(tensor.instruction), origins.ancestors(tensor.place))
+        names += [(read(at.op_name), at) for at in itertools.islice(around, NEAR) if not state(at.op_name)[0]]
+    # What is given is used before the optimizer runs: of merged operations it may be the one that is named.
+    known = [pair for pair in names if pair[0].known and not (given and pair[0].phase == "optimizer")]
+    nothing = next(iter(names), (read(tensor.instruction.op_name), tensor.instruction))
+    name, at = next((pair for pair in known if _speaks_of(given, pair[0])), next(iter(known), nothing))
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
         lines = [*origins.called(tensor.name), *trail]
-    source = next(filter(None, map(_source, lines)), "")
-    return name, op, source, einsum, rows
+    result, new = origins.returned.get((tensor.instruction.name, tensor.instruction.computation), ("", ""))
+    return _Origin(
+        name=name,
+        at=lines,
+        einsum=einsum,
+        given=given,
+        updated=new if result == "params" and name.phase == "optimizer" else "",
+    )
+
+
+def _speaks_of(weight: str, name: Name) -> bool:
+    """Whether a name says where it stands, and if a weight is given, that it stands for that."""
+    named = (*name.of, name.placed[1] if name.placed else "")
+    return name.known and (not weight or weight in named or weight.rpartition(".")[0] == ".".join(name.modules))
+
+
+def _caused(tensor: Tensor, origin: _Origin, causes: Causes, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
+    """What a tensor is called, and the rows that cause its movement."""
+    name, weight = origin.name, origin.given
+    placed = name.placed[1] if name.placed and name.placed[1] in causes.weights else ""
+    # An all-reduce of what is given adds zeros to a piece: so TPU gathers small arrays.
+    gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.sums)
+    if tensor.kind in REDUCTIONS and not gathers:
+        weight = placed
+        rows = causes.reduction(name, mesh_axes, scattered=tensor.kind != "all-reduce")
+    elif gathers and not causes.looks_up(name):
+        weight = origin.updated or weight or placed
+        rows = causes.gather(name, mesh_axes, weight, new=bool(origin.updated))
+    else:
+        rows = causes.resharding(name, mesh_axes, weight)
+    return _op(name, weight), rows | causes.look_up(name)
 
 
 def _op(name: Name, weight: str) -> str:
@@ -157,10 +184,8 @@ def _source(instruction: Instruction) -> str:
 
 def _einsum_after(origins: Provenance, tensor: Tensor, weight: str) -> str:
     """The nearest product with a weight that uses what was moved."""
-    for number, user in enumerate(origins.consumers(tensor.instruction)):
-        name = read(user.op_name)
-        if name.einsum and name.of and (not weight or weight in name.of):
-            return name.einsum
-        if number > 30:
-            break
-    return ""
+    if tensor.kind in REDUCTIONS:
+        return ""
+    near = itertools.islice(origins.consumers(tensor.instruction), NEAR)
+    names = (read(user.op_name) for user in near)
+    return next((name.einsum for name in names if name.einsum and name.of and (not weight or weight in name.of)), "")

@@ -14,6 +14,9 @@ from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.train import state, table
 from gspmd_lm.train.state import Arrays
 
+# Mean absolute error of predicted step times against published ones, and how many there were. Source: docs/foresight.md
+# and benchmarks/results/foresight_times.json, which `python -m benchmarks.foresight times --write` makes.
+KNOWN_ERRORS = {"v5e": (0.002, 1), "v5p": (0.022, 2), "tpu7x": (0.106, 1), "h100": (0.224, 1)}
 NOT_ON_CPU = "simulated devices have no speed of their own: give a --target such as v5p:2x2x2 or h100:8"
 
 
@@ -63,7 +66,8 @@ def report(
         found = collectives.find(module, rules, named, network)
         if target.chip:
             tokens = config.data.batch * config.data.seq // target.devices
-            predicted, reason = schedule.predict(module, target.chip, network, least.flops, tokens), ""
+            error = known_error(target.chip.name)
+            predicted, reason = schedule.predict(module, target.chip, network, least.flops, tokens, error), ""
     return Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -84,6 +88,14 @@ def report(
         versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
         arrays=tuple(named),
     )
+
+
+def known_error(chip: str) -> str:
+    """How wrong predictions for a chip were where they could be compared."""
+    if chip not in KNOWN_ERRORS:
+        return "not compared with any measurement"
+    error, rows = KNOWN_ERRORS[chip]
+    return f"{error:.1%} against {rows} published step time{'s' * (rows > 1)}"
 
 
 def _known(arrays: Sequence[Array], mesh: Mapping[str, int]) -> list[memory.Named]:

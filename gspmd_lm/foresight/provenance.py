@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+from gspmd_lm.foresight.exchanges import rendezvous
 from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module
 from gspmd_lm.rules import TABLES
 
@@ -133,6 +134,19 @@ class Provenance:
             current = self._before(*current)
         return found
 
+    def ancestors(self, place: Place) -> Iterator[Instruction]:
+        """Everything that a value is made of, the nearest first, where `trail` finds no name."""
+        waiting, seen = [place], set()
+        while waiting:
+            trail = self.trail(waiting.pop(0))
+            last = trail[-1]
+            if id(last) in seen:
+                continue
+            seen.add(id(last))
+            yield from trail
+            if last.opcode != "parameter":
+                waiting += [self.operand(last, number) for number in range(len(last.operands))]
+
     def pieces(self, place: Place) -> list[tuple[Place, int]]:
         """The values that lie side by side in one, each with its number of elements."""
         instruction, path = place
@@ -202,6 +216,10 @@ class Provenance:
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "parameter":
             return self._argument(instruction, path)
+        if opcode == "recv":  # the answer to what was sent to other slices
+            beside = self.module.computations[instruction.computation].instructions.values()
+            sends = (i for i in beside if i.opcode == "send" and rendezvous(i) == rendezvous(instruction))
+            return next((self.operand(send) for send in sends), None)
         if not operands:
             return None
         if opcode == "get-tuple-element":

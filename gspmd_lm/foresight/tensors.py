@@ -31,6 +31,7 @@ class Tensor:
     place: Place  # what a device hands in
     name: str  # the tensor's own, where the instruction's does not stand for several
     merged: bool  # whether the instruction has others
+    windowed_bytes: int = 0  # what one device sends in a windowed einsum
 
     @property
     def instruction(self) -> Instruction:
@@ -45,18 +46,19 @@ class Tensor:
     @property
     def sent_bytes(self) -> int:
         """What one device sends each time."""
-        return self.exchange.sent_bytes
+        return self.windowed_bytes or self.exchange.sent_bytes
 
 
 def tensors(module: Module, origins: Provenance, slices: Sequence[int] = ()) -> Iterator[Tensor]:
     """All of them, in the order of the schedule."""
     windows: set[str] = set()  # loops that were told as the one operation that they are
+    parts = {permute.instruction.name for loop in _windows(module) for permute in _ring_of(module, loop)}
     for step in module.steps():
-        if any(loop.name in windows for loop in step.loops):
+        if any(loop.name in windows for loop in step.loops) or step.instruction.name in parts:
             continue
-        if step.instruction.opcode == "while" and (kind := _windowed(step.instruction)):
+        if step.instruction.opcode == "while" and _is_window(step.instruction):
             windows.add(step.instruction.name)
-            yield from _of_window(module, origins, step, kind)
+            yield from _of_window(module, origins, step)
         for exchange in exchanges.of(module, step.instruction, slices):
             yield from _of_exchange(module, origins, step, exchange)
 
@@ -79,31 +81,41 @@ def _of_exchange(module: Module, origins: Provenance, step: Step, exchange: Exch
             yield Tensor(kind, dataclasses.replace(exchange, inputs=(one,)), step, piece, own, merged)
 
 
-def _windowed(loop: Instruction) -> str:
-    """'windowed all-gather' or 'windowed reduce-scatter' for the loop of a windowed einsum."""
-    name = loop.called["body"][0]
-    if "windowed_dot_general_body" not in name:
-        return ""
-    return WINDOWED + ("reduce-scatter" if re.search(r"body_(ar|rs)", name) else "all-gather")
+def _is_window(loop: Instruction) -> bool:
+    """Whether a loop is a windowed einsum."""
+    return "windowed_dot_general_body" in loop.called["body"][0]
 
 
-def _of_window(module: Module, origins: Provenance, step: Step, kind: str) -> Iterator[Tensor]:
+def _windows(module: Module) -> list[Instruction]:
+    computations = module.computations.values()
+    return [i for computation in computations for i in computation.instructions.values()
+            if i.opcode == "while" and _is_window(i)]  # fmt: skip
+
+
+def _ring_of(module: Module, loop: Instruction) -> list[Exchange]:
+    """The permutes of a windowed einsum: those in its loop, and the first or last ones beside it."""
+    inside = module.computations[loop.called["body"][0]].instructions.values()
+    turning = [permute for i in inside for permute in exchanges.of(module, i) if permute.kind == "collective-permute"]
+    names = {permute.instruction.op_name for permute in turning}
+    beside = (i for i in module.computations[loop.computation].instructions.values() if i.op_name in names)
+    return turning + [e for i in beside for e in exchanges.of(module, i) if e.kind == "collective-permute"]
+
+
+def _of_window(module: Module, origins: Provenance, step: Step) -> Iterator[Tensor]:
     """The ring of permutes in a windowed einsum."""
-    loop = step.instruction
-    turns = module.trip_count(loop) or 1
-    body = module.computations[loop.called["body"][0]].instructions.values()
-    permutes = [e for i in body for e in exchanges.of(module, i) if e.kind == "collective-permute"]
+    loop, permutes = step.instruction, _ring_of(module, step.instruction)
     if not permutes:
         return
-    first = permutes[0]
+    kind = "reduce-scatter" if re.search(r"body_(ar|rs)", loop.called["body"][0]) else "all-gather"
+    turns, first = module.trip_count(loop) or 1, permutes[0]
+    sent_bytes = sum(p.sent_bytes * (turns if p.instruction.computation != loop.computation else 1) for p in permutes)
     rings = _rings([pair for permute in permutes for pair in permute.groups])
-    n = max(map(len, rings))
-    passed_on = sum(sum(array.elements for array in permute.inputs) for permute in permutes) * turns // (n - 1)
-    elements = passed_on if kind in GATHERS else passed_on * n  # a reduction begins with pieces for everybody
-    ring = Exchange(
-        kind.removeprefix(WINDOWED), (Array(first.inputs[0].dtype, (elements,)),), rings, first.instruction, loop, True
-    )
-    yield Tensor(kind, ring, step, origins.operand(first.instruction), first.instruction.op_name, False)
+    piece = first.inputs[0]
+    pieces = 1 if kind == "all-gather" else max(map(len, rings))  # a reduction begins with pieces for everybody
+    held = Array(piece.dtype, (pieces, *piece.dimensions))
+    ring = Exchange(kind, (held,), rings, first.instruction, loop, True)
+    place = origins.operand(first.instruction)
+    yield Tensor(WINDOWED + kind, ring, step, place, first.instruction.op_name, False, sent_bytes)
 
 
 def _rings(pairs: Sequence[tuple[int, ...]]) -> Groups:

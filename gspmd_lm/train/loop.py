@@ -169,10 +169,13 @@ class Run:
             began = time.perf_counter()
             train = name == "train step"
             ready, foresee = (self.executable, self.foresee) if train else (None, None)
-            lowered = None if ready else lower()
-            traced = time.perf_counter()
+            traced = began
             try:
-                compiled = ready or runtime.compile(lowered, options, self.machine.platform, rules.path)
+                if ready:
+                    compiled = ready
+                else:
+                    lowered, traced = lower(), time.perf_counter()
+                    compiled = runtime.compile(lowered, options, self.machine.platform, rules.path)
             except jax.errors.JaxRuntimeError as error:
                 if foresee and "RESOURCE_EXHAUSTED" in str(error):
                     foresee(str(error), options, traced - began, time.perf_counter() - traced)

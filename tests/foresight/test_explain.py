@@ -1,6 +1,8 @@
 """explain and compare as a user types them, and what a run says of itself before it starts."""
 
+import collections
 import json
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +30,14 @@ def test_explain_says_what_there_is_to_say(run, tmp_path):
     files = [tmp_path / name for name in ("out.json", "out.html")]
     code, out, _ = run("explain", "--rules=fsdp8", "--target=cpu:8", *SMALL, f"--json={files[0]}", f"--html={files[1]}")
     assert code == 0
-    for words in ("Memory per device", "Collectives", "all-gather", "reduce-scatter", "weights.embed", "no speed of their own"):
+    for words in (
+        "Memory per device",
+        "Collectives",
+        "all-gather",
+        "reduce-scatter",
+        "weights.embed",
+        "no speed of their own",
+    ):
         assert words.lower() in out.lower(), words
     found = json.loads(files[0].read_text())
     assert (found["schema"], found["target"], found["devices"]) == (report.SCHEMA, "cpu:8", 8)
@@ -118,6 +127,18 @@ def does_not_fit(measure):
         return measure(compiled, state_bytes, 1000, module, known)
 
     return measured
+
+
+def test_the_known_errors_are_those_of_the_benchmark():
+    results = Path(__file__).parents[2] / "benchmarks/results/foresight_times.json"
+    errors = collections.defaultdict(list)
+    for row in json.loads(results.read_text())["rows"]:
+        chip = row["row"].rpartition(" on ")[2].partition(":")[0]
+        errors[chip].append(abs(float(row["error"].rstrip("%"))) / 100)
+    found = {chip: (pytest.approx(sum(all) / len(all), abs=0.001), len(all)) for chip, all in errors.items()}
+    assert found == explain.KNOWN_ERRORS
+    assert explain.known_error("v5p") == "2.2% against 2 published step times"
+    assert "not compared" in explain.known_error("v4")
 
 
 def test_every_layout_is_checked_first(request_of, monkeypatch):

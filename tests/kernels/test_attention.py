@@ -62,3 +62,30 @@ def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
     assert attention.unsupported(kernel, **usual) is None
     assert words in attention.unsupported(kernel, **(usual | asked))
     assert attention.unsupported("xla", **(usual | asked)) is None
+
+
+@pytest.mark.parametrize(
+    ("seq", "head_dim", "itemsize", "block"),
+    [(8192, 128, 2, 1024), (8192, 64, 2, 1024), (2048, 256, 2, 512), (2048, 128, 4, 512), (1536, 128, 2, 768),
+     (640, 128, 2, 640), (128, 512, 2, 128)],
+)  # fmt: skip
+def test_splash_blocks_divide_the_sequence_and_fit_the_memory(seq, head_dim, itemsize, block):
+    assert attention.splash_block(seq, head_dim, itemsize) == block
+
+
+def test_keeping_the_output_spares_the_second_forward_pass(qkv):
+    """As on GPU: a fused kernel's result and statistics are kept under one name."""
+
+    def kernel(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    def saved(policy):
+        call = jax.checkpoint(lambda *qkv: attention._keeping(kernel)(*qkv).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(call, (0, 1, 2)))(*qkv)).count(" exp ")
+
+    policies = jax.checkpoint_policies
+    assert saved(policies.save_only_these_names("attention_out")) < saved(policies.nothing_saveable)
+    got = jax.grad(lambda *qkv: attention._keeping(kernel)(*qkv).sum(), (0, 1, 2))(*qkv)
+    want = jax.grad(lambda *qkv: kernel(*qkv).sum(), (0, 1, 2))(*qkv)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -1,0 +1,326 @@
+# ruff: noqa: E501  a program's line is one line
+"""Each collective of a program: what it moves, where it comes from, and which rows cause it, checked by dropping rows."""
+
+import dataclasses
+import gzip
+from pathlib import Path
+
+import pytest
+
+from gspmd_lm import rules as layouts
+from gspmd_lm.foresight import collectives, hlo, provenance
+from gspmd_lm.foresight.compile import programs
+from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight.network import network
+from gspmd_lm.rules import Row
+from gspmd_lm.train import state, table
+
+SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
+L, B, T, D, F, N, H, V = 2, 32, 16, 32, 64, 8, 4, 64  # of `small`
+# Heads and key heads share the sum over them: it stays until both are whole.
+JOINT = {"rules.heads", "rules.kv_heads"}
+
+
+def simulated(rules):
+    ids = range(rules.devices)
+    return network(None, [(k,) for k in ids], [0 for _ in ids], [0 for _ in ids], rules.mesh.values(), rules.mesh)
+
+
+@pytest.fixture(scope="module")
+def moved(small, built):
+    """A function that compiles a train step of `small` on simulated devices and finds its collectives."""
+    known = {}
+
+    def find(rules, microbatches=1):
+        rules = (layouts.load(rules) if isinstance(rules, str) else rules).fill(8)
+        key = rules.name, rules.rows, microbatches
+        if key not in known:
+            step = built(small(), rules, microbatches=microbatches)
+            # It never runs, so its code need not be good.
+            compiled = step.lower_train().compile(compiler_options={"xla_backend_optimization_level": 0})
+            arrays = table.rows(step.config, step.rules, step.arrays)
+            known[key] = collectives.find(hlo.parse(compiled.as_text()), step.rules, arrays, simulated(rules))
+        return known[key]
+
+    return find
+
+
+def identity(one):
+    """What makes it the same collective in two programs."""
+    return one.kind, one.mesh_axes, one.op, one.phase
+
+
+def tensor(one):
+    """And the same tensor: one norm may sum another where its input is split in another way."""
+    return *identity(one), one.source, one.elements
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("zero1_8", "fsdp8") else pytest.mark.slow) for name in SHIPPED]
+)
+def test_rows_that_are_named_are_the_causes(moved, name):
+    """Without the rows that are named, a collective goes away, or moves over other axes or in another way; without
+    one that is not named, it stays. Each row that is named for an array of a layer is enough to change its movement."""
+    rules = layouts.load(name)
+    keys = [row.key for row in rules.rows]
+
+    def without(*dropped):
+        return moved(dataclasses.replace(rules, rows=tuple(row for row in rules.rows if row.key not in dropped)))
+
+    for one in moved(rules):
+        assert one.rules, one
+        left = [
+            x
+            for x in without(*one.rules)
+            if (identity(x), x.source, x.elements) == (identity(one), one.source, one.elements)
+        ]
+        assert left == [], one
+        for key in keys:
+            stays = identity(one) in map(identity, without(key))
+            if key not in one.rules:
+                assert stays, (key, one)
+            elif one.in_loop and one.elements > D and not (key in JOINT and set(one.rules) >= JOINT):
+                assert not stays, (key, one)
+
+
+def of(found, op, kind="", phase=""):
+    """The one collective of that description."""
+    (one,) = [one for one in found if one.op == op and kind in ("", one.kind) and phase in ("", one.phase)]
+    return one
+
+
+def test_what_a_layer_moves(moved):
+    found = moved("fsdp2_tp4")
+    wq = "layers.attention.wq"
+    rows, pieces, sequence = B // 2, 4, T // 4
+    gathered = of(found, wq, "all-gather", "forward")
+    assert (gathered.mesh_axes, gathered.rules, gathered.times_per_step) == (("fsdp",), ("weights.embed",), L)
+    assert gathered.elements == D * N * H // pieces and gathered.group_size == 2 and gathered.in_loop
+    assert gathered.bytes_per_device_per_step == L * D * N * H // pieces * 4 // 2
+    assert gathered.einsum == "BTD,DNH->BTNH" and gathered.source.startswith("gspmd_lm/model/transformer.py:")
+    gradient = of(found, wq, "reduce-scatter", "backward")
+    assert (gradient.mesh_axes, gradient.rules) == (("fsdp",), ("rules.batch", "weights.embed"))
+    summed = of(found, "layers.attention.wo", "reduce-scatter", "forward")
+    assert (summed.mesh_axes, summed.rules) == (("tensor",), ("rules.heads", "rules.residual.seq"))
+    assert summed.bytes_per_device_per_step == L * rows * T * D * 4 * (pieces - 1) // pieces
+    read = of(found, "layers.attention.wq+wk+wv", "all-gather", "forward")
+    assert (read.rules, read.elements) == (("rules.residual.seq",), rows * sequence * pieces * D)
+    into = of(found, "layers.attention.wq+wk+wv", "reduce-scatter", "backward")
+    assert into.rules == ("rules.heads", "rules.kv_heads", "rules.residual.seq")
+    assert of(found, "layers.mlp.w_down", "reduce-scatter", "forward").rules[0] == "rules.mlp"
+    assert {one.phase for one in found} == {"forward", "backward", "recomputation", "optimizer"}
+    assert {one.kind for one in found} == {"all-gather", "all-reduce", "reduce-scatter"}
+
+
+def test_what_is_outside_the_layers(moved):
+    found = moved("fsdp2_tp4")
+    assert of(found, "embedding", "reduce-scatter", "forward").rules == ("rules.vocab", "rules.residual.seq")
+    assert of(found, "unembedding", "reduce-scatter", "backward").rules == ("rules.batch", "weights.embed")
+    highest = [one for one in found if one.op == "loss" and one.elements == B // 2 * T]
+    assert {one.rules for one in highest} == {("rules.vocab",)} and len(highest) >= 2
+    counts = [one for one in found if one.op == "loss" and one.elements == 1]
+    assert {one.rules for one in counts} == {("rules.batch",)}
+    norms = {one.mesh_axes: one.rules for one in found if one.op == "gradient_norm"}
+    assert norms[("fsdp",)] == ("weights.embed",)
+    assert norms[("tensor",)] == ("rules.vocab", "rules.heads", "rules.kv_heads", "rules.mlp")
+    scale = [one for one in found if one.op == "final_norm" and one.kind == "all-reduce"]
+    assert {rows for one in scale for rows in one.rules} == {"rules.batch", "rules.residual.seq"}
+
+
+def test_new_weights_are_gathered_from_where_the_optimizer_has_them(moved):
+    found = [one for one in moved("zero1_8") if one.kind == "all-gather" and one.phase == "optimizer"]
+    assert {"layers.attention.wq", "layers.mlp.w_down", "embedding", "final_norm.scale"} <= {one.op for one in found}
+    assert {one.rules for one in found} == {("optimizer.embed",)}
+
+
+def test_loops_in_loops_are_multiplied(moved):
+    found = moved("dp2_tp4", microbatches=4)
+    summed = of(found, "layers.mlp.w_down", "all-reduce", "forward")
+    assert summed.times_per_step == 4 * L and summed.bytes_per_device_per_step == L * B // 2 * T * D * 4 * 2 * 3 // 4
+
+
+def test_a_move_that_nobody_asked_for_names_the_rows_around_it(moved):
+    loaded = layouts.load("tp8")
+    rows = [Row("here", "rules", "attention_out", axis, names) for axis, names in (("seq", ("tensor",)), ("heads", ()))]
+    found = moved(dataclasses.replace(loaded, rows=(*loaded.rows, *rows)))
+    moves = [one for one in found if one.kind == "all-to-all" and one.in_loop]
+    assert moves and all(one.phase in ("forward", "backward") for one in moves)
+    assert any("rules.attention_out.seq" in one.rules for one in moves)
+
+
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_programs_of_accelerators(request_of, cache, target):
+    """Each tensor by itself, though these compilers merge, split and rename: weights by their paths, rows of each."""
+    request = request_of("fsdp2_tp4", target)
+    (program,) = programs([request], cache=str(cache))
+    arrays, _ = state.checked(request.config, request.rules, request.target.platform)
+    where = network(request.target.chip, program.coords, program.slices, program.hosts, request.rules.mesh.values(),
+                    request.rules.mesh)  # fmt: skip
+    rows = list(table.rows(request.config, request.rules, arrays))
+    found = collectives.find(hlo.parse(program.text), request.rules, rows, where)
+    assert all(one.rules and one.op != "step" and one.source.startswith("gspmd_lm/") for one in found)
+    assert {one.link for one in found} == {"ici" if target == "v5e:2x4" else "nvlink"}
+    weights = {row.path for row in rows if row.at_rest is not None}
+    gathered = [one for one in found if one.op in weights and one.rules == ("weights.embed",)]
+    assert {one.op for one in gathered} == weights - {"embedding"} and {one.mesh_axes for one in gathered} == {
+        ("fsdp",)
+    }
+    for path in ("layers.attention.wk", "layers.mlp.w_gate"):
+        forward = [one for one in gathered if one.op == path and one.phase == "forward"]
+        assert sum(one.times_per_step for one in forward) == 2
+        again = [one for one in gathered if one.op == path and one.phase != "forward"]
+        assert sum(one.times_per_step for one in again) == 2
+        gradients = [one for one in found if one.op == path and one.kind != "all-gather"]
+        assert sum(one.times_per_step for one in gradients) == 2
+        assert {"rules.batch"} <= {row for one in gradients for row in one.rules} <= {"rules.batch", "weights.embed"}
+    scales = [one for one in found if one.op == "layers.attention_norm" and one.kind == "all-reduce"]
+    assert {one.rules for one in scales} == {("rules.batch", "rules.residual.seq")}
+    assert {one.mesh_axes for one in scales} == {("fsdp", "tensor")}
+    assert any(one.overlapped for one in found) and not all(one.overlapped for one in found)
+    assert [one for one in found if one.kind == "all-to-all"] == []
+
+
+# Single programs, written down
+
+
+def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
+    loaded = dataclasses.replace(layouts.load(rules), mesh=mesh or {"fsdp": 8})
+    count = len(slices) or 8
+    slices = slices or [0] * count
+    chips = [((k % 8) // 4, k % 4, 0) for k in range(count)]
+    where = network(CHIPS["v5e"], chips, slices, slices, loaded.mesh.values(), loaded.mesh)
+    return collectives.find(hlo.parse(text), loaded, arrays, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    path: str
+    axes: tuple[str, ...]
+
+
+def program(body, computations="", devices=8):
+    return (
+        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n%add (a: f32[], b: f32[]) -> f32[] {{\n"
+        "  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n  ROOT %c = f32[] add(%a, %b)\n}\n\n"
+        f"{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+    )
+
+
+def test_a_windowed_einsum_is_one_operation():
+    path = Path(__file__).parent / "programs" / "tpu_windowed.txt.gz"
+    found = found_in(gzip.decompress(path.read_bytes()).decode(), mesh={"tensor": 8}, rules="tp8")
+    assert [(one.kind, one.mesh_axes, one.times_per_step) for one in found] == [
+        ("windowed all-gather", ("tensor",), 1),
+        ("windowed reduce-scatter", ("tensor",), 1),
+    ]
+    for one in found:
+        # Eight pieces in the loop, both ways, and one beside it: what XLA needs for seven.
+        assert one.elements == 8192 * 4096 and one.bytes_per_device_per_step == 9 * 1024 * 4096 * 2
+        assert one.overlapped and one.group_size == 8
+
+
+def test_a_reduce_scatter_hidden_in_a_fusion_of_tpu():
+    body = """  %p = f32[4096,64]{1,0} parameter(0), metadata={op_name="jit(_train)/transpose(jvp(Decoder))/while/body/of.layers.mlp.w_up/sum.block_input.batch/zBTD,zBTF->zDF/dot_general"}
+  %f = f32[520,64]{1,0} fusion(%p), kind=kCustom, calls=%scatter
+  ROOT %n = f32[520,64]{1,0} negate(%f)"""
+    scatter = """%scatter (input: f32[4096,64]) -> f32[520,64] {
+  %input = f32[4096,64]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %pad = f32[4160,64]{1,0} pad(%input, %zero), padding=0_64x0_0
+  %all-reduce = f32[4160,64]{1,0} all-reduce(%pad), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %at = u32[] constant(0)
+  ROOT %slice = f32[520,64]{1,0} dynamic-slice(%all-reduce, %at, %at), dynamic_slice_sizes={520,64}
+}
+"""
+    weight = Weight("layers.mlp.w_up", ("layers", "embed", "mlp"))
+    activation = Weight("block_input", ("batch", "seq", "embed"))
+    (one,) = found_in(program(body, scatter), arrays=[weight, activation])
+    assert (one.kind, one.elements) == ("reduce-scatter", 4096 * 64)  # the padding is not sent
+    assert one.bytes_per_device_per_step == 4096 * 64 * 4 * 7 // 8
+    assert one.rules == ("rules.batch", "weights.embed") and one.einsum == "BTD,BTF->DF" and one.phase == "backward"
+
+
+def test_tensors_that_a_compiler_laid_side_by_side():
+    body = """  %p = f32[8]{0} parameter(0)
+  %q = f32[16]{0} exponential(%p), metadata={op_name="jit(_train)/transpose(jvp(Decoder))/final_norm/reduce_sum"}
+  %r = f32[1]{0} cosine(%p), metadata={op_name="jit(_train)/jvp(of.loss)/reduce_sum"}
+  %joined = f32[17]{0} fusion(%q, %r), kind=kLoop, calls=%join
+  %all-reduce-start = f32[17]{0} all-reduce-start(%joined), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %work = f32[17]{0} fusion(%joined), kind=kLoop, calls=%work_inside
+  ROOT %all-reduce-done = f32[17]{0} all-reduce-done(%all-reduce-start)"""
+    join = """%join (a: f32[16], b: f32[1]) -> f32[17] {
+  %a.1 = f32[16]{0} parameter(0)
+  %b.1 = f32[1]{0} parameter(1)
+  ROOT %concatenate = f32[17]{0} concatenate(%a.1, %b.1), dimensions={0}
+}
+
+%work_inside (x: f32[17]) -> f32[17] {
+  %x = f32[17]{0} parameter(0)
+  ROOT %y = f32[17]{0} tanh(%x)
+}
+"""
+    found = found_in(program(body, join), arrays=[Weight("residual", ("batch", "seq", "embed"))])
+    assert [(one.op, one.phase, one.elements, one.overlapped) for one in found] == [
+        ("final_norm", "backward", 16, True),
+        ("loss", "forward", 1, True),
+    ]
+    assert {one.rules for one in found} == {("rules.batch",)}
+
+
+def test_slices_exchange_through_their_hosts():
+    attributes = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.1_0",_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"'
+    body = f"""  %p = f32[64,8]{{1,0}} parameter(0)
+  %g = f32[64,8]{{1,0}} tanh(%p), metadata={{op_name="jit(_train)/transpose(jvp(Decoder))/of.layers.mlp.w_up/optimizer.layers.mlp.w_up/sum.block_input.batch/dot_general"}}
+  %t = token[] after-all()
+  %send = (f32[64,8]{{1,0}}, u32[], token[]) send(%g, %t), channel_id=1, is_host_transfer=true, frontend_attributes={{{attributes}}}
+  %send-done = token[] send-done(%send)
+  %recv = (f32[64,8]{{1,0}}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, frontend_attributes={{{attributes}}}
+  %recv-done = (f32[64,8]{{1,0}}, token[]) recv-done(%recv)
+  ROOT %out = f32[64,8]{{1,0}} get-tuple-element(%recv-done), index=0"""
+    arrays = [Weight("layers.mlp.w_up", ("layers", "embed", "mlp")), Weight("block_input", ("batch", "seq", "embed"))]
+    mesh = {"fsdp": 16}
+    (one,) = found_in(program(body), mesh=mesh, slices=[0] * 8 + [1] * 8, arrays=arrays)
+    assert (one.kind, one.mesh_axes, one.link) == ("all-reduce", ("fsdp",), "dcn")
+    assert one.bytes_per_device_per_step == 64 * 8 * 4 and one.group_size == 2
+    assert one.rules == ("rules.batch",) and not one.overlapped
+
+
+def test_what_only_one_device_takes_part_in_is_no_collective():
+    body = """  %p = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add"""
+    assert found_in(program(body)) == ()
+
+
+@pytest.mark.parametrize(
+    ("op_name", "count", "expected"),
+    [
+        ("jit(f)/a/b", 1, ["jit(f)/a/b"]),
+        ("jit(f)/x/(a/b:c:jit(g)/d)", 3, ["jit(f)/x/a/b", "jit(f)/x/c", "jit(f)/x/jit(g)/d"]),
+        ("jit(f)/(transpose(jvp(a))/b:(c:d)/e)", 3, ["jit(f)/transpose(jvp(a))/b", "jit(f)/c/e", "jit(f)/d/e"]),
+        ("jit(f)/a", 2, []),
+    ],
+)
+def test_names_of_merged_tensors(op_name, count, expected):
+    assert provenance.each(op_name, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("op_name", "phase", "parts"),
+    [
+        ("jit(_train)/jvp(Decoder)/while/body/closed_call/layers/attention_norm/mul", "forward", (("layers", "attention_norm"), (), (), None)),
+        ("jit(_train)/transpose(jvp(Decoder))/while/body/checkpoint/rematted_computation/layers/of.a.wq+a.wk/rules.a.wq/convert_element_type", "recomputation", (("layers",), ("a.wq", "a.wk"), (), ("rules", "a.wq"))),
+        ("jit(_train)/transpose(jvp(Decoder))/checkpoint/layers/of.a.wo/sum.q.heads+k.kv_heads/rules.residual/shard_map/reduce_scatter", "backward", (("layers",), ("a.wo",), ("q.heads", "k.kv_heads"), ("rules", "residual"))),
+        ("jit(_train)/jvp(of.loss)/sum.logits.vocab/rules.residual/shard_map/psum", "backward", ((), ("loss",), ("logits.vocab",), ("rules", "residual"))),
+        ("jit(_train)/of.gradient_norm/reduce_sum", "optimizer", ((), ("gradient_norm",), (), None)),
+        ("jit(_train)/jit(clip)/min", "optimizer", ((), (), (), None)),
+    ],
+)  # fmt: skip
+def test_what_names_say(op_name, phase, parts):
+    name = provenance.read(op_name)
+    assert (name.phase, (name.modules, name.of, name.sums, name.placed)) == (phase, parts)
+
+
+def test_arguments_of_the_step():
+    assert provenance.state("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
+    assert provenance.state("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
+    assert provenance.state("jit(_train)/jvp(Decoder)/mul") == ("", "")
