@@ -31,8 +31,8 @@ def run(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trian",), "trian: no such verb (did you mean train?)\n  fix   use one of train, eval\n"),
-        (("generate",), "generate: no such verb\n  fix   use one of train, eval\n"),
+        (("trian",), "trian: no such verb (did you mean train?)\n  fix   use one of train, eval, explain, compare\n"),
+        (("generate",), "generate: no such verb\n  fix   use one of train, eval, explain, compare\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
         (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),
         (("--rule=tp8",), "Unknown command line flag 'rule'. Did you mean: rules ?\n"),

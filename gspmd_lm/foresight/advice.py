@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from gspmd_lm.axes import WEIGHTS
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.floor import Floor
@@ -53,11 +54,12 @@ def warnings(
     the compiler said while it worked.
     """
     found = [
-        *_above_floor(moved, floor),
+        *_above_floor(config, moved, floor),
         *_reshards(moved),
-        *_slow_links(config, moved),
+        *_slow_links(config, rules, moved),
         *_involuntary(notes),
         *_replicated(rules, arrays, memory),
+        *_repeated(rules, arrays),
         *(_not_effective(rules, arrays, module) if module else ()),
         *_padding(config, memory),
         *(Warning("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
@@ -67,7 +69,9 @@ def warnings(
     return tuple(found)
 
 
-def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Warning]:
+def _above_floor(config: Config, moved: Sequence[Collective], floor: Floor) -> Iterator[Warning]:
+    if config.model.compute_dtype != "float32" and not any(one.link for one in moved):
+        return  # simulated devices: XLA:CPU widens what it moves to float32
     sent = collections.Counter[str]()
     for one in moved:
         sent["+".join(one.mesh_axes)] += one.bytes_per_device_per_step
@@ -91,12 +95,19 @@ def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Warning]
 
 
 def _reshards(moved: Sequence[Collective]) -> Iterator[Warning]:
-    """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers without a row behind them."""
+    """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers of activations that no row for
+    activations splits."""
     total = sum(one.bytes_per_device_per_step for one in moved)
+    scattered = {one.op: one.bytes_per_device_per_step for one in moved if one.kind == "reduce-scatter"}
     for one in moved:
         unasked = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute") or (
-            one.kind == "all-gather" and not one.rules
+            one.kind == "all-gather"
+            and one.phase != "optimizer"
+            and not (_is_weight(one.op) and one.rules)
+            and not any(row.startswith("rules.") for row in one.rules)
         )
+        if one.kind == "collective-permute" and one.bytes_per_device_per_step < scattered.get(one.op, 0) / 4:
+            continue  # puts right what a reduce-scatter in whole tiles has left; TPU
         small = not one.in_loop and one.bytes_per_device_per_step < max(TRIFLE * total, LARGE_BYTES / 64)
         if not unasked or small or any(one.op.startswith(name) for name in EXPECTED_RESHARDS):
             continue
@@ -108,8 +119,19 @@ def _reshards(moved: Sequence[Collective]) -> Iterator[Warning]:
         )
 
 
-def _slow_links(config: Config, moved: Sequence[Collective]) -> Iterator[Warning]:
-    slow = [one for one in moved if one.link in SLOW_LINKS and one.times_per_step >= max(2, config.model.layers)]
+def _is_weight(op: str) -> bool:
+    return op.rpartition(".")[2] in WEIGHTS
+
+
+def _slow_links(config: Config, rules: Rules, moved: Sequence[Collective]) -> Iterator[Warning]:
+    """What every layer sends there. Gradients that are summed once a step have to cross."""
+    slow = []
+    for one in moved:
+        gradient = one.phase == "backward" and one.kind in ("all-reduce", "reduce-scatter")
+        gradient &= "rules.batch" in one.rules and (_is_weight(one.op) or one.op.endswith("_norm"))
+        often = one.times_per_step >= max(2, config.model.layers)
+        if one.link in SLOW_LINKS and often and not (gradient and rules.microbatches == 1):
+            slow.append(one)
     for link, where in SLOW_LINKS.items():
         over = [one for one in slow if one.link == link]
         if not over:
@@ -161,6 +183,19 @@ def _replicated(rules: Rules, arrays: Sequence["Array"], memory: Memory) -> Iter
             f"{largest.path}{others}, {human_bytes(total)} per device, are the same on all {size} devices along {name}",
             f"{table}.{row}: {name} would split them",
         )
+
+
+def _repeated(rules: Rules, arrays: Sequence["Array"]) -> Iterator[Warning]:
+    """Mesh axes that split weights, but nothing that is computed."""
+    activations = [array for array in arrays if array.at_rest is None]
+    for name, size in rules.mesh.items():
+        used = any(name in row.mesh_axes for row in rules.rows)
+        if size > 1 and used and activations and not any(name in n for array in activations for n in array.in_use):
+            yield Warning(
+                "replicated-array",
+                f"every activation is the same on all {size} devices along {name}: they compute the same",
+                f"rules.batch: {name} would share the work out",
+            )
 
 
 def _could_split(rules: Rules, array: "Array", spec: Sequence[tuple[str, ...]], size: int) -> str:

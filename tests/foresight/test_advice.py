@@ -23,9 +23,9 @@ WEIGHT = Array("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336),
 
 
 def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
-          notes=(), config=CONFIG, mesh=None):  # fmt: skip
+          notes=(), config=CONFIG, mesh=None, microbatches=1):  # fmt: skip
     loaded = layouts.load(rules)
-    loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh)
+    loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh, microbatches=microbatches)
     return advice.warnings(config, loaded, arrays, problems, moved, floor, memory, module, notes)
 
 
@@ -58,11 +58,38 @@ def test_a_resharding_that_no_rule_asked_for(kind):
     assert found(moved=[GATHER, trifle], floor=floor) == ()
 
 
+def test_a_gather_of_an_activation_where_only_weights_are_split():
+    stray = dataclasses.replace(GATHER, op="layers.attention_norm", bytes_per_device_per_step=GB // 10)
+    floor = dataclasses.replace(FLOOR, communication_bytes=11 * GB)
+    assert "layers.attention_norm" in only(found(moved=[GATHER, stray], floor=floor), "unasked-reshard").message
+    asked = dataclasses.replace(stray, rules=("rules.residual.seq",))
+    assert found(moved=[GATHER, asked], floor=floor) == ()
+
+
+def test_a_permute_that_completes_a_reduction_is_none():
+    reduction = dataclasses.replace(GATHER, kind="reduce-scatter", phase="backward")
+    permute = dataclasses.replace(reduction, kind="collective-permute", bytes_per_device_per_step=GB // 100)
+    floor = dataclasses.replace(FLOOR, communication_bytes=11 * GB)
+    assert found(moved=[reduction, permute], floor=floor) == ()
+    only(
+        found(moved=[reduction, dataclasses.replace(permute, op="layers.attention.wk")], floor=floor), "unasked-reshard"
+    )
+
+
+def test_simulated_devices_move_float32_whatever_was_asked():
+    double = dataclasses.replace(GATHER, bytes_per_device_per_step=20 * GB)
+    assert found(moved=[dataclasses.replace(double, link="")]) == ()
+    only(found(moved=[double]), "above-floor")
+
+
 @pytest.mark.parametrize(("link", "where"), [("dcn", "between slices"), ("network", "between hosts")])
 def test_a_slow_link_in_every_layer(link, where):
     assert where in only(found(moved=[dataclasses.replace(GATHER, link=link)]), "slow-link").message
     once = dataclasses.replace(GATHER, link=link, times_per_step=1)
     assert found(moved=[once]) == ()
+    gradient = dataclasses.replace(GATHER, link=link, kind="all-reduce", phase="backward", rules=("rules.batch",))
+    assert found(moved=[gradient]) == ()
+    assert where in only(found(moved=[gradient], microbatches=4), "slow-link").message
 
 
 def test_what_the_partitioner_complains_of():
@@ -78,9 +105,17 @@ def test_a_large_array_left_whole():
     assert found(arrays=[odd]) == ()  # nothing to be done
 
 
+def test_devices_that_compute_the_same():
+    residual = Array("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), 1000)
+    warning = only(found(arrays=[residual]), "replicated-array")
+    assert "compute the same" in warning.message and warning.fix.startswith("rules.batch: fsdp")
+    assert found(arrays=[dataclasses.replace(residual, in_use=(("fsdp",), (), ()))]) == ()
+
+
 def test_a_residual_that_could_be_split_over_the_sequence():
     residual = Array("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
-    warning = only(found("tp8", arrays=[residual]), "replicated-array")
+    hidden = Array("hidden", ("batch", "seq", "mlp"), (8, 8192, 14336), None, ((), (), ("tensor",)), GB)
+    warning = only(found("tp8", arrays=[residual, hidden]), "replicated-array")
     assert warning.fix.startswith("rules.residual.seq: tensor")
     split = dataclasses.replace(residual, in_use=((), ("tensor",), ()))
     assert found("tp8", arrays=[split]) == ()

@@ -123,7 +123,7 @@ def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
 
 
 def does_not_fit(measure):
-    def measured(compiled, state_bytes, limit_bytes, module, known):
+    def measured(compiled, state_bytes, limit_bytes, module, known, accepted):
         return measure(compiled, state_bytes, 1000, module, known)
 
     return measured
