@@ -1,5 +1,6 @@
 """Reports of layouts: each is checked, compiled for the target, and read."""
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -103,14 +104,8 @@ def _known(arrays: Sequence[Array], mesh: Mapping[str, int]) -> list[memory.Name
     found = []
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
-            pieces = [_pieces(mesh, names) for names in spec]
+            pieces = [math.prod(mesh[name] for name in names) for names in spec]
             shape = tuple(size // n for size, n in zip(array.shape, pieces, strict=True))
             found.append(memory.Named(array.path, array.axes, shape))
     return found
 
-
-def _pieces(mesh: Mapping[str, int], names: Sequence[str]) -> int:
-    count = 1
-    for name in names:
-        count *= mesh[name]
-    return count
