@@ -108,4 +108,3 @@ def _known(arrays: Sequence[Array], mesh: Mapping[str, int]) -> list[memory.Name
             shape = tuple(size // n for size, n in zip(array.shape, pieces, strict=True))
             found.append(memory.Named(array.path, array.axes, shape))
     return found
-
