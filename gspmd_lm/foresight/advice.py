@@ -22,7 +22,6 @@ LARGE_SHARE = 0.02  # of the chip's memory, where that is more
 ABOVE_FLOOR = 1.05
 TRIFLE = 0.01  # share of all traffic that is not worth a warning
 PADDING = 0.05  # share of the state's bytes
-LANES = 128  # of a TPU's registers and matrix units; head sizes below leave some of them idle
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
 # Reshardings that nobody asked for, but that cost less than what would avoid them.
 EXPECTED_RESHARDS = ("embedding", "position_embedding")
