@@ -3,6 +3,7 @@
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]
     python -m benchmarks.foresight order [--write]
     python -m benchmarks.foresight bytes [--write]
+    python -m benchmarks.foresight compilation [--write]
 
 Nothing but compilers runs: programs are compiled for the published hardware on this machine and kept, so that only the
 first run takes long (rows of a published table that offload to the host: many minutes each).
@@ -10,8 +11,13 @@ first run takes long (rows of a published table that offload to the host: many m
 
 import argparse
 import dataclasses
+import os
+import resource
 import statistics
+import tempfile
+import time
 from typing import Any
+from unittest import mock
 
 from benchmarks import measure, step_times
 from benchmarks.layouts import PAIRS
@@ -32,6 +38,8 @@ ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "b
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
          "of_the_step": "of the step"}  # fmt: skip
+COMPILATION = {"program": "program", "compile_s": "compiled in s", "most_gb": "most memory of the process, GB",
+               "fits": "fits", "step_time_s": "predicted step, s"}  # fmt: skip
 
 
 def times(number: int) -> dict[str, Any]:
@@ -110,9 +118,24 @@ def sent(layout: str, where: str, *sets: str) -> dict[str, Any]:
     }
 
 
+def compilation(layout: str, name: str, where: str, *sets: str) -> dict[str, Any]:
+    """What it takes to compile a program, from tracing to its text, in a process of its own; nothing is kept."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch, mock.patch.dict(os.environ, GSPMD_LM_CACHE=scratch):
+        (found,) = explain.reports(config.load(name, sets), [layouts.load(layout)], target.parse(where), print)
+    return {
+        "program": f"{name} under {layout} for {where}",
+        "compile_s": round(time.monotonic() - started),
+        "most_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6, 1),  # of the largest so far
+        "fits": found.memory.fits,
+        "step_time_s": found.prediction and round(found.prediction.step_time_s, 3),
+        "sets": list(sets),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "order", "bytes"))
+    parser.add_argument("what", choices=("times", "order", "bytes", "compilation"))
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of published rows, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -120,10 +143,15 @@ def main() -> None:
         rows = [order(pair) for pair in PAIRS]
         print(measure.markdown(rows, ORDER))
     elif arguments.what == "bytes":
-        rows = [sent(layout, where, "data.batch=16") for where in ("h100:8", "v5p:2x2x2")
-                for layout in ("tp8", "fsdp8", "fsdp2_tp4")]  # fmt: skip
+        rows = [sent(layout, "h100:8", "data.batch=16") for layout in ("tp8", "fsdp8", "fsdp2_tp4")]
+        rows.append(sent("tp8", "v5p:2x2x2", "data.batch=2"))  # it splits no rows and keeps all activations
+        rows += [sent(layout, "v5p:2x2x2", "data.batch=16") for layout in ("fsdp8", "fsdp2_tp4")]
         rows.append(sent("fsdp", "v5p:4x4x4"))
         print(measure.markdown(rows, BYTES))
+    elif arguments.what == "compilation":
+        rows = [compilation("fsdp_tp", "llama3_8b", "v5p:2x2x2"), compilation("fsdp_tp", "llama3_8b", "v5p:4x4x4"),
+                compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8")]  # fmt: skip
+        print(measure.markdown(rows, COMPILATION))
     else:
         chosen = range(len(step_times.rows())) if arguments.rows is None else arguments.rows
         rows = [times(number) for number in chosen]
