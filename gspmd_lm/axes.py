@@ -66,6 +66,7 @@ ACTIVATIONS = {
     "attention_out": "output of attention, before wo",
     "hidden": "output of the MLP's activation, before w_down",
     "logits": "one chunk of the logits",
+    "cache": "keys and values of the tokens so far, kept while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
 

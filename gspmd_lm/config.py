@@ -24,8 +24,11 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RopeScaling:
-    """Llama 3.1 frequency scaling: wavelengths above `original_context` / `low_freq_factor` are slowed by `factor`."""
+    """Frequencies slowed by `factor`: all of them (linear, arXiv 2306.15595), or as Llama 3.1 has it only those whose
+    wavelength is above `original_context` / `low_freq_factor`, with a blend up to `original_context` / `high_freq_factor`.
+    """
 
+    kind: Literal["llama3", "linear"] = "llama3"
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -47,16 +50,28 @@ class Model:
     context: int  # longest sequence; the rows of a learned position table
 
     block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
+    shared_norm: bool = True  # of a parallel block: attention and MLP read the same norm
+    post_norms: bool = False  # what attention and MLP write goes through a norm too (Gemma 2)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_scale: bool = True
     norm_bias: bool = False
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # added to scales; 1 where weights store what differs from one (Gemma)
+    embedding_norm: bool = False  # a norm right after the token table (BLOOM)
+    embedding_scale: float = 1.0  # of the token table's rows
     qk_norm: bool = False
     mlp_kind: Literal["gated", "plain"] = "gated"
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    positions: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"
+    position_offset: int = 0  # rows of a learned table before that of position 0 (OPT: 2)
     rope_theta: float = 10000.0
+    rope_dim: int = 0  # the first dimensions of a head, which turn; 0 means all
     rope_scaling: RopeScaling | None = None
+    sliding_window: int = 0  # how many tokens a token sees, itself included; 0 means all before it
+    sliding_rope_theta: float = 0.0  # of layers with a sliding window, then without rope_scaling; 0 means rope_theta
+    # Which layers have the window, repeated over the depth; () means all of them.
+    layer_pattern: tuple[Literal["sliding", "full"], ...] = ()
+    query_scale: float = 0.0  # of attention scores; 0 means head_dim ** -0.5
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -80,14 +95,34 @@ class Model:
             wrong.append(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
         if not 0 <= self.dropout < 1:
             wrong.append(f"dropout={self.dropout} must be at least 0 and below 1")
-        if self.positions == "rope" and self.head_dim % 2:
-            wrong.append(f"positions: rope needs an even head_dim, got {self.head_dim}")
+        if self.positions == "rope" and (self.head_dim % 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim):
+            wrong.append(
+                f"positions: rope needs an even head_dim={self.head_dim} and rope_dim={self.rope_dim} up to it"
+            )
+        if "sliding" in self.layer_pattern and not self.sliding_window:
+            wrong.append("layer_pattern has sliding layers: set sliding_window")
+        wrong += _below(self, 0, "sliding_window", "position_offset", "rope_dim")
         _refuse(wrong)
 
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
         return self.padded_vocab or self.vocab
+
+    @property
+    def layer_kinds(self) -> tuple["Model", ...]:
+        """The settings of each layer of the pattern, which is repeated over the depth; one where all layers are alike."""
+        if not self.layer_pattern:
+            return (self.sliding_layer if self.sliding_window else self,)
+        full = dataclasses.replace(self, sliding_window=0, layer_pattern=())
+        return tuple(full if kind == "full" else self.sliding_layer for kind in self.layer_pattern)
+
+    @property
+    def sliding_layer(self) -> "Model":
+        """The settings of a layer with a sliding window."""
+        if not self.sliding_rope_theta:
+            return dataclasses.replace(self, layer_pattern=())
+        return dataclasses.replace(self, layer_pattern=(), rope_theta=self.sliding_rope_theta, rope_scaling=None)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -3,6 +3,7 @@
 The fused kernels never hold a T x T array. None of them changes what is computed.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
+from gspmd_lm import config
 from gspmd_lm.axes import attention_kernel, per_device, shard, split
 
 Q = "q: batch seq heads head_dim"
@@ -30,60 +32,112 @@ def keys_axis() -> str:
     return "kv_heads" if split("q", "heads") == split("k", "kv_heads") else "heads"
 
 
-def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None, softcap: float):
-    """softmax(q k / sqrt(H)) v over earlier positions of the same segment, [B, T, N, H], softmax in float32.
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BT: jax.Array | None,
+    cfg: config.Model,
+) -> jax.Array:
+    """softmax(scale q k) v over earlier positions of the same segment, [B, T, N, H], softmax in float32.
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document;
-    None where a row is one text. softcap: scores become softcap * tanh(scores / softcap); 0 for none. A remat policy
-    that keeps `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
+    None where a row is one text. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward
+    pass needs of its forward pass.
     """
     kernel = attention_kernel()
     if kernel == "splash":
-        return _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, softcap)
+        return _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg)
     if kernel == "cudnn":
-        return _cudnn(q_BTNH, k_BSKH, v_BSKH)
-    mask_B1TS = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
-    if softcap:
-        out_BTNH = _softcapped(q_BTNH, k_BSKH, v_BSKH, mask_B1TS, softcap)
-    else:
-        out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_B1TS, is_causal=True)
-    return shard(out_BTNH, OUT)
+        return _cudnn(q_BTNH, k_BSKH, v_BSKH, cfg)
+    positions_1T = jnp.arange(q_BTNH.shape[1])[None]
+    seen_BTS = _before(positions_1T, positions_1T, cfg.sliding_window)
+    if segments_BT is not None:
+        seen_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
+    return shard(_xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, positions_1T, positions_1T, cfg), OUT)
 
 
-def unsupported(kernel: str, *, head_dim: int, seq: int, segments: bool, softcap: float, dtype: str) -> str | None:
+def attend_to_cache(
+    q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array, cfg: config.Model
+) -> jax.Array:
+    """Attention of one new token per row, in `slot`, to the slots of the cache that hold its text, [B, 1, N, H].
+
+    start_B: int32, the first slot of each row's text.
+    """
+    slots_1S = jnp.arange(k_BSKH.shape[1])[None]
+    seen_B1S = _before(slot[None, None], slots_1S, cfg.sliding_window) & (slots_1S >= start_B[:, None])[:, None]
+    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], slots_1S, cfg), OUT)
+
+
+def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
     """What a config asks for that `kernel` cannot do, or None."""
+    if kernel != "xla" and model.positions == "alibi":
+        return "model.positions: alibi"
     if kernel == "cudnn":
         if segments:
             return "data.packing: documents (it has no segments, only whole rows)"
-        if softcap:
-            return f"model.attention_softcap: {softcap}"
-        if dtype == "float32":
+        if model.attention_softcap:
+            return f"model.attention_softcap: {model.attention_softcap}"
+        if model.sliding_window:
+            return f"model.sliding_window: {model.sliding_window}"
+        if model.compute_dtype == "float32":
             return "model.compute_dtype: float32 (only bfloat16)"
-        if head_dim % 8 or head_dim > 128:
-            return f"model.head_dim: {head_dim} (only multiples of 8 up to 128)"
+        if model.head_dim % 8 or model.head_dim > 128:
+            return f"model.head_dim: {model.head_dim} (only multiples of 8 up to 128)"
     if kernel == "splash" and seq % LANES:
         return f"data.seq: {seq} (only multiples of {LANES})"
     return None
 
 
-def _softcapped(q_BTNH, k_BSKH, v_BSKH, mask_B1TS, softcap):
-    """Attention with capped scores, which jax.nn.dot_product_attention does not offer."""
-    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array:
+    """[B, T, S]: whether a query's token sees a key's, given the positions of both."""
+    ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
+    seen_BTS = ahead_BTS >= 0
+    return seen_BTS & (ahead_BTS < window) if window else seen_BTS
+
+
+def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, cfg):
+    """Attention as XLA compiles it, with a mask, the positions of queries and keys, and all that a config can ask."""
+    scale, bias = scores_scale(cfg), None
+    if cfg.positions == "alibi":
+        distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
+        bias = alibi_slopes(cfg.heads)[:, None, None] * distance_BTS[:, None]
+    if not cfg.attention_softcap:
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
+    # Capped scores, which jax.nn.dot_product_attention does not offer.
     q_BTKGH = rearrange(q_BTNH, "B T (K G) H -> B T K G H", K=k_BSKH.shape[2])
-    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
-    scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
-    seen_TS = jnp.tril(jnp.ones((T, T), bool))
-    seen = seen_TS if mask_B1TS is None else seen_TS & mask_B1TS[:, :, None]
-    weights_BKGTS = jax.nn.softmax(jnp.where(seen, scores_BKGTS, -jnp.inf), axis=-1).astype(q_BTNH.dtype)
+    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
+    scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
+    if bias is not None:
+        scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=k_BSKH.shape[2])
+    masked_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1).astype(q_BTNH.dtype)
     return rearrange(jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH), "B T K G H -> B T (K G) H")
 
 
-def _cudnn(q_BTNH, k_BSKH, v_BSKH):
+def scores_scale(cfg: config.Model) -> float:
+    """What q k is multiplied with."""
+    return cfg.query_scale or cfg.head_dim**-0.5
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """How fast each head's attention falls with distance, [N], float32 (arXiv 2108.12409).
+
+    For a power of two, 2^(-8/N), 2^(-16/N), ...; otherwise those of the power below, then every other one of the
+    power above, as BLOOM has it.
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    slopes += [2 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
+    return jnp.asarray(slopes, jnp.float32)
+
+
+def _cudnn(q_BTNH, k_BSKH, v_BSKH, cfg):
     """cuDNN's fused attention, which each device runs on its own heads and rows."""
+    options: Any = {"is_causal": True, "implementation": "cudnn", "scale": scores_scale(cfg)}
 
     def local(q_BTNH, k_BSKH, v_BSKH):
-        attention = _keeping(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn"))
-        return attention(q_BTNH, k_BSKH, v_BSKH)
+        return _keeping(lambda *qkv: jax.nn.dot_product_attention(*qkv, **options))(q_BTNH, k_BSKH, v_BSKH)
 
     return per_device(local, _inputs(), OUT)(q_BTNH, k_BSKH, v_BSKH)
 
@@ -112,19 +166,18 @@ def _keeping(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return call
 
 
-def _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, softcap, interpret=False):
+def _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, interpret=False):
     """Splash attention, which reads only the blocks that the causal mask leaves.
 
     A Pallas call is not partitioned by XLA, so each device runs it on its own heads and rows. Sources: the kernel that
     jax ships, jax.experimental.pallas.ops.tpu.splash_attention.
     """
-    H = q_BTNH.shape[-1]
 
     def local(q_BTNH, k_BSKH, v_BSKH, *segments_BT):
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-        kernel: Any = _splash_kernel(q_BTNH, softcap or None, interpret)
-        q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
+        kernel: Any = _splash_kernel(q_BTNH, cfg, interpret)
+        q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
         segments = [splash.SegmentIds(ids_BT, ids_BT) for ids_BT in segments_BT]
         out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, *segments)
         return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
@@ -134,7 +187,7 @@ def _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, softcap, interpret=False):
     return per_device(local, (*_inputs(), SEGMENTS), OUT)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
-def _splash_kernel(q_BTNH: jax.Array, softcap: float | None, interpret: bool):
+def _splash_kernel(q_BTNH: jax.Array, cfg: config.Model, interpret: bool):
     """The kernel for the heads and rows of `q_BTNH`, its own result and statistics named `attention_out`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -145,9 +198,12 @@ def _splash_kernel(q_BTNH: jax.Array, softcap: float | None, interpret: bool):
         block_q=block, block_kv=block, block_kv_compute=block,
         block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
     )  # fmt: skip
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * N)
+    one = masks.CausalMask((T, T))
+    if cfg.sliding_window:
+        one = masks.LocalMask((T, T), window_size=(cfg.sliding_window - 1, 0), offset=0)
+    mask = masks.MultiHeadMask([one] * N)
     return splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=softcap,
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=cfg.attention_softcap or None,
         residual_checkpoint_name="attention_out", interpret=interpret,
     )  # fmt: skip
 

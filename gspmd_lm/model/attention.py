@@ -1,14 +1,38 @@
 """Grouped-query self-attention."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.axes import shard
-from gspmd_lm.kernels.attention import K, Q, V, attend, keys_axis
+from gspmd_lm.axes import like, shard
+from gspmd_lm.kernels.attention import K, Q, V, attend, attend_to_cache, keys_axis
 from gspmd_lm.model.layers import Norm, bias, matrix, rope
 from gspmd_lm.model.projection import Product
+
+CACHE = "cache: layers batch kv_seq kv_heads head_dim"
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers, [L, B, S, K, H] in the compute dtype; slot s of a row holds its token s."""
+
+    k_LBSKH: jax.Array
+    v_LBSKH: jax.Array
+
+    def written(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array, layer: jax.Array | int) -> "Cache":
+        """The cache with T tokens per row, from `slot` on."""
+        at = (layer, 0, slot, 0, 0)
+        return Cache(
+            shard(jax.lax.dynamic_update_slice(self.k_LBSKH, k_BTKH[None].astype(self.k_LBSKH.dtype), at), CACHE),
+            shard(jax.lax.dynamic_update_slice(self.v_LBSKH, v_BTKH[None].astype(self.v_LBSKH.dtype), at), CACHE),
+        )
+
+    def of(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one layer, [B, S, K, H]."""
+        k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
+        return like(k_BSKH, CACHE.replace("layers ", "")), like(v_BSKH, CACHE.replace("layers ", ""))
 
 
 class Attention(nn.Module):
@@ -41,8 +65,20 @@ class Attention(nn.Module):
             Product("BTD,DKH->BTKH", self.wv, "v"),
         )
 
-    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        """attention_out_BTNH from the values of `products`; attention stays within a segment."""
+    def attended(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        batch: dict[str, jax.Array],
+        cache: Cache | None = None,
+        layer: jax.Array | int = 0,
+    ) -> tuple[jax.Array, Cache | None]:
+        """attention_out_BTNH from the values of `products`; attention stays within a segment.
+
+        With a cache, k and v of the layer (from 0) are written to it; one token per row is a next one, which attends to
+        what the cache holds, several are the first ones, which attend to each other.
+        """
         cfg = self.cfg
         if cfg.qkv_bias:
             q, k, v = q + self.bq, k + self.bk, v + self.bv
@@ -53,13 +89,19 @@ class Attention(nn.Module):
             # Named once more: a policy that keeps them keeps what attention reads.
             q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg), Q)
             k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg), K)
+        if cache:
+            cache = cache.written(k_BSKH, v_BSKH, batch["slot"], layer)
+        if cache and q.shape[1] == 1:
+            k_BSKH, v_BSKH = cache.of(layer)
         if keys_axis() == "heads":
             group = cfg.heads // cfg.kv_heads
             k_BSKH, v_BSKH = (
                 shard(jnp.repeat(x, group, axis=2), f"{name}: batch kv_seq heads head_dim")
                 for name, x in (("k", k_BSKH), ("v", v_BSKH))
             )
-        return attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg.attention_softcap)
+        if cache and q.shape[1] == 1:
+            return attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg), cache
+        return attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg), cache
 
     def out(self) -> Product:
         """What attention writes to the residual stream, its bias aside."""

@@ -61,7 +61,8 @@ class Norm(nn.Module):
             y -= y.mean(-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + cfg.norm_eps)
         if cfg.norm_scale:
-            y *= use(weight(self, "scale", self.axis, size, cfg, nn.initializers.ones))
+            start = nn.initializers.constant(1 - cfg.norm_offset)
+            y *= use(weight(self, "scale", self.axis, size, cfg, start)) + cfg.norm_offset
         if cfg.norm_bias:
             y += use(weight(self, "bias", self.axis, size, cfg, nn.initializers.zeros))
         return y.astype(x.dtype)
@@ -111,19 +112,24 @@ def dropout(x_BTD: jax.Array, rate: float, row_keys_B: jax.Array | None, site: i
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.Model) -> jax.Array:
-    """Rotary positions (arXiv 2104.09864), the first half of a head paired with the second as in Llama's weights."""
-    half = cfg.head_dim // 2
+    """Rotary positions (arXiv 2104.09864) on the first `rope_dim` dimensions of a head.
+
+    Their first half is paired with the second, as in Llama's weights on Hugging Face.
+    """
+    turned = cfg.rope_dim or cfg.head_dim
+    half = turned // 2
     inverse_wavelength = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling := cfg.rope_scaling:
-        # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, with a linear blend in between.
-        turns = scaling.original_context * inverse_wavelength / (2 * jnp.pi)
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        kept = jnp.clip((turns - scaling.low_freq_factor) / span, 0, 1)
+        kept = 0.0
+        if scaling.kind == "llama3":
+            turns = scaling.original_context * inverse_wavelength / (2 * jnp.pi)
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            kept = jnp.clip((turns - scaling.low_freq_factor) / span, 0, 1)
         inverse_wavelength *= kept + (1 - kept) / scaling.factor
     angle_BT1H = (positions_BT[..., None] * inverse_wavelength)[:, :, None, :]
     cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
+    first, second, still = jnp.split(x_BTNH.astype(jnp.float32), [half, turned], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, still], -1).astype(x_BTNH.dtype)
 
 
 def sinusoids(positions_BT: jax.Array, width: int) -> jax.Array:

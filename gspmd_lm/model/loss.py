@@ -99,14 +99,8 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
 
 def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients) -> tuple[Sums, Any]:
     """The sums of one chunk and, with `gradients`, the derivative of its loss by its logits."""
-    raw_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
-    if bias_V is not None:
-        raw_BTV += bias_V
-    raw_BTV = shard(raw_BTV, LOGITS)
-    cap = cfg.logit_softcap
-    capped_BTV = cap * jnp.tanh(raw_BTV / cap) if cap else raw_BTV
+    logits_BTV = _logits(x_BTD, table_VD, bias_V, cfg)
     vocab_V = jnp.arange(cfg.vocab_rows)
-    logits_BTV = jnp.where(vocab_V < cfg.vocab, capped_BTV, -jnp.inf) if cfg.vocab < cfg.vocab_rows else capped_BTV
     # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
     is_target_BTV = vocab_V == targets_BT[..., None]
     has_target_BT = targets_BT >= 0
@@ -124,7 +118,29 @@ def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients) -> tuple[Sums, A
         return sums, None
     scale_BT = (1 + 2 * cfg.z_loss * log_z_BT) / total_BT
     dlogits_BTV = jnp.where(has_target_BT[..., None], exp_BTV * scale_BT[..., None] - is_target_BTV, 0)
-    return sums, dlogits_BTV * (1 - jnp.square(capped_BTV / cap)) if cap else dlogits_BTV
+    if not cfg.logit_softcap:
+        return sums, dlogits_BTV
+    slope_BTV = 1 - jnp.square(logits_BTV / cfg.logit_softcap)
+    return sums, jnp.where(jnp.isfinite(logits_BTV), dlogits_BTV * slope_BTV, 0)
+
+
+def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Model) -> jax.Array:
+    """The logits of what the decoder returned, [B, T, V] in float32; -inf for rows of padding (cfg.vocab and up)."""
+    with scope("of", "logits"):
+        x_BTD = shard(like(x_BTD, RESIDUAL), BLOCK_INPUT)
+        return _logits(x_BTD, use(table), None if bias is None else use(bias), cfg)
+
+
+def _logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, cfg: config.Model) -> jax.Array:
+    raw_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
+    if bias_V is not None:
+        raw_BTV += bias_V
+    raw_BTV = shard(raw_BTV, LOGITS)
+    cap = cfg.logit_softcap
+    capped_BTV = cap * jnp.tanh(raw_BTV / cap) if cap else raw_BTV
+    if cfg.vocab == cfg.vocab_rows:
+        return capped_BTV
+    return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab, capped_BTV, -jnp.inf)
 
 
 def _chunks(length: int, rows_per_device: int) -> int:

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import axes, config
 from gspmd_lm.axes import Weight, shard
-from gspmd_lm.model.attention import Attention
+from gspmd_lm.model.attention import CACHE, Attention, Cache
 from gspmd_lm.model.layers import Mlp, Norm, dropout, look_up, matrix, sinusoids, weight
 from gspmd_lm.model.projection import RESIDUAL, fan_in, fan_out
 
@@ -20,30 +20,58 @@ class Block(nn.Module):
     cfg: config.Model
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, layer: jax.Array, batch: dict[str, jax.Array], row_keys_B: jax.Array | None):
+    def __call__(
+        self,
+        carried: tuple[jax.Array, Cache | None],
+        layer: jax.Array | int,
+        batch: dict[str, jax.Array],
+        row_keys_B: jax.Array | None,
+    ):
         cfg = self.cfg
+        x_BTD, cache = carried
         # Without a name of its own here, a scan keeps what it carries on the device whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         attention, mlp = Attention(cfg, name="attention"), Mlp(cfg, name="mlp")
         if row_keys_B is not None:
-            row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer)
+            row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer + 1)
 
-        def write(x_BTD: jax.Array, y_BTD: jax.Array, site: int, *biases: jax.Array) -> jax.Array:
-            y_BTD = dropout(sum(biases, y_BTD), cfg.dropout, row_keys_B, site)
-            return shard(x_BTD + y_BTD, RESIDUAL)
+        def write(x_BTD: jax.Array, y_BTD: jax.Array, site: int, *parts: str) -> jax.Array:
+            if cfg.attention_out_bias and "attention" in parts:
+                y_BTD += attention.bo
+            if cfg.mlp_bias and "mlp" in parts:
+                y_BTD += mlp.b_down
+            if cfg.post_norms:
+                y_BTD = Norm(cfg, name=f"{'_'.join(parts)}_post_norm")(y_BTD)
+            return shard(x_BTD + dropout(y_BTD, cfg.dropout, row_keys_B, site), RESIDUAL)
 
-        attention_biases = (attention.bo,) if cfg.attention_out_bias else ()
-        mlp_biases = (mlp.b_down,) if cfg.mlp_bias else ()
         normed_BTD = Norm(cfg, name="attention_norm")(x_BTD)
         if cfg.block == "parallel":
-            q, k, v, *read = fan_out(normed_BTD, *attention.products(), *mlp.products())
-            inputs = attention.attended(q, k, v, batch), mlp.hidden(*read)
-            y_BTD = fan_in(inputs, attention.out(), mlp.out())
-            return write(x_BTD, y_BTD, 0, *attention_biases, *mlp_biases), None
+            if cfg.shared_norm:
+                q, k, v, *read = fan_out(normed_BTD, *attention.products(), *mlp.products())
+            else:
+                q, k, v = fan_out(normed_BTD, *attention.products())
+                read = fan_out(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
+            attended, cache = attention.attended(q, k, v, batch, cache, layer)
+            y_BTD = fan_in((attended, mlp.hidden(*read)), attention.out(), mlp.out())
+            return (write(x_BTD, y_BTD, 0, "attention", "mlp"), cache), None
         q, k, v = fan_out(normed_BTD, *attention.products())
-        x_BTD = write(x_BTD, fan_in((attention.attended(q, k, v, batch),), attention.out()), 0, *attention_biases)
+        attended, cache = attention.attended(q, k, v, batch, cache, layer)
+        x_BTD = write(x_BTD, fan_in((attended,), attention.out()), 0, "attention")
         read = fan_out(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
-        return write(x_BTD, fan_in((mlp.hidden(*read),), mlp.out()), 1, *mlp_biases), None
+        return (write(x_BTD, fan_in((mlp.hidden(*read),), mlp.out()), 1, "mlp"), cache), None
+
+
+class Pattern(nn.Module):
+    """The layers of one turn of a pattern: block_0, block_1, ..."""
+
+    cfg: config.Model
+
+    @nn.compact
+    def __call__(self, carried: tuple[jax.Array, Cache | None], turn: jax.Array, *rest: Any):
+        kinds = self.cfg.layer_kinds
+        for i, kind in enumerate(kinds):
+            carried, _ = _block()(kind, name=f"block_{i}")(carried, turn * len(kinds) + i, *rest)
+        return carried, None
 
 
 class Decoder(nn.Module):
@@ -53,37 +81,49 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, Weight, Weight | None]:
-        """Hidden states after the last norm, [B, T, D], the table that turns them into logits, and its bias.
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
+    ) -> tuple[jax.Array, Weight, Weight | None, Cache | None]:
+        """Hidden states after the last norm, [B, T, D], the table that turns them into logits, its bias, the cache.
 
         `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
         dropout) and, where documents are packed, segment_ids [B, T]. Without `dropout_key` nothing is dropped.
+        With a cache also slot [], where the T tokens begin in it, and start [B], the slot of each row's first token.
         """
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
         embedding = matrix(self, "embedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
         x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"))
+        if cfg.embedding_scale != 1:
+            x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
-            table = matrix(self, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg)
-            x_BTD += axes.use(table)[batch["positions"]]
+            rows = cfg.position_offset + cfg.context
+            table = matrix(self, "position_embedding", "positions embed", (rows, cfg.embed), cfg)
+            x_BTD += axes.use(table)[cfg.position_offset + batch["positions"]]
         elif cfg.positions == "sinusoidal":
             x_BTD += sinusoids(batch["positions"], cfg.embed).astype(dtype)
+        if cfg.embedding_norm:
+            x_BTD = Norm(cfg, name="embedding_norm")(x_BTD)
         row_keys_B = None
         if dropout_key is not None and cfg.dropout:
             row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(dropout_key, batch["row"])
             x_BTD = dropout(x_BTD, cfg.dropout, row_keys_B, 0)
-        x_BTD = shard(x_BTD, RESIDUAL)
-        remat = axes.remat()
-        layers = nn.scan(
-            nn.remat(Block, prevent_cse=False, policy=remat.policy) if remat else Block,  # a scan is CSE barrier enough
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=cfg.layers,
-            in_axes=(0, nn.broadcast, nn.broadcast),  # type: ignore[arg-type]
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )(cfg, name="layers")
-        x_BTD, _ = layers(x_BTD, jnp.arange(1, cfg.layers + 1), batch, row_keys_B)
+        carried = shard(x_BTD, RESIDUAL), cache
+        kinds = cfg.layer_kinds
+        turns, left = divmod(cfg.layers, len(kinds))
+        scanned: Any = {
+            "variable_axes": {"params": 0},
+            "split_rngs": {"params": True},
+            "length": turns,
+            "in_axes": (0, nn.broadcast, nn.broadcast),
+            "metadata_params": {nn.PARTITION_NAME: "layers"},
+        }
+        one = nn.scan(_block(), **scanned)(kinds[0], name="layers") if len(kinds) == 1 else None
+        layers: Any = one or nn.scan(Pattern, **scanned)(cfg, name="layers")
+        carried, _ = layers(carried, jnp.arange(turns), batch, row_keys_B)
+        for i, kind in enumerate(kinds[:left]):  # what is left of a pattern that does not divide the depth
+            layer = turns * len(kinds) + i
+            carried, _ = _block()(kind, name=f"layer_{layer}")(carried, layer, batch, row_keys_B)
+        x_BTD, cache = carried
         x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         unembedding = embedding
         if not cfg.tied_embeddings:
@@ -92,14 +132,35 @@ class Decoder(nn.Module):
         if cfg.unembedding_bias:
             zeros = nn.initializers.zeros
             unembedding_bias = weight(self, "unembedding_bias", "vocab", (cfg.vocab_rows,), cfg, zeros)
-        return x_BTD, unembedding, unembedding_bias
+        return x_BTD, unembedding, unembedding_bias, cache
+
+
+def _block() -> type[nn.Module]:
+    """Block, computed again in the backward pass where the rules say so. A scan is barrier enough against CSE."""
+    remat = axes.remat()
+    return nn.remat(Block, prevent_cse=False, policy=remat.policy) if remat else Block
 
 
 def decode(
     cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Weight, Weight | None]:
-    """What Decoder returns for plain (unboxed) parameters."""
-    return Decoder(cfg).apply({"params": params}, batch, dropout_key)  # type: ignore[return-value]
+    """Hidden states, output table and its bias (see Decoder) for plain (unboxed) parameters."""
+    x_BTD, table, bias, _ = Decoder(cfg).apply({"params": params}, batch, dropout_key)  # type: ignore[misc]
+    return x_BTD, table, bias
+
+
+def extend(
+    cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache
+) -> tuple[jax.Array, Weight, Weight | None, Cache]:
+    """`decode` for the first tokens of each row, or for one more, with the cache that then holds them too."""
+    return Decoder(cfg).apply({"params": params}, batch, None, cache)  # type: ignore[return-value]
+
+
+def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:
+    """A cache without tokens: for `rows` rows of up to `slots` tokens."""
+    shape = (cfg.layers, rows, slots, cfg.kv_heads, cfg.head_dim)
+    k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
+    return Cache(k, v)
 
 
 def init(cfg: config.Model, key: jax.Array) -> Any:

@@ -105,14 +105,9 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
             )
         )
     model, kernel = config.model, rules.attention[platform]
-    lacking = unsupported(
-        kernel,
-        head_dim=model.head_dim,
-        seq=config.data.seq,
-        segments=config.data.packing == "documents",
-        softcap=model.attention_softcap,
-        dtype=model.compute_dtype,
-    )
+    segments = config.data.packing == "documents"
+    lacking = [unsupported(kernel, layer, seq=config.data.seq, segments=segments) for layer in model.layer_kinds]
+    lacking = next(filter(None, lacking), None)
     if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         lacking = "a split sequence (rules for q.seq or k.kv_seq)"
     if lacking:

@@ -5,9 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspmd_lm import config
 from gspmd_lm.kernels import attention
 
 B, T, N, K, H = 2, 128, 4, 2, 128
+
+
+def settings(**changes):
+    usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": T}
+    return config.Model(**(usual | changes))
+
+
+PLAIN = settings()
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +31,11 @@ def segments():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_splash_computes_what_xla_does(qkv, segments, packed, softcap):
-    segments = segments if packed else None
-    want = attention.attend(*qkv, segments, softcap)
-    got = attention._splash(*qkv, segments, softcap, interpret=True)
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}, {"sliding_window": 20, "query_scale": 0.2}])
+def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
+    segments, cfg = segments if packed else None, settings(**changes)
+    want = attention.attend(*qkv, segments, cfg)
+    got = attention._splash(*qkv, segments, cfg, interpret=True)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
@@ -36,32 +45,42 @@ def test_splash_has_the_gradients_of_xla(qkv, segments):
     def of(function):
         return jax.grad(lambda q, k, v: (function(q, k, v) * weigh).sum(), (0, 1, 2))(*qkv)
 
-    got = of(lambda *a: attention._splash(*a, segments, 0.0, interpret=True))
-    want = of(lambda *qkv: attention.attend(*qkv, segments, 0.0))
+    got = of(lambda *a: attention._splash(*a, segments, PLAIN, interpret=True))
+    want = of(lambda *qkv: attention.attend(*qkv, segments, PLAIN))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
 def test_a_large_softcap_is_none(qkv, segments):
-    want = attention.attend(*qkv, segments, 0.0)
-    np.testing.assert_allclose(attention.attend(*qkv, segments, 1e4), want, atol=1e-4)
+    want = attention.attend(*qkv, segments, PLAIN)
+    np.testing.assert_allclose(attention.attend(*qkv, segments, settings(attention_softcap=1e4)), want, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("kernel", "asked", "words"),
     [
         ("cudnn", {"segments": True}, "packing: documents"),
-        ("cudnn", {"softcap": 30.0}, "attention_softcap: 30"),
-        ("cudnn", {"dtype": "float32"}, "compute_dtype: float32"),
+        ("cudnn", {"attention_softcap": 30.0}, "attention_softcap: 30"),
+        ("cudnn", {"compute_dtype": "float32"}, "compute_dtype: float32"),
         ("cudnn", {"head_dim": 256}, "head_dim: 256"),
+        ("cudnn", {"sliding_window": 64}, "sliding_window: 64"),
+        ("cudnn", {"positions": "alibi"}, "positions: alibi"),
+        ("splash", {"positions": "alibi"}, "positions: alibi"),
         ("splash", {"seq": 100}, "seq: 100"),
     ],
 )
 def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
-    usual = {"head_dim": 128, "seq": 256, "segments": False, "softcap": 0.0, "dtype": "bfloat16"}
-    assert attention.unsupported(kernel, **usual) is None
-    assert words in attention.unsupported(kernel, **(usual | asked))
-    assert attention.unsupported("xla", **(usual | asked)) is None
+    usual = {"seq": 256, "segments": False}
+    rows = usual | {name: value for name, value in asked.items() if name in usual}
+    cfg = settings(**{name: value for name, value in asked.items() if name not in usual})
+    assert attention.unsupported(kernel, PLAIN, **usual) is None
+    assert words in attention.unsupported(kernel, cfg, **rows)
+    assert attention.unsupported("xla", cfg, **rows) is None
+
+
+def test_alibi_slopes_are_those_of_the_paper_and_of_bloom():
+    np.testing.assert_allclose(attention.alibi_slopes(8), 0.5 ** np.arange(1, 9))
+    np.testing.assert_allclose(attention.alibi_slopes(6), [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def weights(cfg):
 
 
 def hidden(cfg, params, batch):
-    x_BTD, _, _ = Decoder(cfg).apply({"params": params}, batch)
+    x_BTD, *_ = Decoder(cfg).apply({"params": params}, batch)
     return x_BTD
 
 
