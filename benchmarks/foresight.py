@@ -149,8 +149,9 @@ def main() -> None:
         rows.append(sent("fsdp", "v5p:4x4x4"))
         print(measure.markdown(rows, BYTES))
     elif arguments.what == "compilation":
-        rows = [compilation("fsdp_tp", "llama3_8b", "v5p:2x2x2"), compilation("fsdp_tp", "llama3_8b", "v5p:4x4x4"),
-                compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8")]  # fmt: skip
+        rows = [compilation("fsdp_tp", "llama3_8b", "v5p:2x2x2", "data.batch=16"),
+                compilation("fsdp_tp", "llama3_8b", "v5p:4x4x4"),
+                compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
     else:
         chosen = range(len(step_times.rows())) if arguments.rows is None else arguments.rows

@@ -11,6 +11,7 @@ from typing import Any
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules as layouts
+from gspmd_lm import runtime
 from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
 
@@ -24,10 +25,11 @@ _OUT_PROJ = "training/trillium"
 _POLICIES = {"full": "block", "minimal": "dots"}
 _KERNELS = {"splash": ("tpu", "splash"), "flash": ("tpu", "splash"), "cudnn": ("gpu", "cudnn")}
 
-# What the recipes tell the compiler beyond this project's defaults, where it changes the program and today's compiler
-# takes it. Sources: the run_recipe.sh of AI-Hypercomputer/tpu-recipes, and AI-Hypercomputer/maxtext,
+# What the recipes tell the compiler otherwise than this project's defaults do, where it changes the program and today's
+# compiler takes it. Sources: the run_recipe.sh of AI-Hypercomputer/tpu-recipes, and AI-Hypercomputer/maxtext,
 # benchmarks/xla_flags_library.py and configs/a3/llama_2_7b/1vm.sh.
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "v5p": dict.fromkeys(runtime.DEFAULT_OPTIONS["tpu 3d"]),  # those runs, of 2023, had none of these
     "v6e": {
         "xla_tpu_scoped_vmem_limit_kib": 98304,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,

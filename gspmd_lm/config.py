@@ -25,7 +25,7 @@ class RunFailed(RuntimeError):
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RopeScaling:
     """Frequencies slowed by `factor`: all of them (linear, arXiv 2306.15595), or as Llama 3.1 has it only those whose
-    wavelength is above `original_context` / `low_freq_factor`, with a blend up to `original_context` / `high_freq_factor`.
+    wavelength is above original_context / low_freq_factor, with a blend up to original_context / high_freq_factor.
     """
 
     kind: Literal["llama3", "linear"] = "llama3"
@@ -47,6 +47,7 @@ class Model:
     mlp: int
     vocab: int
     padded_vocab: int = 0  # rows of the embedding table; 0 means vocab. The added rows are never predicted.
+    padded_heads: int = 0  # query heads in the weights; 0 means heads. The added ones, and their keys, add nothing.
     context: int  # longest sequence; the rows of a learned position table
 
     block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
@@ -93,12 +94,14 @@ class Model:
             wrong.append(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.padded_vocab and self.padded_vocab < self.vocab:
             wrong.append(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
+        group = max(self.heads // max(self.kv_heads, 1), 1)
+        if self.padded_heads and (self.padded_heads < self.heads or (self.kv_heads > 1 and self.padded_heads % group)):
+            of = f", of {group} for each key head" if self.kv_heads > 1 else ""
+            wrong.append(f"padded_heads={self.padded_heads} must be at least heads={self.heads}{of}")
         if not 0 <= self.dropout < 1:
             wrong.append(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.positions == "rope" and (self.head_dim % 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim):
-            wrong.append(
-                f"positions: rope needs an even head_dim={self.head_dim} and rope_dim={self.rope_dim} up to it"
-            )
+            wrong.append(f"positions: rope needs even head_dim={self.head_dim} and rope_dim={self.rope_dim}, up to it")
         if "sliding" in self.layer_pattern and not self.sliding_window:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         wrong += _below(self, 0, "sliding_window", "position_offset", "rope_dim")
@@ -110,8 +113,18 @@ class Model:
         return self.padded_vocab or self.vocab
 
     @property
+    def head_rows(self) -> int:
+        """Query heads in the weights, padding included."""
+        return self.padded_heads or self.heads
+
+    @property
+    def kv_head_rows(self) -> int:
+        """Key heads in the weights, padding included; a single one serves all query heads."""
+        return 1 if self.kv_heads == 1 else self.head_rows * self.kv_heads // self.heads
+
+    @property
     def layer_kinds(self) -> tuple["Model", ...]:
-        """The settings of each layer of the pattern, which is repeated over the depth; one where all layers are alike."""
+        """The settings of each layer of the pattern that is repeated over the depth; one where all are alike."""
         if not self.layer_pattern:
             return (self.sliding_layer if self.sliding_window else self,)
         full = dataclasses.replace(self, sliding_window=0, layer_pattern=())

@@ -47,10 +47,16 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_enable_async_all_gather": True,
         "xla_enable_async_all_reduce": True,
         "xla_jf_crs_combiner_threshold_in_bytes": 256 * 2**20,  # all-reduces
-        # Without it a reduce-scatter over a three-dimensional torus (v5p) becomes an all-reduce: twice the bytes.
+    },
+    # On a torus of three dimensions libtpu makes synchronous all-reduces, twice the bytes, of reduce-scatters and of
+    # the all-gathers over 64 chips and more. These keep them what they are, in the background.
+    "tpu 3d": {
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+        "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
 }
+THREE_DIMENSIONS = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x", "TPU v7x")  # kinds of devices that "tpu 3d" is for
 
 _log = logging.getLogger(__name__)
 
@@ -213,14 +219,17 @@ def _too_late(have: int, want: int) -> str:
 
 
 def compiler_options(
-    platform: str, rules_options: Mapping[str, Mapping[str, Any]], place: str
+    platform: str, rules_options: Mapping[str, Mapping[str, Any]], place: str, device_kind: str = ""
 ) -> dict[str, bool | int | float | str]:
     """The defaults of `platform` with the rows of the rules file, `compiler_options.<platform>`, laid over them.
+
+    Some defaults are for TPUs of one `device_kind`, as jax calls it.
 
     null removes a default. Names and values are the compiler's to check, see `compile`; rows of other platforms are
     checked only where they are used. Raises InputError, naming `place`, for a value that is no scalar.
     """
-    options: dict[str, Any] = {**DEFAULT_OPTIONS[platform], **rules_options.get(platform, {})}
+    torus = DEFAULT_OPTIONS["tpu 3d"] if device_kind in THREE_DIMENSIONS else {}
+    options: dict[str, Any] = {**DEFAULT_OPTIONS[platform], **torus, **rules_options.get(platform, {})}
     for name, value in options.items():
         if not isinstance(value, bool | int | float | str | None):
             raise InputError(
@@ -252,7 +261,7 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: s
 def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, place: str) -> str:
     name = refused["unknown"] or refused["typed"] or refused["parsed"]
     row = f"{place}: compiler_options.{platform}.{name}"
-    defaults = compiler_options(platform, {}, place)
+    defaults = compiler_options(platform, {}, place, THREE_DIMENSIONS[0] if platform == "tpu" else "")
     if name in defaults and options[name] == defaults[name]:
         return (
             f"{row}: this default is refused by the compiler of jax {jax.__version__}: {refused[0]}\n"

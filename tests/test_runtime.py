@@ -232,6 +232,12 @@ def test_libtpu_gets_text():
     assert all(isinstance(value, str) for value in options.values())
 
 
+def test_some_defaults_are_for_a_torus_of_three_dimensions():
+    flat, torus = (set(runtime.compiler_options("tpu", {}, "-", kind)) for kind in ("TPU v5 lite", "TPU v5"))
+    assert torus - flat == set(runtime.DEFAULT_OPTIONS["tpu 3d"])
+    assert flat == set(runtime.DEFAULT_OPTIONS["tpu"])
+
+
 def test_a_value_that_is_no_scalar():
     with pytest.raises(InputError, match=r"rules/x.yaml: compiler_options.cpu.xla_a: \[1\] is not a single value"):
         runtime.compiler_options("cpu", {"cpu": {"xla_a": [1]}}, "rules/x.yaml")

@@ -276,7 +276,7 @@ def _compile(request: Request, folder: Path) -> None:
     arrays, _ = state.checked(config, rules, target.platform)
     devices = targets.devices(target)
     built = step.build(config, rules, arrays, devices)
-    options = runtime.compiler_options(target.platform, rules.compiler_options, rules.path)
+    options = runtime.compiler_options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind)
     if target.platform == "gpu":
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     started = time.monotonic()

@@ -101,7 +101,8 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, cfg):
     scale, bias = scores_scale(cfg), None
     if cfg.positions == "alibi":
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
-        bias = alibi_slopes(cfg.heads)[:, None, None] * distance_BTS[:, None]
+        slopes_N = jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
+        bias = slopes_N[:, None, None] * distance_BTS[:, None]
     if not cfg.attention_softcap:
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
     # Capped scores, which jax.nn.dot_product_attention does not offer.

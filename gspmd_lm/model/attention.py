@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
     def setup(self):
         cfg = self.cfg
-        D, N, K, H = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim
+        D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
         self.wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
         self.wk = matrix(self, "wk", "embed kv_heads head_dim", (D, K, H), cfg)
         self.wv = matrix(self, "wv", "embed kv_heads head_dim", (D, K, H), cfg)
@@ -94,14 +94,18 @@ class Attention(nn.Module):
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
         if keys_axis() == "heads":
-            group = cfg.heads // cfg.kv_heads
+            group = cfg.head_rows // cfg.kv_head_rows
             k_BSKH, v_BSKH = (
                 shard(jnp.repeat(x, group, axis=2), f"{name}: batch kv_seq heads head_dim")
                 for name, x in (("k", k_BSKH), ("v", v_BSKH))
             )
         if cache and q.shape[1] == 1:
-            return attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg), cache
-        return attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg), cache
+            out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg)
+        else:
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg)
+        if cfg.head_rows > cfg.heads:
+            out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
+        return out_BTNH, cache
 
     def out(self) -> Product:
         """What attention writes to the residual stream, its bias aside."""

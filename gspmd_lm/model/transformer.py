@@ -145,8 +145,8 @@ def decode(
     cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Weight, Weight | None]:
     """Hidden states, output table and its bias (see Decoder) for plain (unboxed) parameters."""
-    x_BTD, table, bias, _ = Decoder(cfg).apply({"params": params}, batch, dropout_key)  # type: ignore[misc]
-    return x_BTD, table, bias
+    decoded: Any = Decoder(cfg).apply({"params": params}, batch, dropout_key)
+    return decoded[:3]
 
 
 def extend(
@@ -158,7 +158,7 @@ def extend(
 
 def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:
     """A cache without tokens: for `rows` rows of up to `slots` tokens."""
-    shape = (cfg.layers, rows, slots, cfg.kv_heads, cfg.head_dim)
+    shape = (cfg.layers, rows, slots, cfg.kv_head_rows, cfg.head_dim)
     k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
     return Cache(k, v)
 

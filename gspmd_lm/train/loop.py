@@ -165,7 +165,10 @@ class Run:
         """A compiled function of the step, compiled once."""
         if name not in self.compiled:
             rules = self.step.rules
-            options = runtime.compiler_options(self.machine.platform, rules.compiler_options, rules.path)
+            machine = self.machine
+            options = runtime.compiler_options(
+                machine.platform, rules.compiler_options, rules.path, machine.device_kind
+            )
             began = time.perf_counter()
             train = name == "train step"
             ready, foresee = (self.executable, self.foresee) if train else (None, None)
