@@ -124,6 +124,42 @@ class Checkpoints:
             InputError: `step` does not exist or is damaged, all steps are damaged, or what was saved has another
                 architecture, tree, shape or dtype than `abstract_state`.
         """
+        found = self._chosen(step)
+        if not found:
+            return None
+        chosen, folder, run = found
+        with closing(ocp.StandardCheckpointHandler()) as reader:
+            saved = reader.metadata(folder / "state").tree
+            if set(saved) == {"params"}:
+                raise InputError(
+                    f"{folder}: holds weights without the state of a training run\n"
+                    f"  fix   train from them in another --workdir, with --set train.init_from={self.directory.parent}"
+                )
+            _check_tree(saved, abstract_state, f"{folder}")
+            state = reader.restore(folder / "state", args=ocp.args.StandardRestore(abstract_state))
+        self._at = chosen
+        return chosen, state, run["extra"]
+
+    def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
+        """The step and the parameters alone, of a checkpoint of a whole state or of {"params": parameters}.
+
+        Chosen, checked and placed as `restore` does; nothing else of the state is read.
+        """
+        found = self._chosen(step)
+        if not found:
+            return None
+        chosen, folder, _ = found
+        wanted = {"params": abstract_params}
+        with closing(ocp.PyTreeCheckpointHandler()) as reader:
+            saved = {name: tree for name, tree in reader.metadata(folder / "state").tree.items() if name == "params"}
+            _check_tree(saved, wanted, f"{folder}")
+            args = ocp.args.PyTreeRestore(
+                wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+            )
+            return chosen, reader.restore(folder / "state", args=args)["params"]
+
+    def _chosen(self, step: int | None) -> tuple[int, epath.Path, dict[str, Any]] | None:
+        """The number and the folder of the checkpoint to restore, with what was saved beside its arrays."""
         self.wait()
         steps = self.steps()
         if step is not None and step not in steps:
@@ -137,11 +173,7 @@ class Checkpoints:
         folder = self.directory / str(chosen)
         run = json.loads((folder / "run" / "metadata").read_text())
         self._check_architecture(run["architecture"], f"{folder}")
-        with closing(ocp.StandardCheckpointHandler()) as reader:
-            _check_tree(reader.metadata(folder / "state"), abstract_state, f"{folder}")
-            state = reader.restore(folder / "state", args=ocp.args.StandardRestore(abstract_state))
-        self._at = chosen
-        return chosen, state, run["extra"]
+        return chosen, folder, run
 
     def _not_written(self, error: Exception) -> RuntimeError:
         return RuntimeError(f"checkpoint {self._at} was not written to {self.directory}: {error}")
@@ -301,7 +333,7 @@ def _damage_of_file(file: epath.Path, expected_bytes: int, expected_sha256: str)
 
 def _check_tree(saved: Any, wanted: Any, place: str) -> None:
     """Raises InputError where the arrays of two trees differ in name, shape or dtype."""
-    saved_arrays, wanted_arrays = dict(_arrays(saved.tree)), dict(_arrays(wanted))
+    saved_arrays, wanted_arrays = dict(_arrays(saved)), dict(_arrays(wanted))
     problems = {
         "missing": [f"{name}: {wanted_arrays[name]}" for name in wanted_arrays if name not in saved_arrays],
         "unexpected": [f"{name}: {saved_arrays[name]}" for name in saved_arrays if name not in wanted_arrays],

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -497,3 +498,33 @@ def test_the_manifest_lists_every_file_that_restoring_reads(run):
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert present - set(listed) == {"sha256.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
     assert all(len(entry["sha256"]) == 64 and entry["bytes"] > 0 for entry in listed.values())
+
+
+class Trained(NamedTuple):
+    step: jax.Array
+    params: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_alone_are_restored_under_another_sharding(tmp_path, whole):
+    params = make_state(3).weights
+    wanted = jax.tree.map(as_wanted, make_state(0, ("tensor",)).weights)
+    with closing(Checkpoints(str(tmp_path / "c"), keep=1, keep_every=0, architecture=ARCHITECTURE)) as checkpoints:
+        checkpoints.save(3, Trained(jnp.int32(3), params, {"m": params}) if whole else {"params": params}, {})
+        checkpoints.wait()
+        step, restored = checkpoints.restore_weights(wanted)
+        assert step == 3
+        for got, want, like in zip(*map(jax.tree.leaves, (restored, params, wanted)), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+            assert got.dtype == like.dtype and got.sharding == like.sharding
+        if not whole:
+            with pytest.raises(InputError, match=f"weights without the state(.|\n)*init_from={tmp_path}"):
+                checkpoints.restore(jax.tree.map(as_wanted, make_state(0)))
+        wanted["table"] = jax.ShapeDtypeStruct((16, 9), jnp.float32, sharding=wanted["table"].sharding)
+        with pytest.raises(InputError, match=r"params.table: float32\[16, 8\] in the checkpoint, float32\[16, 9\]"):
+            checkpoints.restore_weights(wanted)
+
+
+def as_wanted(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
