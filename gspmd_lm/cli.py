@@ -82,6 +82,7 @@ def _flags(verb: str) -> flags.FlagValues:
         text("config", "tiny", "what is computed: a path, or a name in configs/.")
         text("rules", None, "where it runs: a path or a name in rules/; several with commas between them.")
         text("target", None, "cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, h100:4x8, ...: nothing of it is needed.")
+        text("phase", "train", "which step: train, or prefill or decode of data.batch rows with data.seq slots each.")
         text("json", None, "write everything to this file.")
         text("html", None, "write one self-contained page to this file.")
         text("export", None, "keep the compiled train step of one layout in this file, for train --executable there.")
@@ -181,6 +182,7 @@ def _explain(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
 
     from gspmd_lm import config as configs
     from gspmd_lm import rules as rules_files
+    from gspmd_lm.foresight import compile
     from gspmd_lm.foresight import target as targets
 
     layouts = [*filter(None, (values.rules or "").split(",")), *layouts]
@@ -190,6 +192,12 @@ def _explain(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     config = configs.load(values.config, values.set)
     rules = [rules_files.load(name, values.mesh) for name in layouts]
     target = targets.parse(values.target)
+    if values.phase not in compile.PHASES:
+        known = ", ".join(compile.PHASES)
+        raise InputError(f"--phase={values.phase}: no such phase{did_you_mean(values.phase, compile.PHASES)}\n"
+                         f"  fix   use one of {known}")  # fmt: skip
+    if values.export and values.phase != "train":
+        raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
     outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
     if values.export and len(layouts) > 1:
         raise InputError(f"--export={values.export}: holds one executable\n  fix   give one rules file")
@@ -203,7 +211,8 @@ def _explain(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
 
     waiting = Console(stderr=True, highlight=False)
     say = lambda line: waiting.print(line, soft_wrap=True, markup=False)  # noqa: E731
-    found = explain.reports(config, rules, target, say, Path(values.export) if values.export else None)
+    export = Path(values.export) if values.export else None
+    found = explain.reports(config, rules, target, say, export, values.phase)
     terminal.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     if values.json:
         Path(values.json).write_text(json.dumps(report.to_json(found), indent=1) + "\n", encoding="utf-8")

@@ -231,7 +231,7 @@ def _not_effective(rules: Rules, arrays: Sequence["Array"], module: Module) -> I
 
 
 def _padding(config: Config, memory: Memory) -> Iterator[Warning]:
-    state_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes
+    state_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes + memory.cache_bytes
     if memory.padding_bytes > PADDING * state_bytes and memory.padding_bytes > LARGE_BYTES:
         yield Warning(
             "padding",

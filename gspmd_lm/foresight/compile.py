@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import platformdirs
 
@@ -34,6 +34,7 @@ from gspmd_lm.rules import Rules, ShardingError
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
+    from gspmd_lm.infer.programs import Programs
     from gspmd_lm.train.step import Step
 
 FORMAT = 1  # raise it when the files of an entry change
@@ -41,10 +42,12 @@ CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("axes.py", "rules.py", "mesh.py", "placement.py", "runtime.py", "kernels", "model", "train",
-            "foresight/compile.py", "foresight/target.py", "foresight/hardware.py")  # fmt: skip
+            "infer", "foresight/compile.py", "foresight/target.py", "foresight/hardware.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]
+Phase = Literal["train", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +58,19 @@ class Request:
     rules: Rules
     target: Target
     export: bool = False  # keep the executable too
+    phase: Phase = "train"
 
     @property
     def name(self) -> str:
-        return f"{self.config.name} under {self.rules.name} for {self.target.text}"
+        phase = "" if self.phase == "train" else f"{self.phase} of "
+        return f"{phase}{self.config.name} under {self.rules.name} for {self.target.text}"
 
     def key(self) -> str:
         """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
         plain = dataclasses.asdict(dataclasses.replace(self.rules, path="", text="", problems=(), rows=()))
         rows = sorted((row.key, row.mesh_axes) for row in self.rules.rows)
         wanted = [FORMAT, configs.to_dict(self.config) | {"name": ""}, plain, list(plain["mesh"]), rows,
-                  self.target.text, versions(self.target), _source(), self.export]  # fmt: skip
+                  self.target.text, versions(self.target), _source(), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -77,7 +82,7 @@ class Program:
     executable: Path | None  # where it was exported
     refusal: str  # what the compiler said when memory does not suffice
     memory: Mapping[str, int]  # bytes per device as the compiler counts them; empty after a refusal
-    state_bytes: Mapping[str, int]  # weights, optimizer, batch: bytes per device, counted from shapes
+    state_bytes: Mapping[str, int]  # weights, optimizer, batch, cache: bytes per device, counted from shapes
     coords: tuple[tuple[int, ...], ...]
     slices: tuple[int, ...]
     hosts: tuple[int, ...]
@@ -269,19 +274,26 @@ def _compile(request: Request, folder: Path) -> None:
 
     from gspmd_lm import runtime
     from gspmd_lm.foresight import target as targets
+    from gspmd_lm.infer import programs as generation
     from gspmd_lm.train import state, step
 
     config, rules, target = request.config, request.rules, request.target
     runtime.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
-    arrays, _ = state.checked(config, rules, target.platform)
     devices = targets.devices(target)
-    built = step.build(config, rules, arrays, devices)
+    if request.phase == "train":
+        built = step.build(config, rules, state.checked(config, rules, target.platform)[0], devices)
+        lower = built.lower_train
+    else:
+        sizes = generation.whole_context(config)
+        arrays, _ = generation.checked(config, rules, target.platform, sizes)
+        built = generation.build(config, rules, arrays, devices, sizes)
+        lower = built.lower_prefill if request.phase == "prefill" else built.lower_decode
     options = runtime.compiler_options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind)
     if target.platform == "gpu":
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     started = time.monotonic()
     try:
-        lowered = built.lower_train()
+        lowered = lower()
     except RuntimeError as error:
         if "cuDNN not found" not in str(error):
             raise
@@ -310,7 +322,7 @@ def _compile(request: Request, folder: Path) -> None:
 
 
 def described(
-    built: "Step",
+    built: "Step | Programs",
     compiled: "Compiled | str",
     options: Mapping[str, Any],
     target: Target,
@@ -320,11 +332,7 @@ def described(
     """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
     import jax
 
-    trees = {
-        "weights": built.abstract_state.params,
-        "optimizer": built.abstract_state.optimizer,
-        "batch": built.abstract_batch,
-    }
+    trees = built.held
     text, memory = "", {}
     if not isinstance(compiled, str):
         analysis: Any = compiled.memory_analysis()

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import advice, collectives, floor, hlo, memory, schedule
-from gspmd_lm.foresight.compile import Program, Progress, Request, programs
+from gspmd_lm.foresight import advice, collectives, floor, floor_generation, hlo, memory, schedule
+from gspmd_lm.foresight.compile import Phase, Program, Progress, Request, programs
 from gspmd_lm.foresight.network import Network
 from gspmd_lm.foresight.report import Array, Report
 from gspmd_lm.foresight.target import Target
+from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.train import state, table
 from gspmd_lm.train.state import Arrays
@@ -27,33 +28,58 @@ def reports(
     target: Target,
     say: Progress = lambda _: None,
     export: Path | None = None,
+    phase: Phase = "train",
 ) -> list[Report]:
     """One report for each of `layouts`, in their order, for the step that `train` would run on `target`.
 
-    Everything is checked before anything is compiled. With `export`, the executable of the only layout is kept there.
+    phase: prefill and decode ask instead for generation of `data.batch` rows with `data.seq` slots each. Everything is
+    checked before anything is compiled. With `export`, the executable of the only layout is kept there.
     Raises ShardingError, InputError or RunFailed.
     """
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
-    found = [state.checked(config, rules, target.platform) for rules in filled]
-    compiled = programs([Request(config, rules, target, export is not None) for rules in filled], say)
+    found = [_checked(config, rules, target.platform, phase) for rules in filled]
+    compiled = programs([Request(config, rules, target, export is not None, phase) for rules in filled], say)
     if export and compiled[0].executable:
         shutil.copyfile(compiled[0].executable, export)
     return [
-        report(config, rules, target, arrays, problems, program)
+        report(config, rules, target, arrays, problems, program, phase)
         for rules, (arrays, problems), program in zip(filled, found, compiled, strict=True)
     ]
 
 
+def _checked(config: Config, rules: Rules, platform: str, phase: Phase) -> tuple[Arrays, list[Problem]]:
+    if phase == "train":
+        return state.checked(config, rules, platform)
+    return generation.checked(config, rules, platform, generation.whole_context(config))
+
+
 def report(
-    config: Config, rules: Rules, target: Target, arrays: Arrays, problems: Sequence[Problem], program: Program
+    config: Config,
+    rules: Rules,
+    target: Target,
+    arrays: Arrays,
+    problems: Sequence[Problem],
+    program: Program,
+    phase: Phase = "train",
 ) -> Report:
     """What a compiled step says of a layout. `rules` are filled; `problems` are the warnings of its check."""
-    named = [Array(*row) for row in table.rows(config, rules, arrays)]
+    sizes = generation.whole_context(config)
+    tokens = config.data.batch * (1 if phase == "decode" else config.data.seq)  # of all devices
+    if phase == "train":
+        activations = state.activations(config, arrays, rules.microbatches, rules)
+    else:
+        activations = generation.activations(config, arrays, sizes)[phase]
+    named = [Array(*row) for row in table.rows(config, rules, arrays, activations)]
     network = Network(
         target.chip, program.coords, program.slices, program.hosts, tuple(rules.mesh.values()), tuple(rules.mesh)
     )
-    least = floor.floor(config, rules, arrays, target.chip)
+    if phase == "train":
+        least = floor.floor(config, rules, arrays, target.chip)
+    else:
+        read_bytes = floor_generation.read_bytes(config, rules, arrays) + program.state_bytes["cache"]
+        of_row = tokens // sizes.rows
+        least = floor_generation.floor(config, rules, arrays, target.chip, sizes, of_row, round(read_bytes))
     limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
     found, predicted, reason = (), None, NOT_ON_CPU
     if program.refusal:
@@ -66,19 +92,19 @@ def report(
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
         found = collectives.find(module, rules, named, network)
         if target.chip:
-            tokens = config.data.batch * config.data.seq // target.devices
-            error = known_error(target.chip.name)
-            predicted, reason = schedule.predict(module, target.chip, network, least.flops, tokens, error), ""
+            error = known_error(target.chip.name) if phase == "train" else "not compared with any measurement"
+            each = tokens / target.devices
+            predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error), ""
     return Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
         devices=target.devices,
         config=config.name,
         rules=rules.path,
-        phase="train",
+        phase=phase,
         mesh=dict(rules.mesh),
         parameters=arrays.parameter_count,
-        tokens=config.data.batch * config.data.seq,
+        tokens=tokens,
         memory=held,
         collectives=found,
         prediction=predicted,

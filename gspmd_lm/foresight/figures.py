@@ -70,7 +70,7 @@ def parts(memory: Memory) -> tuple[tuple[str, int], ...]:
     """What the memory of a device is used for: a name and bytes each."""
     return (
         ("weights", memory.weights_bytes),
-        ("optimizer", memory.optimizer_bytes),
+        ("cache", memory.cache_bytes) if memory.cache_bytes else ("optimizer", memory.optimizer_bytes),
         ("batch", memory.batch_bytes),
         ("temporaries", memory.temporaries_bytes),
     )

@@ -34,7 +34,7 @@ Place = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that spli
 Product = tuple[str, tuple[str, ...], str]  # a weight, its axes other than embed, the activation that has those
 
 _BTD = ("batch", "seq", "embed")
-_FLOAT32_BYTES = 4
+FLOAT32_BYTES = 4
 _INT32_BYTES = 4
 # The activation that a small weight is multiplied with or added to, by the end of its path or what it belongs to.
 _APPLIED_TO = {
@@ -71,7 +71,7 @@ def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None) -
     """
     tokens = config.data.batch * config.data.seq
     flops = flops_per_token(config.model, arrays.parameter_count, config.data.seq) * tokens / rules.devices
-    sent = _Traffic(config, rules, arrays).sent
+    sent = Traffic(config, rules, arrays).sent
     return Floor(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and memory_bytes(config, rules, arrays) / chip.hbm_bytes_per_s,
@@ -97,11 +97,11 @@ def memory_bytes(config: Config, rules: "Rules", arrays: "Arrays") -> float:
     params, optimizer = pairs(arrays.named_params, arrays.params), pairs(arrays.named_optimizer, arrays.optimizer)
     once = sum(held("weights", *leaf, leaf[1].dtype.itemsize) for leaf in params)
     once += sum(held("optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*params, *optimizer))
-    in_use = sum(held("rules", *leaf, compute_bytes) for leaf in params if not _looked_up(config, leaf[0].path))
+    in_use = sum(held("rules", *leaf, compute_bytes) for leaf in params if not looked_up(config, leaf[0].path))
     return 2 * (once + rules.microbatches * in_use + _kept_bytes(config, rules))
 
 
-def _looked_up(config: Config, path: str) -> bool:
+def looked_up(config: Config, path: str) -> bool:
     """Whether only a few rows of a table are read."""
     return path == "position_embedding" or (path == "embedding" and not config.model.tied_embeddings)
 
@@ -126,8 +126,8 @@ def _kept_bytes(config: Config, rules: "Rules") -> float:
 def _sizes(config: Config, rows: int) -> dict[str, int]:
     model, seq = config.model, config.data.seq
     return {
-        "batch": rows, "seq": seq, "kv_seq": seq, "embed": model.embed, "heads": model.heads,
-        "kv_heads": model.kv_heads, "head_dim": model.head_dim, "mlp": model.mlp, "vocab": model.vocab_rows,
+        "batch": rows, "seq": seq, "kv_seq": seq, "embed": model.embed, "heads": model.head_rows,
+        "kv_heads": model.kv_head_rows, "head_dim": model.head_dim, "mlp": model.mlp, "vocab": model.vocab_rows,
     }  # fmt: skip
 
 
@@ -159,14 +159,18 @@ class _Weight:
         return self.path.rsplit(".", 1)[-1]
 
 
-class _Traffic:
+class Traffic:
     """What one device sends in a step, added up by mesh axes as the model is gone through once."""
 
-    def __init__(self, config: Config, rules: "Rules", arrays: "Arrays"):
+    def __init__(
+        self, config: Config, rules: "Rules", arrays: "Arrays", rows: int | None = None, seq: int | None = None
+    ):
+        """`rows` of a microbatch and their length: those of the config unless given."""
         from gspmd_lm.train.state import pairs
 
         self.model, self.rules = config.model, rules
-        self.sizes = _sizes(config, config.data.batch // rules.microbatches)
+        self.sizes = _sizes(config, rows or config.data.batch // rules.microbatches)
+        self.sizes |= {"seq": seq or config.data.seq, "kv_seq": seq or config.data.seq}
         self.compute_bytes = _itemsize(config.model.compute_dtype)
         self.sent: dict[str, float] = collections.defaultdict(float)
         self.weights: dict[str, list[_Weight]] = collections.defaultdict(list)
@@ -176,8 +180,12 @@ class _Traffic:
             places = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
             weight = _Weight(leaf.path, leaf.axes, math.prod(like.shape), like.dtype.itemsize, *places)
             self.weights[weight.name].append(weight)
-        self.times = rules.microbatches
         self.residual, self.block_input = self.place("residual"), self.place("block_input")
+        self.everything()
+
+    def everything(self) -> None:
+        """Goes through the model once."""
+        self.times = self.rules.microbatches
         self.look_up()
         self.blocks()
         self.loss()
@@ -235,13 +243,11 @@ class _Traffic:
 
     def blocks(self) -> None:
         """All layers. What a block reads and writes is in model/transformer.py, how in model/projection.py."""
-        heads, kv_heads, mlp = ("heads", "head_dim"), ("kv_heads", "head_dim"), ("mlp",)
-        attention = [("wq", heads, "q"), ("wk", kv_heads, "k"), ("wv", kv_heads, "v")]
-        hidden = [("w_gate", mlp, "hidden")] * (self.model.mlp_kind == "gated") + [("w_up", mlp, "hidden")]
-        out, down = ("wo", heads, "attention_out"), ("w_down", mlp, "hidden")
+        attention, hidden, out, down = self.products()
         self.times = self.rules.microbatches * self.model.layers
         if self.model.block == "parallel":
-            self.fan_out([*attention, *hidden])
+            for read in [[*attention, *hidden]] if self.model.shared_norm else [attention, hidden]:
+                self.fan_out(read)
             self.fan_in([out, down])
         else:
             self.fan_out(attention)
@@ -255,6 +261,13 @@ class _Traffic:
         for name, *_ in (*attention, *hidden, out, down):
             for weight in self.weights[name] * 2:  # forward and backward
                 self.gather(weight, self.compute_bytes)
+
+    def products(self) -> tuple[list[Product], list[Product], Product, Product]:
+        """A block's products: those of attention and of the MLP that read its input, and the two that write."""
+        heads, kv_heads, mlp = ("heads", "head_dim"), ("kv_heads", "head_dim"), ("mlp",)
+        attention: list[Product] = [("wq", heads, "q"), ("wk", kv_heads, "k"), ("wv", kv_heads, "v")]
+        gate: list[Product] = [("w_gate", mlp, "hidden")] * (self.model.mlp_kind == "gated")
+        return attention, [*gate, ("w_up", mlp, "hidden")], ("wo", heads, "attention_out"), ("w_down", mlp, "hidden")
 
     def fan_out(self, products: list[Product]) -> None:
         """One input, read with several weights; forward and backward."""
@@ -276,7 +289,7 @@ class _Traffic:
     def product(self, product: Product) -> None:
         """What a product and its gradients move, but for sums into the residual stream."""
         name, wide, array = product
-        (weight,) = self.weights[name]
+        weight = self.weights[name][0]  # those of a layer pattern are split alike
         x, y, size_bytes = self.block_input, self.place(array), self.bytes(("batch", "seq", *wide))
         have = {"batch": x["batch"], "seq": x["seq"], **{axis: weight.use[axis] for axis in wide}}
         over_embed = _over(x, "embed")
@@ -287,7 +300,7 @@ class _Traffic:
             self.move(size_bytes, whole, {**y, "seq": x["seq"]}, queries)
         else:
             self.move(size_bytes, have, y, over_embed)
-        matrix_bytes = weight.elements * self.compute_bytes / self.model.layers
+        matrix_bytes = sum(one.elements for one in self.weights[name]) * self.compute_bytes / self.model.layers
         if apart := _over(weight.use, "embed") - over_embed:
             # Split in use over what its input is not: it is gathered, or the sums over embed are reduced and, on its
             # other side, where embed is the result, that is gathered. It must be where that mesh axis splits the rows.
@@ -318,7 +331,7 @@ class _Traffic:
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """
         (table,), tied = self.weights["embedding"], self.model.tied_embeddings
-        gradients = [] if tied else [(table, _FLOAT32_BYTES)]
+        gradients = [] if tied else [(table, FLOAT32_BYTES)]
         gradients += [(positions, self.compute_bytes) for positions in self.weights["position_embedding"]]
         rows, batch = table.use["vocab"], _over(self.residual, "batch", "seq")
         columns = _over(table.rest, "embed")
@@ -359,7 +372,7 @@ class _Traffic:
     def rows_gradient(self, table: _Weight) -> None:
         """The gradient of a table of the vocabulary, in float32."""
         have = {"vocab": table.use["vocab"]}
-        self.move(table.elements * _FLOAT32_BYTES, have, table.gradient, _over(self.block_input, "batch", "seq"))
+        self.move(table.elements * FLOAT32_BYTES, have, table.gradient, _over(self.block_input, "batch", "seq"))
 
     def loss(self) -> None:
         """Logits, softmax and their gradients, which are found in the forward pass: see model/loss.py."""
@@ -370,7 +383,7 @@ class _Traffic:
         self.gather(table, self.compute_bytes)
         by_token = {axis: logits[axis] for axis in ("batch", "seq")}
         for _ in range(3):  # the highest logit, the sum of exponentials, the target's logit
-            self.move(self.bytes(("batch", "seq")) // self.compute_bytes * _FLOAT32_BYTES, by_token, by_token, columns)
+            self.move(self.bytes(("batch", "seq")) // self.compute_bytes * FLOAT32_BYTES, by_token, by_token, columns)
         self.move(self.bytes(_BTD), self.block_input, self.residual, columns)
         self.rows_gradient(table)
 
@@ -378,7 +391,7 @@ class _Traffic:
         """A norm's scale, a bias or a table of positions: used once, its gradient summed over everything else."""
         if weight.name.startswith("w") or weight.name in ("embedding", "unembedding"):
             return
-        itemsize = _FLOAT32_BYTES if weight.name in ("scale", "bias") else self.compute_bytes
+        itemsize = FLOAT32_BYTES if weight.name in ("scale", "bias") else self.compute_bytes
         self.gather(weight, itemsize)
         if weight.name == "position_embedding":
             return  # see look_up

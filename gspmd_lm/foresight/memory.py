@@ -49,7 +49,8 @@ class Memory:
     fits: bool
     largest: tuple[Temporary, ...]
     refusal: str = ""  # what the compiler said when it refused for memory
-    padding_bytes: int = 0  # of the temporaries: what tiles add to weights, optimizer state and batch
+    padding_bytes: int = 0  # of the temporaries: what tiles add to weights, optimizer state, batch and cache
+    cache_bytes: int = 0  # keys and values, in generation
 
 
 def measure(
@@ -65,8 +66,8 @@ def measure(
     accepted: the compiler has itself refused whatever does not fit (libtpu does). Its temporaries hold more than what
     is alive at once, such as buffers on the chip, so that their sum may pass the limit; the peak is then the limit.
 
-    compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer and batch, counted from shapes;
-    what tiling adds to them is among the temporaries. A donated argument is counted once, the program's code too.
+    compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer, batch and cache, counted from
+    shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, the program's code too.
     """
     held = compiled["argument_size_in_bytes"] + compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
     total = held + compiled["temp_size_in_bytes"] + compiled["generated_code_size_in_bytes"]
@@ -83,7 +84,8 @@ def measure(
         host_bytes=host,
         fits=limit_bytes is None or total <= limit_bytes,
         largest=_largest(module, list(known)),
-        padding_bytes=compiled["argument_size_in_bytes"] - sum(state_bytes.values()),
+        padding_bytes=max(0, compiled["argument_size_in_bytes"] - sum(state_bytes.values())),
+        cache_bytes=state_bytes.get("cache", 0),
     )
 
 
@@ -118,6 +120,7 @@ def refused(message: str, state_bytes: Mapping[str, int], limit_bytes: int | Non
         fits=False,
         largest=largest[:3],
         refusal=message.strip().splitlines()[0],
+        cache_bytes=state_bytes.get("cache", 0),
     )
 
 
@@ -131,7 +134,7 @@ def _source(text: str) -> str:
 
 
 def _op(op_name: str) -> str:
-    return re.sub(r"^jit\(_train\)/", "", op_name)
+    return re.sub(r"^jit\(_\w+\)/", "", op_name)
 
 
 def _largest(module: hlo.Module, known: list[Named], count: int = 3) -> tuple[Temporary, ...]:

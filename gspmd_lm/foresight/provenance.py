@@ -69,7 +69,8 @@ def read(op_name: str) -> Name:
     elif "transpose" in words or (in_loss and "sum" in scopes):  # the loss works out its gradients on its way forward
         phase = "backward"
     else:
-        phase = "forward" if "jvp" in words or in_loss else "optimizer"
+        generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
+        phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
     sums = tuple(filter(None, scopes.get("sum", "").split("+")))
     return Name(phase, tuple(modules), of, sums, placed, einsum)
 

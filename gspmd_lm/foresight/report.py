@@ -37,7 +37,7 @@ class Report:
     devices: int
     config: str
     rules: str  # path of the rules file
-    phase: str  # train
+    phase: str  # train, prefill or decode
     mesh: Mapping[str, int]
     parameters: int
     tokens: int  # per step, all devices
@@ -62,13 +62,14 @@ KEYS = {
     "devices": "how many devices the mesh has",
     "config": "name of the config",
     "rules": "path of the rules file",
-    "phase": "what the program does: train",
+    "phase": "what the program does: train, prefill or decode",
     "mesh.*": "mesh axis -> its size; the order of the keys is the order of devices, the last one fastest",
     "parameters": "of the model [counted]",
-    "tokens": "per step, of all devices [counted]",
+    "tokens": "per step, of all devices [counted]; of a decode step one per row",
     "memory.weights_bytes": "parameters [compiled]",
     "memory.optimizer_bytes": "optimizer state [compiled]",
     "memory.batch_bytes": "input tokens and what comes with them [compiled]",
+    "memory.cache_bytes": "keys and values of all slots, in generation [compiled]",
     "memory.temporaries_bytes": "activations, gradients and scratch space [compiled]",
     "memory.peak_bytes": "the most that is alive at once [compiled]",
     "memory.limit_bytes": "what a program may use of the device; null on cpu",

@@ -84,7 +84,7 @@ def _page(report: Report, wide: bool, collectives: int, warnings: int) -> Group:
 def _header(report: Report) -> Text:
     target = f"{hardware(report)} ({report.target})" if report.chip else f"{report.target}, {hardware(report)}"
     return Text.assemble(
-        (f"{report.config} under {report.rules}", "bold"),
+        (f"{'' if report.phase == 'train' else f'{report.phase} of '}{report.config} under {report.rules}", "bold"),
         f" on {target}\n",
         f"mesh {mesh(report.mesh)}; counted {human_count(report.parameters)} parameters, "
         f"{human_count(report.tokens)} tokens per step",

@@ -72,6 +72,12 @@ class Step:
         """Where each array of a batch lives."""
         return {name: like.sharding for name, like in self.abstract_batch.items()}
 
+    @property
+    def held(self) -> dict[str, Any]:
+        """What a device holds between steps: trees of shapes and shardings, by what they are for."""
+        state = self.abstract_state
+        return {"weights": state.params, "optimizer": state.optimizer, "batch": self.abstract_batch}
+
     def lower_init(self) -> jax.stages.Lowered:
         """() -> State at step 0; the same values wherever they are placed."""
         return jax.jit(self._init, out_shardings=self.state_shardings).lower()

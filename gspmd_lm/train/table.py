@@ -11,7 +11,7 @@ from rich.table import Table
 from gspmd_lm.config import Config
 from gspmd_lm.placement import Named
 from gspmd_lm.rules import Rules, human_bytes
-from gspmd_lm.train.state import Arrays, activations, pairs
+from gspmd_lm.train.state import Activations, Arrays, activations, pairs
 
 Spec = tuple[tuple[str, ...], ...]
 
@@ -27,13 +27,13 @@ class Row(NamedTuple):
     bytes_per_device: int  # at rest; of an activation, in use
 
 
-def rows(config: Config, rules: Rules, arrays: Arrays) -> Iterator[Row]:
-    """Every weight, and every activation that the model names in one microbatch."""
+def rows(config: Config, rules: Rules, arrays: Arrays, named: Activations) -> Iterator[Row]:
+    """Every weight, and the activations `named`."""
     for leaf, like in pairs(arrays.named_params, arrays.params):
         at_rest, held = _held(rules, "weights", leaf, like)
         in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]
         yield Row(leaf.path, leaf.axes, like.shape, at_rest, in_use, held)
-    for name, (axes, shape) in activations(config, arrays, rules.microbatches, rules).items():
+    for name, (axes, shape) in named.items():
         spec = rules.resolve("rules", name, axes, shape)[0]
         itemsize = 4 if name in ("tokens", "logits") else jnp.dtype(config.model.compute_dtype).itemsize
         yield Row(name, axes, shape, None, spec, math.prod(shape) * itemsize // _pieces(rules, spec))
@@ -46,7 +46,7 @@ def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None
         table.add_column(heading, overflow="fold")
     table.add_column("bytes per device", justify="right", no_wrap=True)
     weights = True
-    for row in rows(config, rules, arrays):
+    for row in rows(config, rules, arrays, activations(config, arrays, rules.microbatches, rules)):
         if weights and row.at_rest is None:
             table.add_section()
         weights = row.at_rest is not None

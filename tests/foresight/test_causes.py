@@ -38,7 +38,9 @@ def moved(small, built):
             step = built(small(), rules, microbatches=microbatches)
             # It never runs, so its code need not be good.
             compiled = step.lower_train().compile(compiler_options={"xla_backend_optimization_level": 0})
-            arrays = table.rows(step.config, step.rules, step.arrays)
+            arrays = table.rows(
+                step.config, step.rules, step.arrays, state.activations(step.config, step.arrays, 1, step.rules)
+            )
             known[key] = collectives.find(hlo.parse(compiled.as_text()), step.rules, arrays, simulated(rules))
         return known[key]
 
@@ -151,7 +153,9 @@ def test_programs_of_accelerators(request_of, cache, target):
     arrays, _ = state.checked(request.config, request.rules, request.target.platform)
     where = network(request.target.chip, program.coords, program.slices, program.hosts, request.rules.mesh.values(),
                     request.rules.mesh)  # fmt: skip
-    rows = list(table.rows(request.config, request.rules, arrays))
+    rows = list(
+        table.rows(request.config, request.rules, arrays, state.activations(request.config, arrays, 1, request.rules))
+    )
     found = collectives.find(hlo.parse(program.text), request.rules, rows, where)
     assert all(one.rules and one.op != "step" and one.source.startswith("gspmd_lm/") for one in found)
     assert {one.link for one in found} == {"ici" if target == "v5e:2x4" else "nvlink"}

@@ -1,0 +1,270 @@
+"""The two programs of generation, prefill and decode, of a config under rules: how they are built and placed."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from gspmd_lm import config as configs
+from gspmd_lm import mesh as meshes
+from gspmd_lm.axes import ACTIVATIONS, placed_by, scope
+from gspmd_lm.config import Config
+from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
+from gspmd_lm.kernels.attention import LANES, unsupported
+from gspmd_lm.model.attention import Cache
+from gspmd_lm.model.loss import logits
+from gspmd_lm.model.transformer import empty_cache, extend
+from gspmd_lm.placement import MeshPlacement, problems, record
+from gspmd_lm.rules import Problem, Remat, Rules, check
+from gspmd_lm.train.state import Activations, Arrays, arrays, pairs
+
+CACHE_AXES = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is fixed when the programs are built."""
+
+    rows: int  # of a batch, padding included
+    prompt: int  # slots of the longest prompt
+    slots: int  # of the cache
+
+
+class Prompts(NamedTuple):
+    """A batch of prompts, padded on the left: slot s of a row holds its token s - start."""
+
+    tokens_BT: Any  # int32
+    start_B: Any  # int32
+    number_B: Any  # int32: of the prompt among all, for random numbers
+
+
+class Carried(NamedTuple):
+    """What one decode step hands to the next one, which uses it up."""
+
+    cache: Cache
+    tokens_B: Any  # int32: chosen last, not in the cache yet
+    slot: Any  # int32: where they go
+    start_B: Any
+    number_B: Any
+
+
+def sizes(rules: Rules, rows: int, prompt: int, new: int, kernel: str = "xla") -> Sizes:
+    """The sizes for `rows` prompts of up to `prompt` tokens and `new` tokens more, rounded up to what mesh axes split.
+
+    The last new token needs no slot: nothing attends to it.
+    """
+
+    def pieces(axis: str) -> int:
+        counts = [math.prod(rules.mesh[name] for name in rules.split("rules", array, axis)) for array in ACTIVATIONS]
+        return math.lcm(*counts)
+
+    rows = _up(rows, pieces("batch"))
+    block = math.lcm(pieces("seq"), pieces("kv_seq"), LANES if kernel == "splash" else 1)
+    prompt = _up(prompt, block)
+    return Sizes(rows, prompt, _up(prompt + new - 1, pieces("kv_seq")))
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def whole_context(config: Config) -> Sizes:
+    """The sizes for `data.batch` rows whose cache holds `data.seq` tokens, as prompts of that length fill it."""
+    return Sizes(config.data.batch, config.data.seq, config.data.seq)
+
+
+def prefill(
+    cfg: configs.Model, params: Any, prompts: Prompts, slots: int
+) -> tuple[jax.Array, Cache]:
+    """The logits after the last token of each prompt, [B, V], and a cache of `slots` slots that holds the prompts."""
+    B, T = prompts.tokens_BT.shape
+    ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
+    batch = {
+        "tokens": prompts.tokens_BT,
+        "positions": jnp.maximum(ahead_BT, 0),
+        "segment_ids": (ahead_BT >= 0).astype(jnp.int32),  # padding is a text of its own
+        "row": prompts.number_B,
+        "slot": jnp.zeros((), jnp.int32),
+        "start": prompts.start_B,
+    }
+    x_BTD, table, bias, cache = extend(cfg, params, batch, empty_cache(cfg, B, slots))
+    return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
+
+
+def decode(cfg: configs.Model, params: Any, carried: Carried) -> tuple[jax.Array, Cache]:
+    """The logits after `carried.tokens_B`, [B, V], and the cache that then holds them too."""
+    batch = {
+        "tokens": carried.tokens_B[:, None],
+        "positions": (carried.slot - carried.start_B)[:, None],
+        "row": carried.number_B,
+        "slot": carried.slot,
+        "start": carried.start_B,
+    }
+    x_B1D, table, bias, cache = extend(cfg, params, batch, carried.cache)
+    return logits(x_B1D, table, bias, cfg)[:, 0], cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of what they take.
+
+    Each is one program however many tokens are generated.
+    """
+
+    config: Config
+    rules: Rules
+    arrays: Arrays
+    mesh: Mesh
+    sizes: Sizes
+
+    @functools.cached_property
+    def placement(self) -> MeshPlacement:
+        """Without remat: nothing runs backward."""
+        return MeshPlacement(dataclasses.replace(self.rules, remat=Remat()), self.mesh)
+
+    @functools.cached_property
+    def param_shardings(self) -> Any:
+        """Where the weights rest."""
+        return self.placement.shardings("weights", self.arrays.named_params, self.arrays.params)
+
+    @functools.cached_property
+    def abstract_params(self) -> Any:
+        """The weights' shapes and shardings: what a checkpoint is restored into."""
+        return jax.tree.map(_placed, self.arrays.params, self.param_shardings)
+
+    @functools.cached_property
+    def abstract_prompts(self) -> Prompts:
+        """The shapes and shardings of a batch of prompts."""
+        rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self._whole)
+        shape = self.sizes.rows, self.sizes.prompt
+        tokens = self.placement.sharding("rules", "tokens", ("batch", "seq"), shape)
+        return Prompts(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens), rows, rows)
+
+    @functools.cached_property
+    def abstract_carried(self) -> Carried:
+        """The shapes and shardings of what decode carries."""
+        model, sizes = self.config.model, self.sizes
+        shape = (model.layers, sizes.rows, sizes.slots, model.kv_head_rows, model.head_dim)
+        sharding = self.placement.sharding("rules", "cache", CACHE_AXES, shape)
+        half = jax.ShapeDtypeStruct(shape, jnp.dtype(model.compute_dtype), sharding=sharding)
+        rows = self.abstract_prompts.start_B
+        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
+        return Carried(Cache(half, half), rows, slot, rows, rows)
+
+    @property
+    def abstract_settings(self) -> Settings:
+        """The shapes and shardings of Settings."""
+        return jax.tree.map(lambda like: _placed(like, self._whole), abstract_settings())
+
+    @property
+    def cache_bytes_per_device(self) -> int:
+        """What keys and values of all slots take."""
+        return sum(
+            math.prod(half.sharding.shard_shape(half.shape)) * half.dtype.itemsize
+            for half in self.abstract_carried.cache
+        )
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """What a device holds between steps: trees of shapes and shardings, by what they are for."""
+        cache, *batch = self.abstract_carried
+        return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
+
+    def lower_prefill(self) -> jax.stages.Lowered:
+        """(params, Prompts, Settings) -> (Carried, Choice)."""
+        jitted = jax.jit(self._prefill, out_shardings=self._out)
+        return jitted.trace(self.abstract_params, self.abstract_prompts, self.abstract_settings).lower()
+
+    def lower_decode(self) -> jax.stages.Lowered:
+        """(params, Carried, Settings) -> (Carried, Choice); what is carried is used up, the cache changed in place."""
+        jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
+        return jitted.trace(self.abstract_params, self.abstract_carried, self.abstract_settings).lower()
+
+    @functools.cached_property
+    def _whole(self) -> Any:
+        """The sharding of what every device has all of."""
+        return self.placement.sharding("rules", "", (), ())
+
+    @property
+    def _out(self) -> tuple[Carried, Choice]:
+        return jax.tree.map(lambda like: like.sharding, self.abstract_carried), Choice(self._whole, self._whole)
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+            yield
+
+    def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
+        with self._traced():
+            logits_BV, cache = prefill(self.config.model, params, prompts, self.sizes.slots)
+        slot = jnp.asarray(self.sizes.prompt, jnp.int32)
+        choice = self._choose(logits_BV, settings, prompts.number_B, slot - prompts.start_B)
+        return Carried(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
+
+    def _decode(self, params: Any, carried: Carried, settings: Settings) -> tuple[Carried, Choice]:
+        with self._traced():
+            logits_BV, cache = decode(self.config.model, params, carried)
+        slot = carried.slot + 1
+        choice = self._choose(logits_BV, settings, carried.number_B, slot - carried.start_B)
+        return carried._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
+
+    def _choose(self, logits_BV: jax.Array, settings: Settings, number_B: jax.Array, position_B: jax.Array) -> Choice:
+        with scope("of", "sampling"):
+            logits_BV = jax.lax.with_sharding_constraint(logits_BV, self._whole)
+            return choose(logits_BV[:, : self.config.model.vocab], settings, number_B, position_B)
+
+
+def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes) -> Programs:
+    """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
+    return Programs(config, rules, arrays, meshes.build(rules, devices), sizes)
+
+
+def activations(config: Config, found: Arrays, sizes: Sizes) -> dict[str, Activations]:
+    """The activations that the model names in "prefill" and in "decode"."""
+    model = config.model
+    shape = (model.layers, sizes.rows, sizes.slots, model.kv_head_rows, model.head_dim)
+    half = jax.ShapeDtypeStruct(shape, jnp.dtype(model.compute_dtype))
+    rows, slot = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    prompts = Prompts(jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32), rows, rows)
+    carried = Carried(Cache(half, half), rows, slot, rows, rows)
+    recorded = {
+        "prefill": record(lambda params, prompts: prefill(model, params, prompts, sizes.slots), found.params, prompts),
+        "decode": record(lambda params, carried: decode(model, params, carried), found.params, carried),
+    }
+    paths = {leaf.path for leaf, _ in pairs(found.named_params, found.params)}
+    return {
+        phase: {name: array for name, array in arrays.items() if name not in paths}
+        for phase, arrays in recorded.items()
+    }
+
+
+def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
+    """The arrays of `config`, and the warnings about generating under `rules`, before anything is compiled or allocated.
+
+    Raises ShardingError that lists everything that does not fit.
+    """
+    found, model = arrays(config), config.model
+    more: list[Problem] = []
+    for named in activations(config, found, sizes).values():
+        more += problems(rules, pairs(found.named_params, found.params), named, [])
+    kernel = rules.attention[platform]
+    lacking = [unsupported(kernel, layer, seq=sizes.prompt, segments=True) for layer in model.layer_kinds]
+    if reason := next(filter(None, lacking), None):
+        more.append(
+            Problem(
+                f"attention: {kernel} cannot do {reason}",
+                f"{rules.path}: attention.{platform}: {kernel}",
+                f"set attention.{platform} to xla",
+            )
+        )
+    return found, check(dict.fromkeys(more))
+
+
+def _placed(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

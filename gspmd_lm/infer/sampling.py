@@ -1,0 +1,135 @@
+"""The next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p, in this order.
+
+The filters mean what transformers' logits warpers mean. All settings are traced, so one program serves them all.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_lm.config import InputError
+
+
+class Settings(NamedTuple):
+    """Scalars that a compiled program is given: arrays, or what stands for them in a tree of shapes or shardings."""
+
+    seed: Any  # uint32
+    temperature: Any  # float32; 0 is greedy
+    top_k: Any  # int32; 0 keeps all
+    top_p: Any  # float32; 1 keeps all
+    min_p: Any  # float32; 0 keeps all
+
+
+class Choice(NamedTuple):
+    """The token of each row, int32 [B], and by how much it won, float32 [B].
+
+    That is the gap between the two best logits or, for a drawn token, between what decided: the logits that the
+    filters left, each with its noise. Below about 1e-3 another order of float32 sums can decide otherwise.
+    """
+
+    tokens_B: Any
+    gap_B: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Raises InputError that lists every value out of range."""
+
+    temperature: float = 0.0  # 0: always the best token
+    top_k: int = 0  # only the k best; 0 means all
+    top_p: float = 1.0  # only the fewest best tokens whose probabilities reach p
+    min_p: float = 0.0  # only tokens at least min_p times as likely as the best one
+    seed: int = 0
+
+    def __post_init__(self):
+        wrong = [
+            f"{name}={getattr(self, name)}: {must}"
+            for name, good, must in (
+                ("temperature", 0 <= self.temperature < float("inf"), "must be 0 (greedy) or above"),
+                ("top_k", 0 <= self.top_k < 2**31, "must be a whole number from 1, or 0 to keep all tokens"),
+                ("top_p", 0 < self.top_p <= 1, "must be above 0 and up to 1"),
+                ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
+                ("seed", 0 <= self.seed < 2**32, "must be a whole number from 0 to 4294967295"),
+            )
+            if not good
+        ]
+        if wrong:
+            raise InputError("\n".join([*wrong, "  fix   --temperature=0.8 --top_k=50 --top_p=0.95 --min_p=0 --seed=0"]))
+
+    @property
+    def settings(self) -> Settings:
+        """What a compiled program takes."""
+        return Settings(
+            np.uint32(self.seed),
+            np.float32(self.temperature),
+            np.int32(self.top_k),
+            np.float32(self.top_p),
+            np.float32(self.min_p),
+        )
+
+
+def abstract_settings() -> Settings:
+    """The shapes of Settings."""
+    dtypes = Settings(jnp.uint32, jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+    return Settings(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
+
+
+def choose(logits_BV: jax.Array, settings: Settings, number_B: jax.Array, position_B: jax.Array) -> Choice:
+    """The next token of each row. logits_BV: float32, not padded, whole on every device.
+
+    The noise depends on nothing but the seed, the number of the row's prompt and the position that the token will
+    have in its text: not on the batch that the row is in, nor on how arrays are split.
+    """
+
+    def drawn() -> jax.Array:
+        kept_BV = filtered(logits_BV / settings.temperature, settings)
+        return kept_BV + noise(settings.seed, number_B, position_B, logits_BV.shape[-1])
+
+    return best(jax.lax.cond(settings.temperature > 0, drawn, lambda: logits_BV))
+
+
+def best(scores_BV: jax.Array) -> Choice:
+    """The first of the highest scores of each row, and how far the next one is below it."""
+    places_V = jnp.arange(scores_BV.shape[-1], dtype=jnp.int32)
+    highest_B = scores_BV.max(-1)
+    # Two plain reductions; argmax carries pairs, which CPUs do one by one.
+    tokens_B = jnp.where(scores_BV == highest_B[:, None], places_V, jnp.int32(2**31 - 1)).min(-1)
+    others_BV = jnp.where(places_V == tokens_B[:, None], -jnp.inf, scores_BV)
+    return Choice(tokens_B, highest_B - others_BV.max(-1))
+
+
+def filtered(scores_BV: jax.Array, settings: Settings) -> jax.Array:
+    """The scores that top-k, top-p and min-p leave, -inf elsewhere; of equal scores at a border all are kept."""
+    V = scores_BV.shape[-1]
+
+    def ranked(scores_BV: jax.Array) -> jax.Array:
+        """What top-k and top-p leave, from one sort."""
+        sorted_BV = jnp.sort(scores_BV, axis=-1, descending=True)
+        k = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, V), V)
+        kth_B1 = jax.lax.dynamic_slice_in_dim(sorted_BV, k - 1, 1, axis=1)
+        sorted_BV = jnp.where(sorted_BV >= kth_B1, sorted_BV, -jnp.inf)
+        share_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        better_BV = jnp.cumsum(share_BV, axis=-1) - share_BV  # the probability of all better tokens
+        keep_BV = (better_BV < settings.top_p) & (sorted_BV > -jnp.inf)
+        keep_BV |= jnp.arange(V) == 0
+        least_B1 = jnp.where(keep_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
+        return jnp.where(scores_BV >= least_B1, scores_BV, -jnp.inf)
+
+    sorts = (settings.top_k > 0) | (settings.top_p < 1)
+    scores_BV = jax.lax.cond(sorts, ranked, lambda x: x, scores_BV)
+    # A ratio of probabilities is a difference of scores.
+    least_B1 = scores_BV.max(-1, keepdims=True) + jnp.log(settings.min_p)
+    return jnp.where(scores_BV >= least_B1, scores_BV, -jnp.inf)
+
+
+def noise(seed: jax.Array, number_B: jax.Array, position_B: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise, [B, V]: the best of log-probabilities with it is a draw from the probabilities."""
+
+    def row(number: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
+        return jax.random.gumbel(key, (vocab,), jnp.float32)
+
+    return jax.vmap(row)(number_B, position_B)

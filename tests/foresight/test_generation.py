@@ -1,0 +1,57 @@
+"""Reports of prefill and decode: their memory, their collectives against the floor, and what they are compared with."""
+
+import dataclasses
+
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm.foresight import explain, target
+from gspmd_lm.foresight.report import to_json
+
+CONFIG = configs.load(
+    "tiny",
+    ["model.layers=3", "model.embed=64", "model.mlp=128", "model.heads=8", "model.kv_heads=8", "model.vocab=512",
+     "model.padded_vocab=0", "data.seq=64", "data.batch=8", "data.packing=stream"],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report_of(cache):
+    def make(rules, phase, where="cpu:8", config=CONFIG, **changes):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GSPMD_LM_CACHE", str(cache.parent))
+            layout = dataclasses.replace(layouts.load(rules), **changes)
+            (found,) = explain.reports(config, [layout], target.parse(where), phase=phase)
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("rules", ["decode_tp8", "fsdp8", "fsdp2_tp4", "dp8"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_what_is_sent_is_the_floor(report_of, rules, phase):
+    found = report_of(rules, phase)
+    sent = sum(one.bytes_per_device_per_step for one in found.collectives)
+    assert found.phase == phase and found.tokens == (8 if phase == "decode" else 8 * 64)
+    assert sent == pytest.approx(found.floor.communication_bytes, rel=0.05)
+
+
+def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_holds_its_part_of_the_cache(report_of):
+    found = report_of("decode_tp8", "decode")
+    in_layers = [one for one in found.collectives if one.in_loop]
+    assert {one.op for one in in_layers} == {"layers.attention.wo", "layers.mlp.w_down"}
+    assert sum(one.times_per_step for one in in_layers) == 2 * 3
+    assert {one.kind for one in in_layers} == {"all-reduce"} and {one.phase for one in found.collectives} == {"forward"}
+    model, memory = CONFIG.model, found.memory
+    assert memory.cache_bytes == 2 * 3 * 8 * 64 * model.kv_heads * model.head_dim * 4 // 8
+    assert memory.optimizer_bytes == 0
+    assert to_json([found])["memory"]["cache_bytes"] == memory.cache_bytes
+
+
+def test_a_decode_step_on_a_tpu_has_a_time(report_of):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, compute_dtype="bfloat16"))
+    found = report_of("decode_tp8", "decode", "v5e:2x4", config)
+    assert found.prediction and found.prediction.step_time_s > found.floor.memory_s > found.floor.compute_s > 0
+    assert found.prediction.tokens_per_s_per_device == pytest.approx(1 / found.prediction.step_time_s)
+    assert "not compared" in found.prediction.error
