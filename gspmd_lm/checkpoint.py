@@ -1,5 +1,6 @@
 """The checkpoints of a run: written in the background with their sha256 sums, restored under any sharding."""
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gspmd_lm.config import InputError
+from gspmd_lm.config import Config, InputError, Model
 
 _MANIFEST = "sha256.json"
 _TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half of it in the list
@@ -26,6 +27,26 @@ _SHOWN = 6  # lines of each kind in a message
 _NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own: a committed folder, named by its number
 
 _log = logging.getLogger(__name__)
+
+
+# Fields of Config.model that change neither the parameters' tree nor what they mean.
+_FREE = {"compute_dtype", "weight_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
+
+
+def of_run(
+    workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
+) -> "closing[Checkpoints]":
+    """A context of the checkpoints of a run's workdir, which closes them."""
+    model = dataclasses.asdict(config.model)
+    return closing(
+        Checkpoints(
+            str(epath.Path(workdir) / "checkpoints"),
+            keep=config.train.keep_checkpoints,
+            keep_every=config.train.keep_every,
+            architecture={name: value for name, value in model.items() if name not in _FREE},
+            report=report,
+        )
+    )
 
 
 class Checkpoints:
@@ -143,7 +164,8 @@ class Checkpoints:
     def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
         """The step and the parameters alone, of a checkpoint of a whole state or of {"params": parameters}.
 
-        Chosen, checked and placed as `restore` does; nothing else of the state is read.
+        Chosen, checked and placed as `restore` does, and cast to the dtypes of `abstract_params`; nothing else of the
+        state is read.
         """
         found = self._chosen(step)
         if not found:
@@ -152,7 +174,7 @@ class Checkpoints:
         wanted = {"params": abstract_params}
         with closing(ocp.PyTreeCheckpointHandler()) as reader:
             saved = {name: tree for name, tree in reader.metadata(folder / "state").tree.items() if name == "params"}
-            _check_tree(saved, wanted, f"{folder}")
+            _check_tree(saved, wanted, f"{folder}", casts=True)
             args = ocp.args.PyTreeRestore(
                 wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
             )
@@ -240,14 +262,15 @@ class Checkpoints:
         differences = [
             f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
             for name in sorted({*saved, *wanted})
-            if saved.get(name, _ABSENT) != wanted.get(name, _ABSENT)
+            if saved.get(name, _DEFAULTS.get(name, _ABSENT)) != wanted.get(name, _ABSENT)
         ]
         if differences:
             fix = "  fix   use the config it was saved with, or another --workdir"
             raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
 
 
-_ABSENT = object()
+    field.name: field.default for field in dataclasses.fields(Model) if field.default is not dataclasses.MISSING
+}
 
 
 def _open_directory(directory: str) -> epath.Path:
@@ -278,6 +301,13 @@ def _is_worth_reading(record: logging.LogRecord) -> bool:
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with the types that JSON gives back (tuples become lists). Raises TypeError for what JSON cannot hold."""
     return json.loads(json.dumps(values))
+
+
+_ABSENT = object()
+# A checkpoint from before a field of Model was there has its default.
+_DEFAULTS = _as_json(
+    {field.name: field.default for field in dataclasses.fields(Model) if field.default is not dataclasses.MISSING}
+)
 
 
 def _from_first_process(value: Any) -> Any:
@@ -331,16 +361,21 @@ def _damage_of_file(file: epath.Path, expected_bytes: int, expected_sha256: str)
     return "" if sha256 == expected_sha256 else "its sha256 has changed"
 
 
-def _check_tree(saved: Any, wanted: Any, place: str) -> None:
-    """Raises InputError where the arrays of two trees differ in name, shape or dtype."""
+def _check_tree(saved: Any, wanted: Any, place: str, casts: bool = False) -> None:
+    """Raises InputError where the arrays of two trees differ in name, shape or, unless they are cast, dtype."""
     saved_arrays, wanted_arrays = dict(_arrays(saved)), dict(_arrays(wanted))
+
+    def same(name: str) -> bool:
+        pair = saved_arrays[name], wanted_arrays[name]
+        return pair[0] == pair[1] or (casts and pair[0].partition("[")[2] == pair[1].partition("[")[2])
+
     problems = {
         "missing": [f"{name}: {wanted_arrays[name]}" for name in wanted_arrays if name not in saved_arrays],
         "unexpected": [f"{name}: {saved_arrays[name]}" for name in saved_arrays if name not in wanted_arrays],
         "different": [
             f"{name}: {saved_arrays[name]} in the checkpoint, {wanted_arrays[name]} wanted"
             for name in wanted_arrays
-            if name in saved_arrays and saved_arrays[name] != wanted_arrays[name]
+            if name in saved_arrays and not same(name)
         ],
     }
     lines = [f"{place}: the checkpoint holds another state than this run's (another optimizer?)"]

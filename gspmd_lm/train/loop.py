@@ -19,8 +19,8 @@ from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from gspmd_lm import checkpoint, runtime
 from gspmd_lm import config as configs
-from gspmd_lm import runtime
 from gspmd_lm.checkpoint import Checkpoints
 from gspmd_lm.config import Config, InputError, RunFailed
 from gspmd_lm.data.loader import Loader
@@ -28,9 +28,6 @@ from gspmd_lm.rules import human_bytes
 from gspmd_lm.train import metrics
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
-
-# Fields of Config.model that change neither the parameters' tree nor what they mean.
-_FREE = {"compute_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +133,7 @@ class Run:
 
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
-        train, model = self.config.train, dataclasses.asdict(self.config.model)
-        return contextlib.closing(
-            Checkpoints(
-                str(self.workdir / "checkpoints"),
-                keep=train.keep_checkpoints,
-                keep_every=train.keep_every,
-                architecture={name: value for name, value in model.items() if name not in _FREE},
-                report=self.say,
-            )
-        )
+        return checkpoint.of_run(self.workdir, self.config, self.say)
 
     def say(self, message: str) -> None:
         if self.machine.is_main:
