@@ -261,16 +261,12 @@ class Checkpoints:
         wanted = self._architecture
         differences = [
             f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
-            for name in sorted({*saved, *wanted})
+            for name in sorted({*saved, *wanted} - _FREE)
             if saved.get(name, _DEFAULTS.get(name, _ABSENT)) != wanted.get(name, _ABSENT)
         ]
         if differences:
             fix = "  fix   use the config it was saved with, or another --workdir"
             raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
-
-
-    field.name: field.default for field in dataclasses.fields(Model) if field.default is not dataclasses.MISSING
-}
 
 
 def _open_directory(directory: str) -> epath.Path:
