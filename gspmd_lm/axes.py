@@ -28,6 +28,7 @@ AXES = {
     "kv_heads": ("K", "key and value heads"),
     "head_dim": ("H", "size of one head"),
     "vocab": ("V", "padded vocabulary"),
+    "rank": ("R", "rank of an adapter"),
     "expert": ("E", "experts"),
 }
 
@@ -56,6 +57,14 @@ WEIGHTS = {
     "scale": "scale of a norm (final_norm.scale, attention_norm.scale, ...)",
     "bias": "bias of a norm",
 }
+# What may have a low-rank adapter (LoRA, arXiv 2106.09685) beside it: x @ wq + scale * (x @ wq_a) @ wq_b.
+ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+ADAPTERS = {
+    f"{name}_{part}": f"{which} matrix of the adapter of {name}"
+    for name in ADAPTED
+    for part, which in (("a", "first"), ("b", "second"))
+}
+WEIGHTS |= ADAPTERS
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "residual": "the residual stream between blocks",
@@ -65,6 +74,7 @@ ACTIVATIONS = {
     "v": "values",
     "attention_out": "output of attention, before wo",
     "hidden": "output of the MLP's activation, before w_down",
+    "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "cache": "keys and values of the tokens so far, kept while text is generated",
 }
@@ -73,12 +83,16 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter as a layer holds it: its array at rest, its path ('layers.attention.wq') and logical axes."""
+    """A parameter as a layer holds it: its array at rest, its path ('layers.attention.wq') and logical axes.
+
+    One that is frozen is not trained: derivatives that the model writes itself leave it out.
+    """
 
     array: jax.Array
     path: str
     axes: tuple[str, ...]
     compute_dtype: jnp.dtype
+    frozen: bool = False
 
     @property
     def spec(self) -> str:

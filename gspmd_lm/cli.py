@@ -1,37 +1,26 @@
 """The command line: verbs, their flags, and the order in which a run comes together."""
 
 import ctypes
-import datetime
 import importlib
-import io
-import json
-import logging
 import os
 import sys
 import tempfile
 import textwrap
-import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from absl import flags
 
-from gspmd_lm.config import Config, InputError, RunFailed, did_you_mean
-
-if TYPE_CHECKING:  # a verb's code is imported when the verb runs
-    from rich.console import Console
-
-    from gspmd_lm.data.sources import Progress
-    from gspmd_lm.rules import Problem
-    from gspmd_lm.train.loop import Foresee
-    from gspmd_lm.train.step import Step
+from gspmd_lm.config import InputError, RunFailed, did_you_mean
 
 VERBS = {
     "train": "trains, from the newest checkpoint of the workdir or from scratch",
-    "eval": "prints the loss of the held-out rows under the newest checkpoint of the workdir",
+    "eval": "scores the held-out rows, a text or continuations under a checkpoint of the workdir",
+    "generate": "goes on from prompts with the weights of the workdir",
+    "convert": "brings a Hugging Face checkpoint into a workdir (--from), or writes one (--to)",
     "explain": "says what a layout costs on hardware you do not have",
     "compare": "the same for several layouts, side by side: compare fsdp8 tp8 --target=...",
 }
@@ -78,6 +67,9 @@ def _flags(verb: str) -> flags.FlagValues:
     whole = lambda name, default, about, least=None: flags.DEFINE_integer(  # noqa: E731
         name, default, about, lower_bound=least, flag_values=values
     )
+    number = lambda name, default, about: flags.DEFINE_float(name, default, about, flag_values=values)  # noqa: E731
+    several = lambda name, about: flags.DEFINE_multi_string(name, [], about, flag_values=values)  # noqa: E731
+    yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, flag_values=values)  # noqa: E731
     if verb in FORESIGHT:
         text("config", "tiny", "what is computed: a path, or a name in configs/.")
         text("rules", None, "where it runs: a path or a name in rules/; several with commas between them.")
@@ -89,7 +81,7 @@ def _flags(verb: str) -> flags.FlagValues:
     else:
         text("config", None, "what is computed: a path, or a name in configs/. Default: the workdir's, else tiny.")
         text("rules", None, "where it runs: a path, a name in rules/, or none. Default: the workdir's, else none.")
-    flags.DEFINE_multi_string("set", [], "section.key=value laid over the config; may be repeated.", flag_values=values)
+    several("set", "section.key=value laid over the config; may be repeated.")
     text("mesh", "", "sizes laid over the rules' mesh, such as tensor=4 or data=2,tensor=4.")
     flags.DEFINE_boolean("help", False, "show this and stop.", short_name="h", flag_values=values)
     if verb in FORESIGHT:
@@ -101,18 +93,40 @@ def _flags(verb: str) -> flags.FlagValues:
     whole("num_processes", None, "how many processes there are.")
     whole("process_id", None, "which of them this one is, from 0.")
     text("compile_cache", None, "folder of compiled programs; none switches it off. Default: the user's cache.")
+    if verb != "train":
+        whole("step", None, "which checkpoint. Default: the newest that is undamaged.")
     if verb == "train":
         whole("steps", None, "where to stop. The schedule's length is the config's train.steps, also the default.", 1)
-        flags.DEFINE_boolean(
-            "dry_run", False, "print every array and its bytes per device, and stop.", flag_values=values
-        )
+        yes_no("dry_run", "print every array and its bytes per device, and stop.")
         text("executable", None, "the train step that explain --export compiled, instead of compiling it here.")
         text("profile", None, "START:STOP, the steps to write a trace of into the workdir.")
         text(
             "train_tokenizer", None, "train a BPE tokenizer of model.vocab tokens on data.source, write it here, stop."
         )
+    elif verb == "eval":
+        text("text", None, "globs of text files to score instead of the held-out rows.")
+        text("continuations", None, "JSONL of {prompt, continuation} to score instead.")
+        text("output", None, "where their log-likelihoods go, as JSONL. Default: the terminal.")
+        whole("batch", 8, "rows at a time.", 1)
+    elif verb == "generate":
+        several("prompt", "what to go on from; may be repeated.")
+        text("prompts", None, "JSONL of {prompt} or {messages} to go on from instead.")
+        text("output", None, "where their texts go, as JSONL. Default: the terminal.")
+        yes_no("chat", "a prompt is a user's message, in the model's chat template.")
+        whole("max_new_tokens", 128, "where to stop at the latest.", 1)
+        whole("batch", 8, "prompts at a time.", 1)
+        number("temperature", 0.0, "of sampling; 0 takes the best token.")
+        whole("top_k", 0, "sample from the best so many tokens; 0: all.", 0)
+        number("top_p", 1.0, "sample from the best tokens whose probabilities add up to this.")
+        number("min_p", 0.0, "sample from tokens with at least this share of the best one's probability.")
+        whole("seed", 0, "of sampling.")
+        several("stop", "a text to stop before; may be repeated.")
     else:
-        whole("step", None, "which checkpoint. Default: the newest that is undamaged.")
+        text("from", None, "a folder with config.json and *.safetensors, as transformers writes it.")
+        text("to", None, "a new folder, for transformers to load.")
+        text("dtype", None, "of what --to writes: float32, bfloat16 or float16. Default: as it came.")
+        yes_no("adapter", "--to writes the LoRA adapter alone, for PEFT.")
+        text("base", "", "what the adapter's config names as its base model.")
     return values
 
 
@@ -146,13 +160,28 @@ def _run(argv: list[str]) -> int:
         return 0
     if len(rest) > 1 and rest[1] in VERBS:
         raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
-    if verb in FORESIGHT:
-        _import_jax()
-        return _explain(verb, values, rest[1:])
-    if len(rest) > 1:
+    if len(rest) > 1 and verb not in FORESIGHT:
         raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
     _import_jax()
-    return _train_or_evaluate(verb or "train", values)
+    if verb in FORESIGHT:
+        from gspmd_lm.verbs import explain
+
+        return explain.run(verb, values, rest[1:])
+    if verb == "generate":
+        from gspmd_lm.verbs import generate
+
+        return generate.run(values)
+    if verb == "convert":
+        from gspmd_lm.verbs import convert
+
+        return convert.run(values)
+    if verb == "eval" and (values.text or values.continuations):
+        from gspmd_lm.verbs import score
+
+        return score.run(values)
+    from gspmd_lm.verbs import train
+
+    return train.run(verb or "train", values)
 
 
 def _import_jax() -> None:
@@ -175,216 +204,3 @@ def _import_jax() -> None:
             for line in written.read().decode(errors="replace").splitlines():
                 if "cudart_stub" not in line and "before absl::InitializeLog()" not in line:
                     print(line, file=sys.stderr)
-
-
-def _explain(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
-    from rich.console import Console
-
-    from gspmd_lm import config as configs
-    from gspmd_lm import rules as rules_files
-    from gspmd_lm.foresight import compile
-    from gspmd_lm.foresight import target as targets
-
-    layouts = [*filter(None, (values.rules or "").split(",")), *layouts]
-    if not layouts or values.target is None:
-        lacking = "--target" if layouts else "--rules"
-        raise InputError(f"{verb} needs {lacking}\n  fix   {verb} --rules=fsdp8 --target=v5p:2x2x2 (or cpu:8, h100:8)")
-    config = configs.load(values.config, values.set)
-    rules = [rules_files.load(name, values.mesh) for name in layouts]
-    target = targets.parse(values.target)
-    if values.phase not in compile.PHASES:
-        known = ", ".join(compile.PHASES)
-        raise InputError(f"--phase={values.phase}: no such phase{did_you_mean(values.phase, compile.PHASES)}\n"
-                         f"  fix   use one of {known}")  # fmt: skip
-    if values.export and values.phase != "train":
-        raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
-    outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
-    if values.export and len(layouts) > 1:
-        raise InputError(f"--export={values.export}: holds one executable\n  fix   give one rules file")
-    for path in outputs:
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: there is no folder {path.parent}\n  fix   make it, or name another")
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # shapes are worked out here; no accelerator that may be here is touched
-    from gspmd_lm.foresight import explain, page, report, terminal
-
-    waiting = Console(stderr=True, highlight=False)
-    say = lambda line: waiting.print(line, soft_wrap=True, markup=False)  # noqa: E731
-    export = Path(values.export) if values.export else None
-    found = explain.reports(config, rules, target, say, export, values.phase)
-    terminal.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
-    if values.json:
-        Path(values.json).write_text(json.dumps(report.to_json(found), indent=1) + "\n", encoding="utf-8")
-    if values.html:
-        Path(values.html).write_text(page.render(found), encoding="utf-8")
-    return 0
-
-
-def _train_or_evaluate(verb: str, values: flags.FlagValues) -> int:
-    from etils import epath
-    from rich.console import Console
-
-    from gspmd_lm import config as configs
-    from gspmd_lm import rules as layouts
-    from gspmd_lm import runtime
-
-    log = logging.getLogger("gspmd_lm")  # what a process waits for, and what it found odd
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
-    workdir = epath.Path(values.workdir) if values.workdir else None
-    profile = _profile(values.profile) if verb == "train" else None
-    if verb == "eval" and workdir is None:
-        raise InputError("eval needs the folder of a run that has saved a checkpoint\n  fix   eval --workdir=DIR")
-    config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
-    rules = layouts.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
-    processes = values.num_processes or 1
-    wanted = rules.devices if rules.devices > 0 else values.devices
-    machine = runtime.start(
-        platform=values.platform,
-        simulated_devices=max(1, wanted // processes),
-        coordinator=values.coordinator,
-        num_processes=values.num_processes,
-        process_id=values.process_id,
-    )
-    import jax
-
-    devices = jax.devices()
-    if rules.devices == 1 and machine.process_count == 1:
-        devices = devices[:1]
-    rules = rules.fill(len(devices))
-    console = Console(stderr=False, highlight=False, width=None if sys.stdout.isatty() else 160)
-
-    from gspmd_lm.train import state, step
-
-    arrays, warnings = state.checked(config, rules, machine.platform)
-    if machine.is_main:
-        for warning in warnings:
-            console.print(f"warning: {warning}", soft_wrap=True, markup=False)
-    if verb == "train" and values.dry_run:
-        from gspmd_lm.train import table
-
-        if machine.is_main:
-            table.show(config, rules, arrays, console)
-        return 0
-    if verb == "train" and values.train_tokenizer:
-        return _train_tokenizer(config, values.train_tokenizer, console)
-    if workdir is None and machine.process_count > 1:
-        raise InputError(
-            "each of several processes would choose its own workdir\n  fix   give all the same --workdir=DIR"
-        )
-    cache = runtime.enable_compile_cache(values.compile_cache)
-    workdir = workdir or epath.Path("runs") / _fresh_name(config.name, rules.name)
-
-    from gspmd_lm.data import loader
-    from gspmd_lm.train import loop
-
-    train_rows, held_out_rows = loader.open(config, _progress(console) if machine.is_main else None)
-    if verb == "train":
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{workdir}: cannot be written ({error.strerror})\n  fix   --workdir=DIR") from error
-    built = step.build(config, rules, arrays, devices)
-    foresee = _foresee(built, warnings) if verb == "train" else None
-    executable = _executable(values.executable, built) if verb == "train" and values.executable else None
-    run = loop.Run(
-        built, train_rows, held_out_rows, workdir, machine, console, cache, profile, foresee, executable=executable
-    )
-    mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-    simulated = "simulated " if machine.simulated else ""
-    run.say(f"{config.name}: {arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on {len(devices)} "
-            f"{simulated}{machine.device_kind} device{'s' * (len(devices) > 1)}")  # fmt: skip
-    run.say(train_rows.description)
-    run.say(f"workdir {workdir}")
-    if verb == "eval":
-        run.evaluate(values.step)
-        return 0
-    run.train(config.train.steps if values.steps is None else values.steps)
-    run.say(f"metrics {workdir / 'metrics.jsonl'}, checkpoints {workdir / 'checkpoints'}")
-    return 0
-
-
-def _foresee(built: "Step", problems: "Sequence[Problem]") -> "Foresee":
-    """What a run asks once its step is compiled: what it will cost here, and whether it fits."""
-    from rich.console import Console
-
-    from gspmd_lm.foresight import compile, explain, target, terminal
-    from gspmd_lm.train.loop import Foreseen
-
-    def foresee(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> Foreseen:
-        here = target.of(list(built.mesh.devices.flat))
-        program = compile.described(built, compiled, options, here, trace_s, compile_s)
-        found = explain.report(built.config, built.rules, here, built.arrays, problems, program)
-        if not found.memory.fits:
-            page = io.StringIO()
-            terminal.show([found], Console(file=page, width=120))
-            raise InputError(
-                f"{page.getvalue()}the layout does not fit, and nothing was started\n"
-                "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
-            )
-        return Foreseen(
-            terminal.paragraph(found),
-            found.prediction.step_time_s if found.prediction else None,
-            found.memory.peak_bytes,
-            here.chip.peak_bf16_flops_per_s if here.chip else None,
-        )
-
-    return foresee
-
-
-def _executable(path: str, built: "Step") -> Any:
-    from gspmd_lm.foresight import compile, target
-
-    here = target.of(list(built.mesh.devices.flat))
-    return compile.load(Path(path), compile.Request(built.config, built.rules, here, export=True))
-
-
-def _file(given: str | None, workdir: object, name: str) -> str | None:
-    """What the user gave, else the file of that name that an earlier run left in the workdir."""
-    if given is None and workdir is not None and (Path(str(workdir)) / name).is_file():
-        return str(Path(str(workdir)) / name)
-    return given
-
-
-def _fresh_name(config: str, rules: str) -> str:
-    return f"{config}-{rules}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _profile(span: str | None) -> tuple[int, int] | None:
-    if span is None:
-        return None
-    start, colon, stop = span.partition(":")
-    if not colon or not start.isdigit() or not stop.isdigit() or int(start) >= int(stop):
-        raise InputError(f"--profile={span}: not two steps, the first before the second\n  fix   --profile=10:13")
-    return int(start), int(stop)
-
-
-def _train_tokenizer(config: Config, path: str, console: "Console") -> int:
-    from gspmd_lm.data import sources, tokenizer
-
-    source = sources.open(config.data, _progress(console))
-    trained = tokenizer.train(source.documents(), config.model.vocab, path)
-    console.print(f"{path}: {trained.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
-    console.print(f"use it with --set data.tokenizer={path}", soft_wrap=True)
-    return 0
-
-
-def _progress(console: "Console") -> "Progress":
-    """Shows a long preparation as one line that rewrites itself, or as one line per stage where nobody watches."""
-    seen: set[str] = set()
-    last = 0.0
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal last
-        share = f" {done / total:.0%}" if total else ""
-        if console.is_terminal and (time.monotonic() - last > 0.1 or done >= total):
-            last = time.monotonic()
-            end = "\n" if total and done >= total else "\r"
-            console.print(f"{what}: {done / 1e6:,.1f} MB{share}", end=end)
-        elif not console.is_terminal and what not in seen:
-            seen.add(what)
-            console.print(f"{what} ...")
-
-    return show

@@ -36,6 +36,28 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Lora:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) beside the `targets`; they alone are trained."""
+
+    rank: int = 16
+    alpha: float = 32.0  # what an adapter adds is scaled by alpha / rank
+    targets: tuple[Literal["wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"], ...]
+
+    def __post_init__(self):
+        wrong = _below(self, 1, "rank")
+        if self.alpha <= 0:
+            wrong.append(f"alpha={self.alpha} must be above 0")
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            wrong.append(f"targets={list(self.targets)} must name at least one weight, and each once")
+        _refuse(wrong)
+
+    @property
+    def scale(self) -> float:
+        """The factor of what an adapter adds."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Model:
     """One decoder. Sizes carry the names of the logical axes they belong to (see axes.py)."""
 
@@ -83,6 +105,7 @@ class Model:
     logit_softcap: float = 0.0
     z_loss: float = 0.0  # weight of the squared log-partition function
     init_std: float = 0.02
+    lora: Lora | None = None
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     weight_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -105,6 +128,8 @@ class Model:
         if "sliding" in self.layer_pattern and not self.sliding_window:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         wrong += _below(self, 0, "sliding_window", "position_offset", "rope_dim")
+        if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
+            wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         _refuse(wrong)
 
     @property
@@ -146,6 +171,9 @@ class Data:
     source: str = "stdlib"
     tokenizer: str = "bytes"  # bytes | path of a Hugging Face tokenizer.json
     text_field: str = "text"  # the field of a .jsonl object or the column of a .parquet file
+    # The field of a .jsonl object that holds a conversation: a list of {role, content}. Rows are then written with the
+    # tokenizer's chat template, and the loss is on what the assistant says. "": the source is text.
+    messages_field: str = ""
     packing: Literal["documents", "stream"] = "documents"  # stream: rows are cut from one text, attention is not
     batch: int = 32  # sequences per step, over all devices
     seq: int = 256  # tokens per sequence
@@ -156,6 +184,10 @@ class Data:
         wrong = _below(self, 1, "batch", "seq")
         if not 0 <= self.held_out < 1:
             wrong.append(f"held_out={self.held_out} must be at least 0 and below 1")
+        if self.messages_field and self.packing != "documents":
+            wrong.append(
+                f"messages_field={self.messages_field} needs packing: documents, which keeps conversations apart"
+            )
         _refuse(wrong)
 
 
@@ -186,6 +218,7 @@ class Train:
 
     steps: int  # the length of the schedule; --steps only says where to stop
     seed: int = 0  # of the initial weights and of dropout
+    init_from: str = ""  # workdir whose newest weights a run begins with that has no checkpoint of its own
     log_every: int = 10
     eval_every: int = 0  # 0 means only at the end
     eval_batches: int = 8

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import cli, runtime
+from gspmd_lm.verbs import train
 
 ROOT = Path(__file__).parent.parent
 DRY = ("--rules=tp8", "--dry_run")
@@ -31,8 +32,8 @@ def run(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trian",), "trian: no such verb (did you mean train?)\n  fix   use one of train, eval, explain, compare\n"),
-        (("generate",), "generate: no such verb\n  fix   use one of train, eval, explain, compare\n"),
+        (("trian",), "trian: no such verb (did you mean train?)\n  fix   use one of train, eval, generate, convert, explain, compare\n"),
+        (("serve",), "serve: no such verb\n  fix   use one of train, eval, generate, convert, explain, compare\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
         (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),
         (("--rule=tp8",), "Unknown command line flag 'rule'. Did you mean: rules ?\n"),
@@ -40,7 +41,11 @@ def run(capsys, monkeypatch):
         (("--steps=many",), "flag --steps=many: invalid literal for int() with base 10: 'many'\n"),
         (("--steps=0",), "flag --steps=0: 0 is not a positive integer\n"),
         (("--devices=0",), "flag --devices=0: "),
-        (("eval",), "eval needs the folder of a run that has saved a checkpoint\n  fix   eval --workdir=DIR\n"),
+        (("eval",), "--workdir is missing\n  fix   eval --workdir=DIR, the folder of a run that has saved"),
+        (("generate",), "--workdir is missing\n  fix   generate --workdir=DIR"),
+        (("generate", "--workdir=w"), "generate needs a prompt\n  fix   give either --prompt=TEXT or"),
+        (("convert", "--workdir=w"), "convert goes one way\n  fix   give either --from=DIR or --to=DIR\n"),
+        (("convert", "--workdir=w", "--from=nowhere"), "--from=nowhere: no such folder\n  fix   "),
         (
             ("--profile=13:10",),
             "--profile=13:10: not two steps, the first before the second\n  fix   --profile=10:13\n",
@@ -149,7 +154,7 @@ def test_a_failure_of_the_program_shows_where(capsys, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(cli, "_train_or_evaluate", fail)
+    monkeypatch.setattr(train, "run", fail)
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py"])
     assert end.value.code == 1
@@ -160,7 +165,7 @@ def test_an_interrupt_has_its_own_code(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_train_or_evaluate", interrupt)
+    monkeypatch.setattr(train, "run", interrupt)
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py"])
     assert end.value.code == 130

@@ -32,9 +32,9 @@ MAY_IMPORT = {
     "infer": {"train", "model", "kernels", "placement", "mesh", "rules", "axes", "data", "runtime", "config"},
     "convert": {"model", "placement", "checkpoint", "rules", "axes", "data", "config"},
     "foresight": {"train", "infer", "placement", "mesh", "rules", "axes", "data", "runtime", "config"},
-    "cli": {"verbs", "foresight", "rules", "config"},
     "verbs": {"foresight", "train", "infer", "convert", "placement", "mesh", "rules", "axes", "checkpoint", "data",
               "runtime", "config"},
+    "cli": {"verbs", "config"},
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {

@@ -18,6 +18,8 @@ import numpy as np
 import platformdirs
 
 from gspmd_lm.config import InputError
+from gspmd_lm.data.chat import Chat
+from gspmd_lm.data.packing import TARGET
 from gspmd_lm.data.sources import Progress, Source
 from gspmd_lm.data.tokenizer import Tokenizer
 
@@ -38,15 +40,16 @@ class Progressed:
     done_bytes: int = 0
     replaced_bytes: int = 0
     tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    # Tokens that no target follows: the ends of documents, and in conversations all that are not before an answer's.
     ends: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One side of a source: its documents' tokens, each document closed by the tokenizer's end."""
+    """One side of a source: the tokens of its documents, which the tokenizer's end closes, or of its conversations."""
 
-    stream: np.ndarray  # [tokens], memory-mapped
-    ends: int  # how many of the tokens are the end token
+    stream: np.ndarray  # [tokens], memory-mapped; for conversations with the bits of data/packing.py
+    ends: int  # how many of the tokens no target follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def root() -> Path:
     return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / "data"
 
 
-def open(source: Source, tokenizer: Tokenizer, held_out: float, progress: Progress | None = None) -> Cache:
+def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None = None) -> Cache:
     """The tokens of the source, from its cache folder or tokenized now.
 
     A share `held_out` of the distinct documents, those with the smallest hashes but at least one, is kept apart: equal
@@ -129,7 +132,9 @@ def _noted(folder: Path) -> Progressed | None:
     return noted
 
 
-def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float, progress: Progress | None) -> None:
+def _build(
+    folder: Path, source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
+) -> None:
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
     noted = _noted(partial)
@@ -146,8 +151,12 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float, 
             parts: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
             for document, ids in zip(segment, tokenizer.encode_all(segment), strict=True):
                 name = SPLITS[_hash(document) <= noted.held_out_up_to]
-                parts[name] += [ids, np.asarray([tokenizer.end])]
-                noted.ends[name] += 1 + int(np.count_nonzero(ids == tokenizer.end))
+                if isinstance(tokenizer, Chat):
+                    parts[name].append(ids)
+                    noted.ends[name] += int(np.count_nonzero((ids & TARGET) == 0))
+                else:
+                    parts[name] += [ids, np.asarray([tokenizer.end])]
+                    noted.ends[name] += 1 + int(np.count_nonzero(ids == tokenizer.end))
             for name, arrays in parts.items():
                 tokens = np.concatenate(arrays).astype(noted.dtype) if arrays else np.empty(0, noted.dtype)
                 files[name].write(tokens.tobytes())
@@ -171,7 +180,7 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float, 
     partial.rename(folder)
 
 
-def _survey(source: Source, tokenizer: Tokenizer, held_out: float, progress: Progress | None) -> Progressed:
+def _survey(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None) -> Progressed:
     """A first pass: the sizes, and which hashes are held out."""
     hashes, document_bytes = array.array("Q"), 0
     for document in source.documents():
@@ -187,7 +196,7 @@ def _survey(source: Source, tokenizer: Tokenizer, held_out: float, progress: Pro
             "none would be left to train on\n"
             "  fix   lower data.held_out (0 keeps none apart), or add documents"
         )
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and not isinstance(tokenizer, Chat) else "<u4"
     return Progressed(dtype, len(hashes), document_bytes, int(distinct[count - 1]) if count else -1)
 
 

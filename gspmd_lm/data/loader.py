@@ -12,7 +12,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config, InputError
-from gspmd_lm.data import cache, packing, sources, tokenizer
+from gspmd_lm.data import cache, chat, packing, sources, tokenizer
 
 _AHEAD = 4  # batches read before they are asked for
 
@@ -29,7 +29,7 @@ class Loader:
     batch: int
     seed: int
     repeat: bool
-    ends: int  # tokens that close a document and so have no next one
+    tokens_per_epoch: int  # targets in all rows
     description: str  # one line for the user
     fingerprint: str  # equal only for equal rows; every process must have the same
 
@@ -37,13 +37,6 @@ class Loader:
     def steps_per_epoch(self) -> int:
         """Batches until each row was read once, the last one filled up."""
         return -(-len(self.rows) // self.batch)
-
-    @property
-    def tokens_per_epoch(self) -> int:
-        """Targets in all rows."""
-        if self.rows.end is None:
-            return len(self.rows) * self.rows.seq
-        return len(self.rows.stream) - self.ends
 
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Which of the rows stand at the places `batch_rows` of the step's batch; -1 for padding."""
@@ -105,7 +98,7 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
     count = sources.random_rows(data.source)
     if count is not None:
         return _open_random(config, count)
-    tokens = tokenizer.load(data.tokenizer)
+    tokens = chat.Chat(data.tokenizer) if data.messages_field else tokenizer.load(data.tokenizer)
     if tokens.vocab_size > config.model.vocab:
         raise InputError(
             f"data.tokenizer={data.tokenizer} has {tokens.vocab_size:,} tokens, more than model.vocab="
@@ -113,19 +106,27 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
             f"  fix   set model.vocab to {tokens.vocab_size}"
             + (" and model.padded_vocab to 0 or at least that" if config.model.padded_vocab else "")
         )
-    source = sources.open(data, progress)
+    conversation = None
+    if isinstance(tokens, chat.Chat):
+        conversation = functools.partial(tokens.document, field=data.messages_field)
+    source = sources.open(data, progress, conversation)
     cached = cache.open(source, tokens, data.held_out, progress)
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
 
     def split_loader(split: cache.Split, training: bool) -> Loader:
         use = "training" if training else "evaluation"
-        if data.packing == "stream":
+        targets, notes = len(split.stream) - split.ends, ""
+        if isinstance(tokens, chat.Chat):
+            rows, cut = packing.conversations(split.stream, data.seq)
+            notes = f", {targets:,} of them the assistant's" + (f", {cut:,} conversations cut into rows" if cut else "")
+        elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
+            targets = len(rows) * data.seq
         else:
             rows = packing.documents(split.stream, data.seq, tokens.end)
-        # Documents kept for evaluation may fill less than a row; a source for training may not.
-        if not len(rows) or (training and len(split.stream) <= data.seq):
+        # Conversations, and documents kept for evaluation, may fill less than a row; a text for training may not.
+        if not len(rows) or (training and not conversation and len(split.stream) <= data.seq):
             fix = "lower data.seq, or add text" + ("" if training else ", or change data.held_out (0 keeps none apart)")
             raise InputError(
                 f"data.source={data.source}: {len(split.stream):,} tokens for {use} are less than one row, "
@@ -136,8 +137,8 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
             batch=data.batch,
             seed=data.seed if training else 0,
             repeat=training,
-            ends=split.ends,
-            description=f"{use}: {len(rows):,} rows, {len(split.stream):,} tokens ({origin})",
+            tokens_per_epoch=targets,
+            description=f"{use}: {len(rows):,} rows, {len(split.stream):,} tokens{notes} ({origin})",
             fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}",
         )
 
@@ -155,7 +156,7 @@ def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
             batch=data.batch,
             seed=data.seed if training else 0,
             repeat=training,
-            ends=0,
+            tokens_per_epoch=count * data.seq,
             description=f"{use}: {count:,} rows of {data.seq + 1:,} random tokens below {vocab:,}",
             fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}",
         )

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Bits of the tokens of conversations (uint32): one that the assistant says, and the last one of its conversation.
+TARGET, LAST = np.uint32(1 << 30), np.uint32(1 << 31)
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
 
@@ -14,15 +16,20 @@ class Rows:
 
     With `end`, rows hold packed documents, which `end` closes: each is a segment of its own, and one that a row cuts
     goes on in the next row as a new segment. Every token but the first of each document is a target exactly once.
-    Without, a row is a piece of one text, and every position has a target.
+    With `starts`, rows hold packed conversations, whose tokens carry TARGET and LAST, and row r starts at starts[r]:
+    only a conversation that no row can hold is cut. Every TARGET is a target exactly once.
+    With neither, a row is a piece of one text, and every position has a target.
     """
 
     stream: np.ndarray  # [tokens], unsigned, usually memory-mapped
     seq: int
     stride: int
     end: int | None
+    starts: np.ndarray | None = None  # [rows + 1], the last one the length of the stream
 
     def __len__(self) -> int:
+        if self.starts is not None:
+            return len(self.starts) - 1
         if self.end is None:
             return max(0, (len(self.stream) - self.seq - 1) // self.stride + 1)
         return max(0, -(-(len(self.stream) - 1) // self.stride))  # the last row is padded
@@ -33,35 +40,62 @@ class Rows:
         targets: the next token, or -1 where there is none. segment_ids: 1, 2, ... in each row, 0 for padding.
         positions: from 0 in each segment.
         """
-        windows = np.zeros((len(indices), self.seq + 1), np.int32)
+        windows = np.zeros((len(indices), self.seq + 1), self.stream.dtype)
         lengths = np.zeros(len(indices), np.int64)  # positions that are not padding
         for i, index in enumerate(indices):
             if index >= 0:
-                piece = self.stream[index * self.stride : index * self.stride + self.seq + 1]
+                piece = self._piece(int(index))
                 windows[i, : len(piece)] = piece
                 lengths[i] = len(piece) - 1
+        ends = np.zeros((len(indices), self.seq), bool)
+        silent = ends  # positions whose next token is none to learn
+        if self.starts is not None:
+            ends = (windows[:, :-1] & LAST) > 0
+            silent = ends | ((windows[:, 1:] & TARGET) == 0)
+            windows &= ~(TARGET | LAST)
+        elif self.end is not None:
+            ends = silent = windows[:, :-1] == self.end
+        windows = windows.astype(np.int32)
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        targets[silent] = -1
         offsets = np.arange(self.seq, dtype=np.int32)
-        if self.end is None:
-            segment_ids = np.ones_like(tokens)
-            positions = np.broadcast_to(offsets, tokens.shape).copy()
-        else:
-            ends = tokens == self.end
-            targets[ends] = -1
-            starts = np.zeros_like(ends)
-            starts[:, 1:] = ends[:, :-1]
-            segment_ids = 1 + np.cumsum(starts, axis=1, dtype=np.int32)
-            positions = offsets - np.maximum.accumulate(np.where(starts, offsets, 0), axis=1)
+        starts = np.zeros_like(ends)
+        starts[:, 1:] = ends[:, :-1]
+        segment_ids = 1 + np.cumsum(starts, axis=1, dtype=np.int32)
+        positions = offsets - np.maximum.accumulate(np.where(starts, offsets, 0), axis=1)
         for i in np.flatnonzero(lengths < self.seq):
             padding = slice(lengths[i], None)
             tokens[i, padding] = segment_ids[i, padding] = positions[i, padding] = 0
             targets[i, padding] = -1
         return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "positions": positions}
 
+    def _piece(self, index: int) -> np.ndarray:
+        """The tokens of a row, and the one after them."""
+        if self.starts is None:
+            return self.stream[index * self.stride : index * self.stride + self.seq + 1]
+        start, stop = int(self.starts[index]), int(self.starts[index + 1])
+        return self.stream[start : min(stop, start + self.seq) + 1]
+
 
 def documents(stream: np.ndarray, seq: int, end: int) -> Rows:
     """Rows of packed documents; only the last one may be padded."""
     return Rows(stream, seq, seq, end)
+
+
+def conversations(stream: np.ndarray, seq: int) -> tuple[Rows, int]:
+    """Rows of packed conversations, each filled with as many of the next as it holds whole, and how many none holds.
+
+    The rest of a row is padding. A conversation longer than a row starts one and goes on in the next as a new segment.
+    """
+    stops = 1 + np.flatnonzero(stream >= LAST)
+    starts = [0]
+    while starts[-1] < len(stream):
+        # The last token of a conversation has no next one, so it may be a target alone.
+        held = int(np.searchsorted(stops, starts[-1] + seq + 1, side="right"))
+        stop = int(stops[held - 1]) if held else 0
+        starts.append(stop if stop > starts[-1] else starts[-1] + seq)
+    cut = int(np.count_nonzero(np.diff(stops, prepend=0) > seq + 1))
+    return Rows(stream, seq, seq, None, np.asarray(starts, np.int64)), cut
 
 
 def text(stream: np.ndarray, seq: int) -> Rows:

@@ -9,10 +9,13 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from gspmd_lm.config import Data, InputError, did_you_mean
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0: not known)
+
+Conversation = Callable[[dict[str, Any], str], bytes]  # a record and its place, file:line -> a document
 
 # A text file above this size is several documents, cut at line ends: one large file then has parts to hold out,
 # and no file has to fit in memory.
@@ -26,31 +29,42 @@ def _text(path: Path, field: str) -> Iterator[bytes]:
             yield section + file.readline()
 
 
-def _jsonl(path: Path, field: str) -> Iterator[bytes]:
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a .jsonl file, each with its place, file:line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            place = f"{path}:{number}"
             try:
                 record = json.loads(line.decode("utf-8", "surrogateescape"))
             except ValueError as error:
-                raise InputError(f"{path}:{number}: not JSON ({error})\n  fix   one object per line") from error
+                raise InputError(f"{place}: not JSON ({error})\n  fix   one object per line") from error
             if not isinstance(record, dict):
-                raise InputError(f"{path}:{number}: a {type(record).__name__}\n  fix   one object per line")
-            if field not in record:
-                raise InputError(
-                    f"{path}:{number}: no field {field}{did_you_mean(field, record)}\n"
-                    f"  fix   set data.text_field to one of {', '.join(record) or 'its fields'}"
-                )
-            text = record[field]
-            if not isinstance(text, str):
-                raise InputError(
-                    f"{path}:{number}: {field} is a {type(text).__name__}, not text\n  fix   set data.text_field"
-                )
-            try:
-                yield text.encode("utf-8", "surrogateescape")
-            except UnicodeEncodeError:  # half a character that JSON spelled as an escape
-                yield text.encode("utf-8", "surrogatepass")
+                raise InputError(f"{place}: a {type(record).__name__}\n  fix   one object per line")
+            yield place, record
+
+
+def _jsonl(path: Path, field: str) -> Iterator[bytes]:
+    for place, record in _records(path):
+        if field not in record:
+            raise InputError(
+                f"{place}: no field {field}{did_you_mean(field, record)}\n"
+                f"  fix   set data.text_field to one of {', '.join(record) or 'its fields'}"
+                + (", or for conversations data.messages_field" if any(map(_is_list, record.values())) else "")
+            )
+        text = record[field]
+        if not isinstance(text, str):
+            fix = f"for conversations set data.messages_field={field}" if _is_list(text) else "set data.text_field"
+            raise InputError(f"{place}: {field} is a {type(text).__name__}, not text\n  fix   {fix}")
+        try:
+            yield text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # half a character that JSON spelled as an escape
+            yield text.encode("utf-8", "surrogatepass")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
@@ -108,6 +122,7 @@ class Source:
     text_field: str
     fingerprint: str
     size_bytes: int
+    conversation: Conversation | None = None  # makes a document of each record; without, text_field holds it
 
     def documents(self) -> Iterator[bytes]:
         """Every document, always in the same order; those without a single byte are left out.
@@ -116,17 +131,20 @@ class Source:
         """
         for path in self.files:
             try:
-                for document in _READERS[path.suffix.lower()](path, self.text_field):
-                    if document:
-                        yield document
+                if self.conversation:
+                    for place, record in _records(path):
+                        yield self.conversation(record, place)
+                else:
+                    yield from filter(None, _READERS[path.suffix.lower()](path, self.text_field))
             except OSError as error:
                 raise InputError(f"{path}: cannot be read ({error})") from error
 
 
-def open(data: Data, progress: Progress | None = None) -> Source:
+def open(data: Data, progress: Progress | None = None, conversation: Conversation | None = None) -> Source:
     """The source that `data.source` names, its files checked and hashed.
 
-    Raises InputError if a glob matches nothing, or a file is empty, unreadable or of an unknown kind.
+    With `conversation`, what that makes of each record of the .jsonl files is a document. Raises InputError if a glob
+    matches nothing, or a file is empty, unreadable or of an unknown kind.
     """
     if random_rows(data.source) is not None:
         raise InputError(f"data.source: {data.source} has no documents\n  fix   give stdlib or globs of text files")
@@ -134,13 +152,20 @@ def open(data: Data, progress: Progress | None = None) -> Source:
         files, name = _standard_library(), "the standard library's"
     else:
         files, name = _matching(data.source), data.source
+    others = [path for path in files if path.suffix.lower() != ".jsonl"]
+    if conversation and others:
+        raise InputError(
+            f"data.source: {_listed(others)}: no .jsonl, which data.messages_field={data.messages_field} needs\n"
+            "  fix   narrow data.source to .jsonl files, or for text leave data.messages_field out"
+        )
     digests, size_bytes = _hash(files, progress)
     fields = {_READERS[path.suffix.lower()] for path in files} & {_jsonl, _parquet}
-    total = hashlib.sha256(f"{data.text_field if fields else ''}\n".encode())
+    field = f"messages {data.messages_field}" if conversation else data.text_field if fields else ""
+    total = hashlib.sha256(f"{field}\n".encode())
     for path, digest in zip(files, digests, strict=True):
         total.update(f"{_READERS[path.suffix.lower()].__name__} {digest}\n".encode())
     description = f"{name} {len(files):,} files, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
-    return Source(description, tuple(files), data.text_field, total.hexdigest(), size_bytes)
+    return Source(description, tuple(files), data.text_field, total.hexdigest(), size_bytes, conversation)
 
 
 def random_rows(source: str) -> int | None:

@@ -50,8 +50,12 @@ class Tokenizer(Protocol):
         """What `encode` gives for each document, faster."""
         ...
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        """The text of the ids."""
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The int32 ids of a text to go on with, as transformers' tokenizers give them."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
+        """The text of the ids; special tokens are spelled out in it, or left out."""
         ...
 
 
@@ -69,7 +73,10 @@ class Bytes:
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [self.encode(document) for document in documents]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return self.encode(text.encode("utf-8", "replace"))
+
+    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
         """The bytes; end tokens, and ids that only pad the vocabulary, have none."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes()
@@ -96,6 +103,8 @@ class HuggingFace:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
         self.end = self._find_end(path)
         self.fingerprint = f"{hashlib.sha256(raw.encode()).hexdigest()}-{self.end}"
         self.replaced_bytes = 0
@@ -116,10 +125,26 @@ class HuggingFace:
         encoded = iter(self._encode_texts(texts))
         return [next(encoded) if item is None else item for item in ids]
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """Encodings, with offsets, of texts in which special tokens that are spelled out are those tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Special tokens that are spelled out are those tokens; the ones that the file says begin a text are added."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
         """The text as UTF-8; a character cut in half becomes U+FFFD."""
         known = [int(i) for i in ids if i < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=False).encode()
+        return self._tokenizer.decode(known, skip_special_tokens=not special).encode()
 
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -151,7 +176,6 @@ class HuggingFace:
         return None if None in ids else np.asarray(ids, np.int32)
 
     def _find_end(self, path: Path) -> int:
-        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         names = list(_END_NAMES)
         beside = path.with_name("tokenizer_config.json")
         if beside.is_file():
@@ -162,10 +186,10 @@ class HuggingFace:
             named = named.get("content") if isinstance(named, dict) else named
             names = [str(named), *names] if named else names
         for name in names:
-            if name in special:
-                return special[name]
+            if name in self.special:
+                return self.special[name]
         raise InputError(
-            f"data.tokenizer: {path}: has no end-of-text token (special tokens: {', '.join(special) or 'none'})\n"
+            f"data.tokenizer: {path}: has no end-of-text token (special tokens: {', '.join(self.special) or 'none'})\n"
             f"  fix   add a special token named {END_OF_TEXT} to its added_tokens, or name one of its special tokens\n"
             '        as "eos_token" in a tokenizer_config.json beside it'
         )
@@ -178,11 +202,16 @@ def load(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return Bytes()
+    return HuggingFace(find(name))
+
+
+def find(name: str) -> Path:
+    """The tokenizer.json that `name`, its path or its folder's, means. Raises InputError if there is none."""
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise InputError(f"data.tokenizer: {path}: no such file\n  fix   give the path of a tokenizer.json, or bytes")
-    return HuggingFace(path)
+    return path
 
 
 def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
+from gspmd_lm import runtime
 from gspmd_lm.axes import ACTIVATIONS, placed_by, scope
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
@@ -60,14 +61,21 @@ def sizes(rules: Rules, rows: int, prompt: int, new: int, kernel: str = "xla") -
     The last new token needs no slot: nothing attends to it.
     """
 
-    def pieces(axis: str) -> int:
-        counts = [math.prod(rules.mesh[name] for name in rules.split("rules", array, axis)) for array in ACTIVATIONS]
-        return math.lcm(*counts)
+    rows, prompt = whole_pieces(rules, rows, prompt, kernel)
+    return Sizes(rows, prompt, _up(prompt + new - 1, _pieces(rules, "kv_seq")))
 
-    rows = _up(rows, pieces("batch"))
-    block = math.lcm(pieces("seq"), pieces("kv_seq"), LANES if kernel == "splash" else 1)
-    prompt = _up(prompt, block)
-    return Sizes(rows, prompt, _up(prompt + new - 1, pieces("kv_seq")))
+
+def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str) -> tuple[int, int]:
+    """A batch of `rows` rows of `seq` tokens, each rounded up to what mesh axes and the attention kernel divide."""
+    block = math.lcm(_pieces(rules, "seq"), _pieces(rules, "kv_seq"), LANES if kernel == "splash" else 1)
+    return _up(rows, _pieces(rules, "batch")), _up(seq, block)
+
+
+def _pieces(rules: Rules, axis: str) -> int:
+    """Into how many pieces, at least, the size of an axis must divide for all activations to be split."""
+    return math.lcm(
+        *(math.prod(rules.mesh[name] for name in rules.split("rules", array, axis)) for array in ACTIVATIONS)
+    )
 
 
 def _up(size: int, multiple: int) -> int:
@@ -79,9 +87,7 @@ def whole_context(config: Config) -> Sizes:
     return Sizes(config.data.batch, config.data.seq, config.data.seq)
 
 
-def prefill(
-    cfg: configs.Model, params: Any, prompts: Prompts, slots: int
-) -> tuple[jax.Array, Cache]:
+def prefill(cfg: configs.Model, params: Any, prompts: Prompts, slots: int) -> tuple[jax.Array, Cache]:
     """The logits after the last token of each prompt, [B, V], and a cache of `slots` slots that holds the prompts."""
     B, T = prompts.tokens_BT.shape
     ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
@@ -149,13 +155,10 @@ class Programs:
     @functools.cached_property
     def abstract_carried(self) -> Carried:
         """The shapes and shardings of what decode carries."""
-        model, sizes = self.config.model, self.sizes
-        shape = (model.layers, sizes.rows, sizes.slots, model.kv_head_rows, model.head_dim)
-        sharding = self.placement.sharding("rules", "cache", CACHE_AXES, shape)
-        half = jax.ShapeDtypeStruct(shape, jnp.dtype(model.compute_dtype), sharding=sharding)
-        rows = self.abstract_prompts.start_B
-        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
-        return Carried(Cache(half, half), rows, slot, rows, rows)
+        cache, *rest = _carried(self.config.model, self.sizes)
+        at = self.placement.sharding("rules", "cache", CACHE_AXES, cache.k_LBSKH.shape)
+        placed: Any = jax.tree.map(lambda half: _placed(half, at), cache)
+        return Carried(placed, *(_placed(like, self._whole) for like in rest))
 
     @property
     def abstract_settings(self) -> Settings:
@@ -227,12 +230,9 @@ def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], 
 
 def activations(config: Config, found: Arrays, sizes: Sizes) -> dict[str, Activations]:
     """The activations that the model names in "prefill" and in "decode"."""
-    model = config.model
-    shape = (model.layers, sizes.rows, sizes.slots, model.kv_head_rows, model.head_dim)
-    half = jax.ShapeDtypeStruct(shape, jnp.dtype(model.compute_dtype))
-    rows, slot = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    prompts = Prompts(jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32), rows, rows)
-    carried = Carried(Cache(half, half), rows, slot, rows, rows)
+    model, carried = config.model, _carried(config.model, sizes)
+    tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
+    prompts = Prompts(tokens, carried.start_B, carried.number_B)
     recorded = {
         "prefill": record(lambda params, prompts: prefill(model, params, prompts, sizes.slots), found.params, prompts),
         "decode": record(lambda params, carried: decode(model, params, carried), found.params, carried),
@@ -245,25 +245,44 @@ def activations(config: Config, found: Arrays, sizes: Sizes) -> dict[str, Activa
 
 
 def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
-    """The arrays of `config`, and the warnings about generating under `rules`, before anything is compiled or allocated.
+    """The arrays of `config` and the warnings about generating under `rules`. Nothing is compiled or allocated.
 
     Raises ShardingError that lists everything that does not fit.
     """
-    found, model = arrays(config), config.model
+    found = arrays(config)
     more: list[Problem] = []
     for named in activations(config, found, sizes).values():
         more += problems(rules, pairs(found.named_params, found.params), named, [])
-    kernel = rules.attention[platform]
-    lacking = [unsupported(kernel, layer, seq=sizes.prompt, segments=True) for layer in model.layer_kinds]
-    if reason := next(filter(None, lacking), None):
-        more.append(
-            Problem(
-                f"attention: {kernel} cannot do {reason}",
-                f"{rules.path}: attention.{platform}: {kernel}",
-                f"set attention.{platform} to xla",
-            )
-        )
+    more += lacking(config, rules, platform, sizes.prompt, segments=True)
     return found, check(dict.fromkeys(more))
+
+
+def lacking(config: Config, rules: Rules, platform: str, seq: int, segments: bool) -> list[Problem]:
+    """What the rules' attention kernel cannot do of what a forward pass over `seq` tokens asks."""
+    kernel = rules.attention[platform]
+    reasons = (unsupported(kernel, layer, seq=seq, segments=segments) for layer in config.model.layer_kinds)
+    reason = next(filter(None, reasons), None)
+    if segments and kernel == "cudnn" and reason and "segments" in reason:
+        reason = "prompts that are padded on the left"
+    if not reason:
+        return []
+    place = f"{rules.path}: attention.{platform}: {kernel}"
+    return [Problem(f"attention: {kernel} cannot do {reason}", place, f"set attention.{platform} to xla")]
+
+
+def _carried(model: configs.Model, sizes: Sizes) -> Carried:
+    """The shapes of what decode carries."""
+    cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
+    rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
+    return Carried(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
+
+
+def compiled(lowered: jax.stages.Lowered, rules: Rules, mesh: Mesh) -> jax.stages.Compiled:
+    """The program, compiled with the rules' options for the devices of `mesh`."""
+    device = mesh.devices.flat[0]
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(str(device.platform), str(device.platform))
+    options = runtime.compiler_options(platform, rules.compiler_options, rules.path, device.device_kind)
+    return runtime.compile(lowered, options, platform, rules.path)
 
 
 def _placed(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -57,7 +57,9 @@ class Sampling:
             if not good
         ]
         if wrong:
-            raise InputError("\n".join([*wrong, "  fix   --temperature=0.8 --top_k=50 --top_p=0.95 --min_p=0 --seed=0"]))
+            raise InputError(
+                "\n".join([*wrong, "  fix   --temperature=0.8 --top_k=50 --top_p=0.95 --min_p=0 --seed=0"])
+            )
 
     @property
     def settings(self) -> Settings:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.axes import like, shard
 from gspmd_lm.kernels.attention import K, Q, V, attend, attend_to_cache, keys_axis
-from gspmd_lm.model.layers import Norm, bias, matrix, rope
+from gspmd_lm.model.layers import Norm, adapted, bias, matrix, rope
 from gspmd_lm.model.projection import Product
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
@@ -43,10 +43,10 @@ class Attention(nn.Module):
     def setup(self):
         cfg = self.cfg
         D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
-        self.wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
-        self.wk = matrix(self, "wk", "embed kv_heads head_dim", (D, K, H), cfg)
-        self.wv = matrix(self, "wv", "embed kv_heads head_dim", (D, K, H), cfg)
-        self.wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
+        wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
+        wk = matrix(self, "wk", "embed kv_heads head_dim", (D, K, H), cfg)
+        wv = matrix(self, "wv", "embed kv_heads head_dim", (D, K, H), cfg)
+        wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
             self.bk = bias(self, "bk", "kv_heads head_dim", (K, H), cfg)
@@ -56,14 +56,17 @@ class Attention(nn.Module):
         if cfg.qk_norm:
             self.q_norm = Norm(cfg, "head_dim")
             self.k_norm = Norm(cfg, "head_dim")
+        reads = (
+            Product("BTD,DNH->BTNH", wq, "q"),
+            Product("BTD,DKH->BTKH", wk, "k"),
+            Product("BTD,DKH->BTKH", wv, "v"),
+        )
+        self.reads = tuple(adapted(self, product, cfg) for product in reads)
+        self.writes = adapted(self, Product("BTNH,NHD->BTD", wo, "attention_out"), cfg)
 
     def products(self) -> tuple[Product, ...]:
         """What attention reads from the block's input."""
-        return (
-            Product("BTD,DNH->BTNH", self.wq, "q"),
-            Product("BTD,DKH->BTKH", self.wk, "k"),
-            Product("BTD,DKH->BTKH", self.wv, "v"),
-        )
+        return self.reads
 
     def attended(
         self,
@@ -109,4 +112,4 @@ class Attention(nn.Module):
 
     def out(self) -> Product:
         """What attention writes to the residual stream, its bias aside."""
-        return Product("BTNH,NHD->BTD", self.wo, "attention_out")
+        return self.writes

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import axes, config
-from gspmd_lm.axes import Weight, scope, shard, use
-from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL, Product
+from gspmd_lm.axes import ADAPTERS, Weight, scope, shard, use
+from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL, Adapter, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -33,13 +33,30 @@ def weight(
     """A parameter of `module`, annotated with one logical axis per dimension. It is cast when it is used."""
     names = tuple(axes.split())
     array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
-    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype))
+    frozen = cfg.lora is not None and name not in ADAPTERS
+    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype), frozen)
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
     """A matrix drawn from a normal distribution; those that write to the residual stream start smaller with depth."""
     shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down") else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
+
+
+def adapted(module: nn.Module, product: Product, cfg: config.Model) -> Product:
+    """`product` with an adapter, which adds nothing at first, where its weight is to have one.
+
+    Adapters rest in float32: a step changes them by less than bfloat16 can tell.
+    """
+    name, names, sizes = product.weight.path.rpartition(".")[2], product.weight.axes, product.weight.array.shape
+    lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
+    if lora is None or name not in lora.targets:
+        return product
+    read, rank = len(product.letters()[0]) - 2, lora.rank  # how many of the weight's axes are read
+    start, zeros = nn.initializers.normal(math.prod(sizes[:read]) ** -0.5), nn.initializers.zeros
+    a = weight(module, f"{name}_a", " ".join((*names[:read], "rank")), (*sizes[:read], rank), cfg, start)
+    b = weight(module, f"{name}_b", " ".join(("rank", *names[read:])), (rank, *sizes[read:]), cfg, zeros)
+    return product._replace(adapter=Adapter(a, b, lora.scale))
 
 
 def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:
@@ -77,15 +94,17 @@ class Mlp(nn.Module):
         cfg, shape = self.cfg, (self.cfg.embed, self.cfg.mlp)
         self.gated = cfg.mlp_kind == "gated"
         names = ("gate", "up") if self.gated else ("up",)
-        self.inward = [matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names]
-        self.down = matrix(self, "w_down", "mlp embed", shape[::-1], cfg)
+        inward = [matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names]
+        down = matrix(self, "w_down", "mlp embed", shape[::-1], cfg)
         if cfg.mlp_bias:
             self.inward_bias = [bias(self, f"b_{name}", "mlp", shape[1:], cfg) for name in names]
             self.b_down = bias(self, "b_down", "embed", shape[:1], cfg)
+        self.reads = tuple(adapted(self, Product("BTD,DF->BTF", w, "hidden"), cfg) for w in inward)
+        self.writes = adapted(self, Product("BTF,FD->BTD", down, "hidden"), cfg)
 
     def products(self) -> tuple[Product, ...]:
         """What the MLP reads from the block's input."""
-        return tuple(Product("BTD,DF->BTF", w, "hidden") for w in self.inward)
+        return self.reads
 
     def hidden(self, *read: jax.Array) -> jax.Array:
         """hidden_BTF from the values of `products`."""
@@ -97,7 +116,7 @@ class Mlp(nn.Module):
 
     def out(self) -> Product:
         """What the MLP writes to the residual stream, its bias aside."""
-        return Product("BTF,FD->BTD", self.down, "hidden")
+        return self.writes
 
 
 def dropout(x_BTD: jax.Array, rate: float, row_keys_B: jax.Array | None, site: int) -> jax.Array:

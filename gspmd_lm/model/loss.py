@@ -59,7 +59,7 @@ def _held(bias: Weight | None, array: jax.Array) -> Weight | None:
 
 
 def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
-    """The sums, and with `gradients` also d sums.loss / d (x_BTD, table, bias)."""
+    """The sums, and with `gradients` also d sums.loss / d (x_BTD, table, bias); None for a frozen weight."""
     rows = split("block_input", "batch")
     columns = split("logits", "vocab")
     T = x_BTD.shape[1]
@@ -67,8 +67,9 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     x_CBTD = _chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
     targets_CBT = _chunked(targets_BT, chunks)
     table_VD, bias_V = use(table), None if bias is None else use(bias)
-    dtable_ZVD: Any = jnp.zeros((rows.pieces, *table_VD.shape), jnp.float32) if gradients else None
-    dbias_ZV: Any = jnp.zeros((rows.pieces, *table_VD.shape[:1]), jnp.float32) if gradients and bias else None
+    of_weights = gradients and not table.frozen
+    dtable_ZVD: Any = jnp.zeros((rows.pieces, *table_VD.shape), jnp.float32) if of_weights else None
+    dbias_ZV: Any = jnp.zeros((rows.pieces, *table_VD.shape[:1]), jnp.float32) if of_weights and bias else None
 
     def chunk(carry, inputs):
         sums, dtable_ZVD, dbias_ZV = carry
@@ -78,7 +79,8 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
         if not gradients:
             return (sums, None, None), None
         small_BTV = shard(dlogits_BTV.astype(x_BTD.dtype), LOGITS)
-        dtable_ZVD += partial_einsum("BTV,BTD->VD", small_BTV, x_BTD, "B", rows)
+        if dtable_ZVD is not None:
+            dtable_ZVD += partial_einsum("BTV,BTD->VD", small_BTV, x_BTD, "B", rows)
         if dbias_ZV is not None:
             dbias_ZV += reduce_dimensions(dlogits_BTV, "(Z B) T V -> Z V", "sum", Z=rows.pieces)
         dx_ZBTD = partial_einsum("BTV,VD->BTD", small_BTV, table_VD, "V", columns)
@@ -92,6 +94,8 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
         return sums, None
     dx_ZBTD = rearrange(dx_CZBTD, "C Z B T D -> Z B (C T) D")
     dx_BTD = reduce(dx_ZBTD, columns, RESIDUAL)
+    if not of_weights:
+        return sums, (dx_BTD, None, None)
     dtable_VD = reduce(dtable_ZVD, rows, table.spec, "optimizer").astype(table.array.dtype)
     dbias_V = bias and reduce(dbias_ZV, rows, bias.spec, "optimizer").astype(bias.array.dtype)
     return sums, (dx_BTD, dtable_VD, dbias_V)

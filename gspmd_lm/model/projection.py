@@ -5,6 +5,9 @@ the residual stream. On one device they are plain einsums. Written as one functi
 own, they say three things that XLA cannot be relied on to find: a weight is gathered again for the backward pass
 instead of being kept, partial sums over a split axis are added up before one reduction pays for them, and a weight's
 gradient goes from partial sums straight to its own placement.
+
+A weight may have a low-rank adapter. Its products join those of the weight: where an axis is split, all that is summed
+over devices for the adapter alone is [B, T, R], in the backward pass.
 """
 
 from collections.abc import Iterable
@@ -17,6 +20,15 @@ from gspmd_lm.axes import AXES, Split, Weight, like, partial_einsum, reduce, rem
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
+LOW_RANK = "low_rank: batch seq rank"
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter of a weight: scale * (x @ a) @ b is added to what the weight makes of x."""
+
+    a: Weight
+    b: Weight
+    scale: float
 
 
 class Product(NamedTuple):
@@ -25,6 +37,17 @@ class Product(NamedTuple):
     equation: str  # "BTD,DNH->BTNH"
     weight: Weight
     array: str  # "q"
+    adapter: Adapter | None = None
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return (self.weight, *self.adapter[:2]) if self.adapter else (self.weight,)
+
+    @property
+    def low_letters(self) -> tuple[str, str]:
+        """The letters of an adapter's two matrices: ("DR", "RNH")."""
+        x, _, y = self.letters()
+        return f"{x[2:]}R", f"R{y[2:]}"
 
     def letters(self) -> tuple[str, str, str]:
         left, _, out = self.equation.partition("->")
@@ -42,8 +65,18 @@ def fan_out(x_BTD: jax.Array, *products: Product) -> tuple[jax.Array, ...]:
 
     of = scope("of", *(product.weight.path for product in products))
 
-    def multiply(x_BTD, weights):
-        return tuple(jnp.einsum(p.equation, x_BTD, w) for p, w in zip(products, weights, strict=True))
+    def low_rank(x_BTD: jax.Array, a: jax.Array, product: Product, adapter: Adapter) -> jax.Array:
+        return shard(adapter.scale * jnp.einsum(f"BTD,{product.low_letters[0]}->BTR", x_BTD, a), LOW_RANK)
+
+    def multiply(x_BTD, held):
+        found = []
+        for product, (weight, *ab) in zip(products, held, strict=True):
+            y = jnp.einsum(product.equation, x_BTD, weight)
+            if product.adapter:
+                low_BTR = low_rank(x_BTD, ab[0], product, product.adapter)
+                y += jnp.einsum(f"BTR,{product.low_letters[1]}->{product.letters()[2]}", low_BTR, ab[1])
+            found.append(y)
+        return tuple(found)
 
     def gathered(x_BTD, arrays):
         return shard(x_BTD, BLOCK_INPUT), _in_use(products, arrays)
@@ -60,17 +93,27 @@ def fan_out(x_BTD: jax.Array, *products: Product) -> tuple[jax.Array, ...]:
 
     @of
     def backward(saved, dys):
-        x_BTD, weights = saved if remat() else gathered(*saved)
+        x_BTD, held = saved if remat() else gathered(*saved)
         terms, gradients = [], []
-        for product, weight, dy in zip(products, weights, dys, strict=True):
+        for product, (weight, *ab), dy in zip(products, held, dys, strict=True):
             x, w, y = product.letters()
             letter, pieces = product.split(y)
-            terms.append((pieces, partial_einsum(f"{y},{w}->{x}", dy, weight, letter, pieces)))
-            gradients.append(_weight_gradient(f"{x},{y}->{w}", x_BTD, dy, product.weight))
+            partials = partial_einsum(f"{y},{w}->{x}", dy, weight, letter, pieces)
+            found = [_weight_gradient(f"{x},{y}->{w}", x_BTD, dy, product.weight)]
+            if product.adapter:
+                (a, b), (A, B, scale) = product.low_letters, product.adapter
+                dlow_zBTR = scale * partial_einsum(f"{y},{b}->BTR", dy, ab[1], letter, pieces)
+                partials += jnp.einsum(f"zBTR,{a}->z{x}", dlow_zBTR, ab[0])
+                dlow_BTR = reduce(dlow_zBTR, pieces, LOW_RANK)
+                low_BTR = low_rank(x_BTD, ab[0], product, product.adapter)
+                found.append(_weight_gradient(f"{x},BTR->{a}", x_BTD, dlow_BTR, A))
+                found.append(_weight_gradient(f"BTR,{y}->{b}", low_BTR, dy, B))
+            terms.append((pieces, partials))
+            gradients.append(tuple(found))
         return _reduced(terms), tuple(gradients)
 
     call.defvjp(forward, backward)
-    return call(like(x_BTD, RESIDUAL), tuple(product.weight.array for product in products))
+    return call(like(x_BTD, RESIDUAL), _arrays(products))
 
 
 def fan_in(inputs: tuple[jax.Array, ...], *products: Product) -> jax.Array:
@@ -78,11 +121,21 @@ def fan_in(inputs: tuple[jax.Array, ...], *products: Product) -> jax.Array:
 
     of = scope("of", *(product.weight.path for product in products))
 
-    def multiply(inputs, weights):
+    def low_rank(x: jax.Array, a: jax.Array, product: Product, adapter: Adapter) -> jax.Array:
+        """Partial sums, zBTR: whoever multiplies them with `b` adds them up with those of the weight itself."""
+        letters = product.letters()[0]
+        equation = f"{letters},{product.low_letters[0]}->BTR"
+        return adapter.scale * partial_einsum(equation, x, a, *product.split(letters))
+
+    def multiply(inputs, held):
         terms = []
-        for product, weight, x in zip(products, weights, inputs, strict=True):
+        for product, (weight, *ab), x in zip(products, held, inputs, strict=True):
             letter, pieces = product.split(product.letters()[0])
-            terms.append((pieces, partial_einsum(product.equation, x, weight, letter, pieces)))
+            partials = partial_einsum(product.equation, x, weight, letter, pieces)
+            if product.adapter:
+                low_zBTR = low_rank(x, ab[0], product, product.adapter)
+                partials += jnp.einsum("zBTR,RD->zBTD", low_zBTR, ab[1])
+            terms.append((pieces, partials))
         return _reduced(terms)
 
     @jax.custom_vjp
@@ -92,32 +145,50 @@ def fan_in(inputs: tuple[jax.Array, ...], *products: Product) -> jax.Array:
 
     @of
     def forward(inputs, arrays):
-        weights = _in_use(products, arrays)
-        return multiply(inputs, weights), (inputs, weights if remat() else arrays)
+        held = _in_use(products, arrays)
+        return multiply(inputs, held), (inputs, held if remat() else arrays)
 
     @of
     def backward(saved, dy_BTD):
-        inputs, weights = saved
-        weights = weights if remat() else _in_use(products, weights)
+        inputs, held = saved
+        held = held if remat() else _in_use(products, held)
         dy_BTD = shard(dy_BTD, BLOCK_INPUT)
         dxs, gradients = [], []
-        for product, weight, input_ in zip(products, weights, inputs, strict=True):
+        for product, (weight, *ab), input_ in zip(products, held, inputs, strict=True):
             x, w, y = product.letters()
-            dxs.append(jnp.einsum(f"{y},{w}->{x}", dy_BTD, weight))
-            gradients.append(_weight_gradient(f"{x},{y}->{w}", input_, dy_BTD, product.weight))
+            dx = jnp.einsum(f"{y},{w}->{x}", dy_BTD, weight)
+            found = [_weight_gradient(f"{x},{y}->{w}", input_, dy_BTD, product.weight)]
+            if product.adapter:
+                (a, _), (A, B, scale) = product.low_letters, product.adapter
+                dlow_BTR = shard(scale * jnp.einsum("BTD,RD->BTR", dy_BTD, ab[1]), LOW_RANK)
+                dx += jnp.einsum(f"BTR,{a}->{x}", dlow_BTR, ab[0])
+                low_BTR = reduce(low_rank(input_, ab[0], product, product.adapter), product.split(x)[1], LOW_RANK)
+                found.append(_weight_gradient(f"{x},BTR->{a}", input_, dlow_BTR, A))
+                found.append(_weight_gradient("BTR,BTD->RD", low_BTR, dy_BTD, B))
+            dxs.append(dx)
+            gradients.append(tuple(found))
         return tuple(dxs), tuple(gradients)
 
     call.defvjp(forward, backward)
-    return call(inputs, tuple(product.weight.array for product in products))
+    return call(inputs, _arrays(products))
 
 
-def _in_use(products: Iterable[Product], arrays: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
+def _arrays(products: Iterable[Product]) -> tuple[tuple[jax.Array, ...], ...]:
+    return tuple(tuple(weight.array for weight in product.weights) for product in products)
+
+
+def _in_use(
+    products: Iterable[Product], arrays: Iterable[tuple[jax.Array, ...]]
+) -> tuple[tuple[jax.Array, ...], ...]:
     """The weights ready to be multiplied with; `arrays` are those that a custom derivative was handed.
 
     Where a block is computed again, what is gathered then serves its backward pass too (not every compiler sees that
     two gathers are the same); otherwise nothing gathered outlives its product.
     """
-    return tuple(use(p.weight.holding(array)) for p, array in zip(products, arrays, strict=True))
+    return tuple(
+        tuple(use(weight.holding(array)) for weight, array in zip(product.weights, held, strict=True))
+        for product, held in zip(products, arrays, strict=True)
+    )
 
 
 def _reduced(terms: list[tuple[Split, jax.Array]]) -> jax.Array:
@@ -132,8 +203,13 @@ def _reduced(terms: list[tuple[Split, jax.Array]]) -> jax.Array:
     return sum(more, total)
 
 
-def _weight_gradient(equation: str, a: jax.Array, b: jax.Array, weight: Weight) -> jax.Array:
-    """The weight's gradient, summed over the pieces of the batch straight into the placement of gradients."""
+def _weight_gradient(equation: str, a: jax.Array, b: jax.Array, weight: Weight) -> jax.Array | None:
+    """The weight's gradient, summed over the pieces of the batch straight into the placement of gradients.
+
+    None, which jax takes for zero, for a frozen weight.
+    """
+    if weight.frozen:
+        return None
     pieces = split("block_input", "batch")
     with scope("optimizer", weight.path):
         partials = partial_einsum(equation, a, b, "B", pieces)

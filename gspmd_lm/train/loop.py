@@ -25,7 +25,7 @@ from gspmd_lm.checkpoint import Checkpoints
 from gspmd_lm.config import Config, InputError, RunFailed
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.rules import human_bytes
-from gspmd_lm.train import metrics
+from gspmd_lm.train import metrics, source
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 
@@ -67,17 +67,20 @@ class Run:
         return self.step.config
 
     def train(self, stop: int) -> dict[str, float]:
-        """Trains to step `stop` from the newest checkpoint or from scratch. Returns the last logged values.
+        """Trains to step `stop` from the newest checkpoint; without one from train.init_from, or from scratch.
+
+        Returns the last logged values.
 
         Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
         """
         train = self.config.train
         last: dict[str, float] = {}
         with self.checkpoints() as checkpoints, ThreadPoolExecutor(1) as beside:
+            init_from = source.find(self.config) if train.init_from and not checkpoints.steps() else None
             compiling = beside.submit(self._program, "train step", self.step.lower_train)
             if not self.machine.simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
-            start, state = self._start(checkpoints)
+            start, state = self._start(checkpoints, init_from)
             self._write_description()
             if start >= stop:
                 self.say(f"the checkpoint stands at step {start}, nothing to do up to {stop} (--steps, train.steps)")
@@ -139,7 +142,7 @@ class Run:
         if self.machine.is_main:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
 
-    def _start(self, checkpoints: Checkpoints) -> tuple[int, State]:
+    def _start(self, checkpoints: Checkpoints, init_from: source.Source | None) -> tuple[int, State]:
         restored = checkpoints.restore(self.step.abstract_state)
         if restored is not None:
             at, state, extra = restored
@@ -147,6 +150,10 @@ class Run:
                 self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
             self.say(f"restored step {at} of {self.workdir}")
             return at, state
+        if init_from is not None:
+            number, weights = init_from.restore(self.step)
+            self.say(f"weights of checkpoint {number} of {init_from.workdir}")
+            return 0, self._program("initial state", self.step.lower_init_from)(weights)
         return 0, self._program("initial state", self.step.lower_init)()
 
     def _program(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
@@ -299,7 +306,9 @@ class _Meter:
         self.run = run
         self.wait_s = 0.0
         step = run.step
-        flops = metrics.flops_per_token(step.config.model, step.arrays.parameter_count, step.config.data.seq)
+        arrays, config = step.arrays, step.config
+        counts = arrays.parameter_count, config.data.seq, arrays.trained_count
+        flops = metrics.flops_per_token(config.model, *counts)
         peak = run.foreseen and run.foreseen.peak_flops_per_s
         devices = step.mesh.size
         self.mfu_of = (lambda tokens_per_s: tokens_per_s * flops / (peak * devices)) if peak else None

@@ -10,15 +10,18 @@ from etils import epath
 from gspmd_lm.config import InputError, Model
 
 
-def flops_per_token(model: Model, parameter_count: int, seq: int) -> float:
+def flops_per_token(model: Model, parameter_count: int, seq: int, trained_count: int | None = None) -> float:
     """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + 12 L N H T.
 
-    P leaves out tables that are only looked up. Source: PaLM, arXiv 2204.02311, appendix B.
+    P leaves out tables that are only looked up. Where only `trained_count` parameters are trained, the others have no
+    gradient: 2 FLOPs less for each. Source: PaLM, arXiv 2204.02311, appendix B.
     """
     looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
     if model.positions == "learned":
         looked_up += model.context * model.embed
-    return 6.0 * (parameter_count - looked_up) + 12.0 * model.layers * model.heads * model.head_dim * seq
+    multiplied = parameter_count - looked_up
+    gradients = multiplied if trained_count is None or model.lora is None else trained_count
+    return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.layers * model.heads * model.head_dim * seq
 
 
 class Tracker(Protocol):

@@ -1,9 +1,11 @@
 """Optax update rules whose choice of matrices, and whose state's placement, come from logical axes.
 
 The number of dimensions says nothing here: layers are stacked, so a norm's scale has two, and heads have an axis of
-their own, so a projection has three or four. A matrix is a parameter that maps `embed` to or from something else.
+their own, so a projection has three or four. A matrix is a parameter that maps `embed` or, in an adapter,
+`rank` to or from something else.
 """
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,12 +17,18 @@ from optax import contrib
 from gspmd_lm import config
 from gspmd_lm.placement import Named
 
-HIDDEN = {"heads", "kv_heads", "mlp", "expert"}  # the far side of a matrix inside a block
+NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
+HIDDEN = {"heads", "kv_heads", "mlp", "expert", "rank"}  # the far side of a matrix inside a block
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
-    """Whether a parameter with these logical axes maps `embed` to or from something else."""
-    return "embed" in axes and bool(set(axes) - {"embed", "layers"})
+    """Whether a parameter with these logical axes maps `embed` or `rank` to or from something else."""
+    return bool(NARROW & set(axes)) and len(set(axes) - {"layers"}) > 1
+
+
+def sides(axes: tuple[str, ...]) -> int:
+    """How many of a matrix's axes, `layers` aside, are its left side; the others are its right side."""
+    return 1 if axes[0] in NARROW else len(axes) - 1
 
 
 def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
@@ -71,10 +79,9 @@ def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
     def dimensions(names: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
         if not (is_matrix(names) and HIDDEN & set(names)):
             return None
-        embed = names.index("embed")
-        wide = tuple(i for i, name in enumerate(names) if name not in ("embed", "layers"))
-        inward = embed < wide[0]
-        return contrib.MuonDimensionNumbers(*((embed,), wide) if inward else (wide, (embed,)))
+        inner = [i for i, name in enumerate(names) if name != "layers"]
+        left = sides(tuple(names[i] for i in inner))
+        return contrib.MuonDimensionNumbers(tuple(inner[:left]), tuple(inner[left:]))
 
     numbers = jax.tree.map(dimensions, axes, is_leaf=_is_axes)
     muon = contrib.muon(
@@ -85,7 +92,7 @@ def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
 
 
 def _adafactor(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    """Adafactor (arXiv 1804.04235), each layer's matrix factored as [embed, all else] or the reverse.
+    """Adafactor (arXiv 1804.04235), each layer's matrix factored as [left, right] (see `sides`).
 
     optax factors the two largest dimensions it is shown, so it is shown one layer's matrix at a time.
     """
@@ -116,12 +123,11 @@ def _over_layers(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _as_matrices(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
-    """`inner` shown two-dimensional views: `embed` on its own side, the other axes flattened on theirs."""
+    """`inner` shown two-dimensional views: the axes of each side flattened."""
 
     def view(path: Any, x: jax.Array) -> jax.Array:
-        names = _at(axes, path)
-        names = tuple(name for name in names if name != "layers")
-        return x.reshape(x.shape[0], -1) if names[0] == "embed" else x.reshape(-1, x.shape[-1])
+        left = sides(tuple(name for name in _at(axes, path) if name != "layers"))
+        return x.reshape(math.prod(x.shape[:left]), -1)
 
     def views(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(view, tree)
@@ -154,13 +160,10 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
         if like.shape[len(stack) :] == (1,):  # the placeholder of a statistic that this parameter does not keep
             return Named(where, ("",) * like.ndim)
         inner, sizes = axes[len(stack) :], shape[len(stack) :]
-        left, right = (
-            (sizes[0], int(np.prod(sizes[1:]))) if inner[0] == "embed" else (int(np.prod(sizes[:-1])), sizes[-1])
-        )
-        sides = {"left": (left, inner[0]), "right": (right, inner[1] if inner[0] == "embed" else inner[-1])}
-        smaller = "left" if left <= right else "right"  # optax keeps the smaller side in v_row
-        larger = "right" if smaller == "left" else "left"
-        size, axis = sides[smaller if ".v_row." in f".{where}." else larger]
+        cut = sides(inner)
+        left, right = (math.prod(sizes[:cut]), inner[0]), (math.prod(sizes[cut:]), inner[cut])
+        smaller, larger = (left, right) if left[0] <= right[0] else (right, left)  # optax keeps the smaller in v_row
+        size, axis = smaller if ".v_row." in f".{where}." else larger
         assert like.shape == (*shape[: len(stack)], size), (where, like.shape, shape)
         return Named(param, (*stack, axis))
 

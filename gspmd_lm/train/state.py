@@ -10,6 +10,7 @@ import optax
 
 from gspmd_lm.config import Config
 from gspmd_lm.kernels.attention import unsupported
+from gspmd_lm.model import lora
 from gspmd_lm.model.loss import losses
 from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.placement import Named, problems, record
@@ -37,13 +38,19 @@ class Arrays:
 
     named_params: Any  # trees of placement.Named
     params: Any  # trees of jax.ShapeDtypeStruct
+    named_trained: Any  # the part of the parameters that is trained
+    trained: Any
     named_optimizer: Any
     optimizer: Any
     transform: optax.GradientTransformation
 
     @property
     def parameter_count(self) -> int:
-        return sum(like.size for like in jax.tree.leaves(self.params))
+        return _count(self.params)
+
+    @property
+    def trained_count(self) -> int:
+        return _count(self.trained)
 
 
 def abstract_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -61,10 +68,11 @@ def arrays(config: Config) -> Arrays:
     named = jax.tree_util.tree_map_with_path(
         lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), specs
     )
-    transform = optimizer.build(config.optimizer, config.train.steps, named)
-    state = jax.eval_shape(transform.init, params)
-
-    return Arrays(named, params, optimizer.named_state(state, named, params), state, transform)
+    named_trained, trained = (lora.split(tree, config.model)[1] for tree in (named, params))
+    transform = optimizer.build(config.optimizer, config.train.steps, named_trained)
+    state = jax.eval_shape(transform.init, trained)
+    named_optimizer = optimizer.named_state(state, named_trained, trained)
+    return Arrays(named, params, named_trained, trained, named_optimizer, state, transform)
 
 
 def activations(config: Config, found: Arrays, microbatches: int, split: Rules | None = None) -> Activations:
@@ -119,6 +127,10 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
             )
         )
     return found, check(more)
+
+
+def _count(tree: Any) -> int:
+    return sum(like.size for like in jax.tree.leaves(tree))
 
 
 def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:

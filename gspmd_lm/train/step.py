@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from gspmd_lm import mesh as meshes
 from gspmd_lm.axes import placed_by, scope
 from gspmd_lm.config import Config
+from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.placement import MeshPlacement
@@ -56,7 +57,12 @@ class Step:
         """The state's shapes and shardings: what a checkpoint is restored into and a program is lowered for."""
         count, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(jax.random.key, 0)
         shapes = State(count, self.arrays.params, self.arrays.optimizer, key, count, count)
-        return jax.tree.map(_placed, shapes, self.state_shardings)
+        return self.placed(shapes, self.state_shardings)
+
+    @staticmethod
+    def placed(shapes: Any, shardings: Any) -> Any:
+        """A tree of shapes with a sharding each."""
+        return jax.tree.map(_placed, shapes, shardings)
 
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -82,6 +88,11 @@ class Step:
         """() -> State at step 0; the same values wherever they are placed."""
         return jax.jit(self._init, out_shardings=self.state_shardings).lower()
 
+    def lower_init_from(self) -> jax.stages.Lowered:
+        """(weights) -> State at step 0 with those weights, which are used up; adapters are drawn as by `lower_init`."""
+        jitted = jax.jit(self._init_from, out_shardings=self.state_shardings, donate_argnums=0)
+        return jitted.lower(lora.weights(self.abstract_state.params))
+
     def lower_train(self) -> jax.stages.Lowered:
         """(State, batch) -> (State, metrics); the state given is used up."""
         jitted = jax.jit(self._train, out_shardings=(self.state_shardings, None), donate_argnums=0)
@@ -92,9 +103,14 @@ class Step:
         return jax.jit(self._evaluate).trace(self.abstract_state.params, self.abstract_batch).lower()
 
     def _init(self) -> State:
-        seed, zero = self.config.train.seed, jnp.zeros((), jnp.int32)
-        params = jax.tree.map(lambda box: box.unbox(), init(self.config.model, jax.random.key(seed)), is_leaf=_is_boxed)
-        return State(zero, params, self.arrays.transform.init(params), jax.random.key(seed + 1), zero, zero)
+        return self._init_from({})
+
+    def _init_from(self, weights: Any) -> State:
+        model, seed, zero = self.config.model, self.config.train.seed, jnp.zeros((), jnp.int32)
+        params = jax.tree.map(lambda box: box.unbox(), init(model, jax.random.key(seed)), is_leaf=_is_boxed)
+        params = lora.joined(params, weights)
+        _, trained = lora.split(params, model)
+        return State(zero, params, self.arrays.transform.init(trained), jax.random.key(seed + 1), zero, zero)
 
     def _sums(self, params: Any, batch: Batch, dropout_key: jax.Array | None) -> Sums:
         model = self.config.model
@@ -110,12 +126,13 @@ class Step:
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         with scope("of", "loss"):
             targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
-        sums, gradients = self._gradients(state, batch, targets)
+        frozen, trained = lora.split(state.params, self.config.model)
+        sums, gradients = self._gradients(state, frozen, trained, batch, targets)
         with scope("of", "gradient_norm"):
             norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         # The update runs where the optimizer's state lives; only its result goes back to where weights rest.
-        params = self._place(state.params)
+        params = self._place(trained)
         with scope("of", "update"):
             updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
             new_params = optax.apply_updates(params, updates)
@@ -123,7 +140,7 @@ class Step:
         skipped = 1 - finite.astype(jnp.int32)
         new_state = State(
             step=state.step + 1,
-            params=jax.tree.map(keep, new_params, params),
+            params=lora.joined(frozen, jax.tree.map(keep, new_params, params)),
             optimizer=jax.tree.map(keep, new_optimizer, state.optimizer),
             key=state.key,
             skipped=state.skipped + skipped,
@@ -144,21 +161,24 @@ class Step:
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
 
-    def _gradients(self, state: State, batch: Batch, targets: jax.Array) -> tuple[Sums, Any]:
-        """The sums and the gradients of loss / targets, accumulated in float32 over the rules' microbatches."""
+    def _gradients(
+        self, state: State, frozen: Any, trained: Any, batch: Batch, targets: jax.Array
+    ) -> tuple[Sums, Any]:
+        """The sums and the gradients of loss / targets by the trained parameters, accumulated in float32 over the
+        rules' microbatches."""
         key = jax.random.fold_in(state.key, state.step) if self.config.model.dropout else None
 
-        def loss(params: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-            sums = self._sums(params, batch, key)
+        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Sums]:
+            sums = self._sums(lora.joined(frozen, trained), batch, key)
             return sums.loss / targets, sums
 
-        def differentiate(params: Any, batch: Batch) -> tuple[Any, Sums]:
+        def differentiate(batch: Batch) -> tuple[Any, Sums]:
             with self._traced():
-                return jax.grad(loss, has_aux=True)(params, batch)
+                return jax.grad(loss, has_aux=True)(trained, batch)
 
         count = self.rules.microbatches
         if count == 1:
-            gradients, sums = differentiate(state.params, batch)
+            gradients, sums = differentiate(batch)
             return sums, self._place(gradients)
 
         def split(x: jax.Array) -> jax.Array:
@@ -168,17 +188,17 @@ class Step:
             return jax.lax.with_sharding_constraint(x, spec)
 
         def accumulate(carry: tuple[Sums, Any], microbatch: Batch) -> tuple[tuple[Sums, Any], None]:
-            gradients, sums = differentiate(state.params, microbatch)
+            gradients, sums = differentiate(microbatch)
             return jax.tree.map(lambda total, new: total + new, carry, (sums, self._place(gradients))), None
 
         zero = jnp.zeros((), jnp.float32)
-        zeros = self._place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params))
+        zeros = self._place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained))
         (sums, gradients), _ = jax.lax.scan(accumulate, (Sums(zero, zero, zero), zeros), jax.tree.map(split, batch))
-        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
+        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
 
     def _place(self, tree: Any) -> Any:
-        """A tree shaped like the parameters, where gradients and optimizer state live."""
-        shardings = self.placement.shardings("optimizer", self.arrays.named_params, self.arrays.params)
+        """A tree shaped like the trained parameters, where gradients and optimizer state live."""
+        shardings = self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:

@@ -5,15 +5,16 @@ import time
 import jax
 import numpy as np
 import pytest
+from conversations import CHATML, said, write_tokenizer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_lm import config
 from gspmd_lm.config import InputError
-from gspmd_lm.data import loader, packing
+from gspmd_lm.data import cache, chat, loader, packing
 
 NAMES = (*packing.FIELDS, "row")
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 64}
+MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +200,90 @@ def test_bad_input(folder, data, vocab, message):
     (folder / "b.txt").write_text("b" * 1000)
     with pytest.raises(InputError, match=message):
         loader.open(_config(vocab=vocab, **data))
+
+
+@pytest.fixture
+def conversations(folder):
+    """Two hundred conversations, some of them equal but for an id, and a tokenizer with a chat template."""
+    write_tokenizer(folder / "chatty", CHATML)
+    lines = [{"id": i, "messages": said(f"question {i % 150}", f"answer {i % 150}")} for i in range(200)]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {"source": "chat.jsonl", "tokenizer": "chatty", "messages_field": "messages", "seq": 256}
+
+
+def _answers(opened, talk):
+    targets = opened.rows.read(range(len(opened.rows)))["targets"]
+    assert (targets >= 0).sum() == opened.tokens_per_epoch
+    return talk._tokenizer.decode(targets[targets >= 0]).decode().split("<|im_end|>")[:-1]
+
+
+def test_conversations_teach_what_the_assistant_says(conversations):
+    train, held_out = loader.open(_config(vocab=300, **conversations))
+    talk = chat.Chat("chatty")
+    assert held_out
+    sides = [_answers(opened, talk) for opened in (train, held_out)]
+    assert sorted(sides[0] + sides[1]) == sorted(f"answer {i % 150}" for i in range(200))
+    assert not set(sides[0]) & set(sides[1]) and len(set(sides[1])) == 15
+    assert f"{train.tokens_per_epoch:,} of them the assistant's (" in train.description
+    segments = train.rows_at(0, slice(None))["segment_ids"]
+    assert segments.max() > 2 and "cut into rows" not in train.description
+    assert (
+        "conversations cut into rows" in loader.open(_config(vocab=300, **conversations | {"seq": 48}))[0].description
+    )
+
+
+def test_conversations_are_encoded_once_per_template(conversations, folder, monkeypatch):
+    encoded = []
+    encode_all = chat.Chat.encode_all
+    monkeypatch.setattr(chat.Chat, "encode_all", lambda self, some: encoded.extend(some) or encode_all(self, some))
+    first, again = (loader.open(_config(vocab=300, **conversations))[0] for _ in range(2))
+    assert len(encoded) == 200 and first.fingerprint == again.fingerprint
+    (folder / "chatty" / "chat_template.jinja").write_text(CHATML.replace("You help.", "Help."))
+    assert loader.open(_config(vocab=300, **conversations))[0].fingerprint != first.fingerprint
+    assert len(encoded) == 400
+
+
+def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeypatch):
+    whole, _ = loader.open(_config(vocab=300, **conversations))
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 2000)
+
+    def stop(what, done_bytes, total_bytes):
+        if what == "tokenizing" and done_bytes > total_bytes / 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loader.open(_config(vocab=300, **conversations), stop)
+    resumed, _ = loader.open(_config(vocab=300, **conversations))
+    assert resumed.tokens_per_epoch == whole.tokens_per_epoch and (resumed.rows.stream == whole.rows.stream).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "settings", "message"),
+    [
+        ("b.jsonl", '\n{"messages": []}', {}, r"b\.jsonl:2: messages is empty\n  fix "),
+        ("b.jsonl", '{"messages": [', {}, r"b\.jsonl:1: not JSON"),
+        (
+            "b.jsonl",
+            '{"messages": []}',
+            {"messages_field": ""},
+            r"b\.jsonl:1: no field text\n.* one of messages, or for conversations data\.messages_field",
+        ),
+        ("b.txt", "text", {}, r"b\.txt: no \.jsonl, which data\.messages_field=messages needs\n  fix   narrow"),
+        ("b.jsonl", "{}", {"tokenizer": "bytes"}, r"bytes has no chat template"),
+        ("b.jsonl", "{}", {"packing": "stream"}, r"data: messages_field=messages needs packing: documents"),
+        (
+            "b.jsonl",
+            '{"messages": []}',
+            {"messages_field": "", "text_field": "messages"},
+            r"b\.jsonl:1: messages is a list, not text\n  fix   for conversations set data\.messages_field=messages",
+        ),
+    ],
+)
+def test_bad_conversations(conversations, folder, name, text, settings, message):
+    (folder / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        loader.open(_config(vocab=300, **conversations | {"source": name, "held_out": 0} | settings))
 
 
 def test_a_padded_vocabulary_does_not_make_room_for_tokens():

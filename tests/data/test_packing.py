@@ -56,8 +56,79 @@ def test_a_segment_never_holds_two_documents_and_positions_count_it():
     assert not padded[:-1].any()
 
 
+def _conversation(*tokens):
+    """Tokens of a conversation; those below 0 are the assistant's."""
+    marked = np.asarray([abs(token) for token in tokens], np.uint32)
+    marked[np.asarray(tokens) < 0] |= packing.TARGET
+    marked[-1] |= packing.LAST
+    return marked
+
+
+def test_conversations_by_hand():
+    parts = [
+        _conversation(1, 2, -3, -4),
+        _conversation(5, -6),
+        _conversation(7, -8, 9),
+        _conversation(*range(1, 9), -9),
+    ]
+    rows, cut = packing.conversations(np.concatenate(parts), 6)
+    assert (len(rows), cut) == (4, 1)
+    read = rows.read([0, 1, 2, 3, -1])
+    assert {array.dtype for array in read.values()} == {np.dtype(np.int32)}
+    assert read["tokens"].tolist() == [
+        [1, 2, 3, 4, 5, 6],
+        [7, 8, 9, 0, 0, 0],
+        [1, 2, 3, 4, 5, 6],
+        [7, 8, 0, 0, 0, 0],
+        [0] * 6,
+    ]
+    assert read["targets"].tolist() == [
+        [-1, 3, 4, -1, 6, -1],
+        [8, -1, -1, -1, -1, -1],
+        [-1] * 6,
+        [-1, 9, -1, -1, -1, -1],
+        [-1] * 6,
+    ]
+    assert read["segment_ids"].tolist() == [
+        [1, 1, 1, 1, 2, 2],
+        [1, 1, 1, 0, 0, 0],
+        [1] * 6,
+        [1, 1, 0, 0, 0, 0],
+        [0] * 6,
+    ]
+    assert read["positions"].tolist() == [
+        [0, 1, 2, 3, 0, 1],
+        [0, 1, 2, 0, 0, 0],
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 0, 0, 0, 0],
+        [0] * 6,
+    ]
+
+
+def test_every_answer_is_a_target_once_and_only_long_conversations_are_cut():
+    draw = np.random.default_rng(2)
+    for seq in (1, 3, 8, 40):
+        sizes = draw.integers(2, 30, 60)
+        signs = [np.concatenate([[1], draw.choice([-1, 1], size - 1)]) for size in sizes]
+        parts = [_conversation(*(signs[i] * (i + 1))) for i in range(60)]
+        rows, cut = packing.conversations(np.concatenate(parts), seq)
+        assert cut == (sizes > seq + 1).sum()
+        read = rows.read(range(len(rows)))
+        targets = read["targets"][read["targets"] >= 0]
+        assert targets.tolist() == [i + 1 for i in range(60) for sign in signs[i] if sign < 0]
+        assert (targets == read["tokens"][read["targets"] >= 0]).all(), "a target of another conversation"
+        for tokens, segments, positions in zip(read["tokens"], read["segment_ids"], read["positions"], strict=True):
+            for segment in set(segments.tolist()) - {0}:
+                inside = segments == segment
+                (number,) = set(tokens[inside].tolist())
+                assert positions[inside].tolist() == list(range(inside.sum()))
+                if sizes[number - 1] <= seq + 1:
+                    assert inside.sum() >= sizes[number - 1] - 1  # the last token may be a target alone
+
+
 def test_too_little_for_a_row():
     assert len(packing.documents(np.empty(0, np.uint16), 4, END)) == 0
+    assert len(packing.conversations(np.empty(0, np.uint32), 4)[0]) == 0
     assert len(packing.text(np.arange(4), 4)) == 0 and len(packing.text(np.arange(5), 4)) == 1
 
 

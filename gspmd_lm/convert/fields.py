@@ -1,0 +1,376 @@
+"""Fields of a published config.json as settings of a model, and back: the kinds of which families.py is made."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from gspmd_lm import config
+
+Values = dict[str, Any]  # settings of config.Model by name
+_MISSING: Any = object()
+
+
+class Source:
+    """A config.json that is being read: it notes which fields were asked for, and what is wrong with them."""
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self.raw = raw
+        self.read: set[str] = set()
+        self.problems: list[str] = []
+
+    def get(self, names: Sequence[str], default: Any = None) -> Any:
+        """The first of the fields `names` that is there and not null."""
+        self.read.update(names)
+        return next((self.raw[name] for name in names if self.raw.get(name) is not None), default)
+
+    def need(self, names: Sequence[str]) -> Any:
+        value = self.get(names, _MISSING)
+        if value is _MISSING:
+            self.problems.append(f"{names[0]}: missing")
+            return 1
+        return value
+
+    def refuse(self, name: str, value: Any, why: str) -> None:
+        self.problems.append(f"{name}: {value!r} {why}")
+
+
+class Part(Protocol):
+    """One fact about a family's config.json."""
+
+    def read(self, source: Source, values: Values) -> None:
+        """Adds settings of the model to `values`, or problems to the source."""
+        ...
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        """The fields of config.json for a model."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """A field that is one setting of the model."""
+
+    names: str  # of the field, the one that is written first; later ones are older names of it
+    setting: str
+    default: Any = _MISSING  # where the field is missing or null: a value, or a function of the settings so far
+
+    def read(self, source: Source, values: Values) -> None:
+        names = self.names.split()
+        if self.default is _MISSING:
+            values[self.setting] = source.need(names)
+            return
+        default = self.default(values) if callable(self.default) else self.default
+        values[self.setting] = source.get(names, default)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {self.names.split()[0]: getattr(model, self.setting)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Always:
+    """A setting that the family has without a field: a value, or a function of the settings so far."""
+
+    setting: str
+    value: Any
+
+    def read(self, source: Source, values: Values) -> None:
+        values[self.setting] = self.value(values) if callable(self.value) else self.value
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """A field, true or false, that is one or several settings: their value if it is true, and if it is not."""
+
+    name: str
+    settings: tuple[str, ...]
+    default: bool
+    on: Any = True
+    off: Any = False
+
+    def read(self, source: Source, values: Values) -> None:
+        value = self.on if source.get([self.name], self.default) else self.off
+        values.update(dict.fromkeys(self.settings, value))
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {self.name: getattr(model, self.settings[0]) == self.on}
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """A field that must have one value: with another, the model would be one that we do not have."""
+
+    name: str
+    value: Any
+    why: str
+
+    def read(self, source: Source, values: Values) -> None:
+        if source.get([self.name], self.value) != self.value:
+            source.refuse(self.name, source.raw[self.name], self.why)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """The field that names the activation. `also` are names that mean something else in this family."""
+
+    names: str
+    default: str
+    written: Mapping[str, str]  # our name -> theirs
+    also: tuple[tuple[str, str], ...] = ()
+
+    def read(self, source: Source, values: Values) -> None:
+        names = self.names.split()
+        word = source.get(names, self.default)
+        known = ACTIVATIONS | dict(self.also)
+        if word not in known:
+            source.refuse(names[0], word, f"is not known; known are {', '.join(sorted(known))}")
+        values["activation"] = known.get(word, "silu")
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {self.names.split()[0]: self.written.get(model.activation, model.activation)}
+
+
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
+_ROPE_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+_ROPE_ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+_BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: rope_theta, rope_scaling and partial_rotary_factor, or rope_parameters of transformers 5."""
+
+    theta: float = 10000.0
+    theta_name: str = "rope_theta"
+    part: float = 0.0  # what partial_rotary_factor is where it is missing; 0: the family has no such field
+    part_name: str = "partial_rotary_factor"
+    sliding_theta: float = 0.0  # of sliding layers, where rope_local_base_freq is missing; 0: no such field
+
+    def read(self, source: Source, values: Values) -> None:
+        values["positions"] = "rope"
+        theta = source.get([self.theta_name, "rope_theta"], self.theta)
+        part = source.get([self.part_name, "partial_rotary_factor"], self.part or 1.0)
+        local = source.get(["rope_local_base_freq"], self.sliding_theta) if self.sliding_theta else 0.0
+        older = source.get(["rope_scaling"])
+        name = "rope_scaling" if older else "rope_parameters"
+        given = older or source.get(["rope_parameters"]) or {}
+        source.get(["rope_parameters"])
+        if not isinstance(given, dict):
+            source.refuse(name, given, "is not an object")
+            return
+        if given.keys() & _BY_LAYER.keys():
+            sliding = given.get("sliding_attention") or {}
+            local = sliding.get("rope_theta", local)
+            if self._kind(source, f"{name}.sliding_attention", sliding) != "default":
+                source.refuse(f"{name}.sliding_attention", sliding, "scales the positions of sliding layers: not done")
+            if not self.sliding_theta:
+                source.refuse(name, given, "sets the positions of each kind of layer: not done for this family")
+            if unknown := sorted(given.keys() - _BY_LAYER.keys()):
+                source.refuse(name, unknown, "are kinds of layers that are not known")
+            given, name = given.get("full_attention") or {}, f"{name}.full_attention"
+        kind = self._kind(source, name, given)
+        theta, part = given.get("rope_theta") or theta, given.get("partial_rotary_factor") or part
+        values["rope_theta"] = theta
+        values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
+        if part != 1 and not self.part:
+            source.refuse("partial_rotary_factor", part, "is not a setting of this family")
+        turned = int(values["head_dim"] * part)
+        values["rope_dim"] = 0 if turned == values["head_dim"] else turned
+        if kind in ("linear", "llama3"):
+            fields = ("factor", "low_freq_factor", "high_freq_factor")
+            scaling = {field: float(given[field]) for field in fields if field in given and field in _ROPE_FIELDS[kind]}
+            if kind == "llama3":
+                context = given.get("original_max_position_embeddings") or values["context"]
+                scaling["original_context"] = context
+            values["rope_scaling"] = {"kind": kind, **scaling}
+
+    def _kind(self, source: Source, name: str, given: Mapping[str, Any]) -> str:
+        kind = given.get("rope_type", given.get("type")) or "default"
+        if kind not in _ROPE_FIELDS:
+            source.refuse(f"{name}.rope_type", kind, "is not done; done are default, linear and llama3")
+            return "default"
+        unknown = sorted(key for key in given.keys() - _ROPE_ALWAYS - _ROPE_FIELDS[kind] if given[key] is not None)
+        if unknown and kind != "default":
+            source.refuse(name, unknown, f"are not fields of {kind}")
+        if lacking := sorted(_ROPE_FIELDS[kind] - given.keys() - {"original_max_position_embeddings"}):
+            source.refuse(name, dict(given), f"lacks {', '.join(lacking)}")
+        return kind
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        """The older form, which transformers 5 reads too."""
+        written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
+        if scaling := model.rope_scaling:
+            written["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+            if scaling.kind == "llama3":
+                written["rope_scaling"] |= {
+                    "low_freq_factor": scaling.low_freq_factor,
+                    "high_freq_factor": scaling.high_freq_factor,
+                    "original_max_position_embeddings": scaling.original_context,
+                }
+        if self.part:
+            written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
+        if self.sliding_theta:
+            written["rope_local_base_freq"] = model.sliding_rope_theta or model.rope_theta
+        return written
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A sliding window for all layers or none."""
+
+    default: int | None
+
+    def read(self, source: Source, values: Values) -> None:
+        window = source.get(["sliding_window"], None if "sliding_window" in source.raw else self.default)
+        values["sliding_window"] = window or 0
+        kinds = source.get(["layer_types"], ())
+        if set(kinds) - {"sliding_attention" if window else "full_attention"}:
+            source.refuse(
+                "layer_types", sorted(set(kinds)), "does not fit sliding_window, which all layers have or none"
+            )
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"sliding_window": model.sliding_window or None}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTypes:
+    """A sliding window for some layers: layer_types, or the older rules for which."""
+
+    default: int | None  # window
+    implied: Callable[[Source, int, int], bool]  # without layer_types: whether layer i of so many slides
+    switch: str = ""  # a field without which there is no window at all
+    older: Callable[[config.Model], dict[str, Any]] = lambda model: {}  # what older versions of transformers read
+
+    def read(self, source: Source, values: Values) -> None:
+        window = source.get(["sliding_window"], None if "sliding_window" in source.raw else self.default)
+        layers = values["layers"]
+        implied = ["sliding_attention" if self.implied(source, i, layers) else "full_attention" for i in range(layers)]
+        kinds = source.get(["layer_types"], None)
+        if self.switch and not source.get([self.switch], False):
+            window = None
+            implied = ["full_attention"] * layers
+        kinds = kinds or implied
+        if len(kinds) != layers or not set(kinds) <= _BY_LAYER.keys():
+            source.refuse("layer_types", kinds, f"must be {layers} of {', '.join(_BY_LAYER)}")
+            kinds = implied
+        short = [_BY_LAYER[kind] if window else "full" for kind in kinds]
+        pattern = next(
+            short[:size] for size in range(1, layers + 1) if all(short[i] == short[i % size] for i in range(layers))
+        )
+        values["sliding_window"] = window if "sliding" in short else 0
+        values["layer_pattern"] = tuple(pattern) if len(pattern) > 1 else ()
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        pattern = model.layer_pattern or ("sliding" if model.sliding_window else "full",)
+        names = {short: long for long, short in _BY_LAYER.items()}
+        kinds = [names[pattern[i % len(pattern)]] for i in range(model.layers)]
+        written: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+        if self.switch:
+            written[self.switch] = model.sliding_window > 0
+        return written | self.older(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """query_pre_attn_scalar: scores are multiplied with its inverse square root."""
+
+    default: int = 256
+
+    def read(self, source: Source, values: Values) -> None:
+        scalar = source.get(["query_pre_attn_scalar"], self.default)
+        values["query_scale"] = 0.0 if scalar == values["head_dim"] else scalar**-0.5
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        if not model.query_scale:
+            return {"query_pre_attn_scalar": model.head_dim}
+        scalar = model.query_scale**-2
+        return {"query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == model.query_scale else scalar}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cap:
+    """A cap of scores or logits, null where there is none."""
+
+    name: str
+    setting: str
+    default: float | None
+
+    def read(self, source: Source, values: Values) -> None:
+        cap = source.get([self.name], None if self.name in source.raw else self.default)
+        values[self.setting] = cap or 0.0
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {self.name: getattr(model, self.setting) or None}
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryDim:
+    """GPT-J's rotary positions: the number of dimensions that turn."""
+
+    default: int = 64
+
+    def read(self, source: Source, values: Values) -> None:
+        turned = source.get(["rotary_dim"], None if "rotary_dim" in source.raw else self.default)
+        if not turned:
+            source.refuse("rotary_dim", turned, "must be the number of dimensions of a head that turn")
+        values["positions"] = "rope"
+        values["rope_dim"] = 0 if turned == values["head_dim"] else turned or 0
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"rotary_dim": model.rope_dim or model.head_dim}
+
+
+@dataclasses.dataclass(frozen=True)
+class Equal:
+    """A field that must be equal to a setting."""
+
+    name: str
+    setting: str
+    why: str
+
+    def read(self, source: Source, values: Values) -> None:
+        value = source.get([self.name], values[self.setting])
+        if value != values[self.setting]:
+            source.refuse(self.name, value, self.why)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {self.name: getattr(model, self.setting)}
+
+
+@dataclasses.dataclass(frozen=True)
+class FalconBlock:
+    """Falcon's block: key heads, norms, and whether attention and MLP stand side by side, old form and new."""
+
+    def read(self, source: Source, values: Values) -> None:
+        new = source.get(["new_decoder_architecture"], False)
+        heads = source.get(["num_kv_heads", "n_head_kv"], values["heads"])
+        one = source.get(["multi_query"], True)
+        parallel = source.get(["parallel_attn"], True)
+        norms = source.get(["num_ln_in_parallel_attn"], 2 if new else 1)
+        if norms not in (1, 2) or (norms == 2 and not new):
+            source.refuse("num_ln_in_parallel_attn", norms, "is not 1, nor 2 with new_decoder_architecture")
+        if new and not parallel:
+            source.refuse("parallel_attn", parallel, "contradicts new_decoder_architecture")
+        values["kv_heads"] = heads if new else 1 if one else values["heads"]
+        values["block"] = "parallel" if parallel else "sequential"
+        values["shared_norm"] = norms == 1
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        new = not model.shared_norm or model.kv_heads not in (1, model.heads)
+        written: dict[str, Any] = {"new_decoder_architecture": new, "parallel_attn": model.block == "parallel"}
+        if not new:
+            return written | {"multi_query": model.kv_heads == 1}
+        return written | {"num_kv_heads": model.kv_heads, "num_ln_in_parallel_attn": 1 if model.shared_norm else 2}

@@ -1,0 +1,128 @@
+"""How a published tensor holds our weights: which of its rows and columns are which of ours.
+
+A tensor is read as an array with one dimension per axis of its spec, "(N H) D". Along each, a list of numbers says
+which entry is ours (-1: none, a zero of padding). Everything that files do differs from our arrays only by this: the
+order of dimensions, several weights in one tensor, heads of queries, keys and values in turns, interleaved rope.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from gspmd_lm import config
+from gspmd_lm.axes import AXES
+
+# The letters of axes.py, and those of axes that only published tensors have:
+#   P  rows of a position table, R  heads of queries, keys and values in one tensor, E  gate and up in one tensor
+LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "P"}
+_JOINED = {"N": "R", "K": "R", "F": "E"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a published checkpoint and the weights it holds."""
+
+    name: str  # "model.layers.{}.self_attn.q_proj.weight"; {} is the number of the layer
+    axes: str  # "(N H) D": in brackets what is one dimension of the file
+    weights: tuple[str, ...]  # ours: "attention.wq", within a layer where the name has {}
+    # Heads in a tensor of queries, keys and values (R): all queries, all keys, all values; or per key head its
+    # queries, its key and its value.
+    order: Literal["concatenated", "grouped"] = "concatenated"
+    interleaved_rope: bool = False  # the two values that turn together are neighbours; ours are half a head apart
+    when: tuple[tuple[str, Any], ...] = ()  # settings of the model with which the tensor has this name
+
+    def is_of(self, model: config.Model) -> bool:
+        return all(getattr(model, field) == value for field, value in self.when)
+
+    def view(self, model: config.Model) -> tuple[int, ...]:
+        """The shape the tensor is read as: one dimension per letter."""
+        return tuple(_sizes(model)[letter] for letter in self.axes if letter.isalpha())
+
+    def shape(self, model: config.Model) -> tuple[int, ...]:
+        """The shape of the tensor in the file."""
+        sizes = _sizes(model)
+        groups = self.axes.replace("(", " ( ").replace(")", " ) ").split()
+        shape, inside = [], False
+        for word in groups:
+            if word == "(":
+                shape.append(1)
+                inside = True
+            elif word == ")":
+                inside = False
+            elif inside:
+                shape[-1] *= sizes[word]
+            else:
+                shape.append(sizes[word])
+        return tuple(shape)
+
+    def rows(self, weight: str, letters: str, model: config.Model) -> "Rows":
+        """Where `weight`, whose dimensions have `letters`, stands in the tensor."""
+        theirs = [letter for letter in self.axes if letter.isalpha()]
+        ours = [letter if letter in theirs else _JOINED[letter] for letter in letters]
+        along = tuple(self._along(weight, letter, model) for letter in letters)
+        return Rows(along, tuple(ours.index(letter) for letter in theirs))
+
+    def _along(self, weight: str, letter: str, model: config.Model) -> np.ndarray:
+        """For each of our entries along an axis, the tensor's; -1 where it is padding."""
+        N, K, G = model.heads, model.kv_heads, model.heads // model.kv_heads
+        padded = {"V": model.vocab_rows, "N": model.head_rows, "K": model.kv_head_rows}
+        size = _sizes(model)[letter]
+        found = np.arange(size)
+        if letter in "NK" and "R" in self.axes:
+            place = ("q", "k", "v").index(weight[-1])
+            if self.order == "concatenated":
+                found += (0, N, N + K)[place]
+            elif place == 0:
+                found = found // G * (G + 2) + found % G
+            else:
+                found = found * (G + 2) + G + place - 1
+        elif letter == "F" and "E" in self.axes:
+            found += size * self.weights.index(weight)
+        elif letter == "H" and self.interleaved_rope and weight[-1] in "qk":
+            turned = model.rope_dim or model.head_dim
+            first = found[:turned]
+            first[:] = np.concatenate([first[::2], first[1::2]])
+        return np.pad(found, (0, padded.get(letter, size) - size), constant_values=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The place of one weight in one tensor."""
+
+    along: tuple[np.ndarray, ...]  # for each of our axes, the tensor's entry of each of ours, -1 for padding
+    order: tuple[int, ...]  # for each axis of the tensor's view, ours
+
+    def picked(self, index: tuple[slice, ...]) -> tuple[list[slice | np.ndarray], tuple[slice, ...], tuple[int, ...]]:
+        """For a slice of our array: what to read along each axis of the view, where in the slice it goes (the rest is
+        padding), and the order of dimensions that makes it ours."""
+        take: list[slice | np.ndarray] = []
+        into = []
+        for along, at in zip(self.along, index, strict=True):
+            rows = along[at]
+            real = rows[: int((rows >= 0).sum())]  # padding comes last
+            into.append(slice(0, len(real)))
+            take.append(_as_slice(real))
+        back = tuple(self.order.index(axis) for axis in range(len(self.order)))
+        return [take[axis] for axis in self.order], tuple(into), back
+
+    def place(self, view: np.ndarray, weight: np.ndarray) -> None:
+        """Puts a whole weight, without its padding, into the view of a tensor to be written."""
+        real = tuple(slice(0, int((along >= 0).sum())) for along in self.along)
+        where = np.ix_(*(self.along[axis][real[axis]] for axis in self.order))
+        view[where] = weight[real].transpose(self.order)
+
+
+def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
+    if len(rows) and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
+
+
+def _sizes(model: config.Model) -> Mapping[str, int]:
+    N, K = model.heads, model.kv_heads
+    return {
+        "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": model.head_dim, "F": model.mlp,
+        "P": model.position_offset + model.context, "R": N + 2 * K, "E": 2 * model.mlp,
+    }  # fmt: skip

@@ -1,0 +1,167 @@
+"""The names and layouts of the tensors of each family, in the words of transformers' checkpoints."""
+
+from gspmd_lm.convert.layout import Tensor
+
+
+def _linear(name: str, axes: str, *weights: str, bias: bool = True, **options) -> tuple[Tensor, ...]:
+    """The weight of a linear layer and its bias, which has the output's axes (first in `axes`)."""
+    output = axes[: axes.index(")") + 1] if axes.startswith("(") else axes.split()[0]
+    biases = tuple(".b".join(weight.rsplit(".w", 1)) for weight in weights)
+    return (
+        Tensor(f"{name}.weight", axes, weights, **options),
+        *(Tensor(f"{name}.bias", output, biases, **options) for _ in range(bias)),
+    )
+
+
+def _norm(name: str, ours: str, bias: bool = False, **options) -> tuple[Tensor, ...]:
+    axis = "H" if ours.startswith("attention.") else "D"
+    scale = Tensor(f"{name}.weight", axis, (f"{ours}.scale",), **options)
+    return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
+
+
+def _llama(*, mlp_norm: str, more: tuple[Tensor, ...] = (), interleaved_rope: bool = False, fused: str = ""):
+    """Tensors with Llama's names; `fused` holds those of qkv and gate_up where they are one tensor."""
+    layer = "model.layers.{}"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    separate_qkv = (
+        *_linear(f"{attention}.q_proj", "(N H) D", "attention.wq", interleaved_rope=interleaved_rope),
+        *_linear(f"{attention}.k_proj", "(K H) D", "attention.wk", interleaved_rope=interleaved_rope),
+        *_linear(f"{attention}.v_proj", "(K H) D", "attention.wv"),
+    )
+    one_qkv = _linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
+    separate_mlp = (
+        *_linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
+        *_linear(f"{mlp}.up_proj", "F D", "mlp.w_up"),
+    )
+    one_mlp = _linear(f"{mlp}.gate_up_proj", "E D", "mlp.w_gate", "mlp.w_up", bias=False)
+    return (
+        Tensor("model.embed_tokens.weight", "V D", ("embedding",)),
+        *_norm(f"{layer}.input_layernorm", "attention_norm"),
+        *(one_qkv if "qkv" in fused else separate_qkv),
+        *_linear(f"{attention}.o_proj", "D (N H)", "attention.wo"),
+        *_norm(f"{layer}.{mlp_norm}", "mlp_norm"),
+        *(one_mlp if "gate_up" in fused else separate_mlp),
+        *_linear(f"{mlp}.down_proj", "D F", "mlp.w_down"),
+        *more,
+        *_norm("model.norm", "final_norm"),
+        Tensor("lm_head.weight", "V D", ("unembedding",)),
+    )
+
+
+def _qk_norm():
+    return (
+        *_norm("model.layers.{}.self_attn.q_norm", "attention.q_norm"),
+        *_norm("model.layers.{}.self_attn.k_norm", "attention.k_norm"),
+    )
+
+
+def _post_norms(attention: str, mlp: str):
+    return (
+        *_norm(f"model.layers.{{}}.{attention}", "attention_post_norm"),
+        *_norm(f"model.layers.{{}}.{mlp}", "mlp_post_norm"),
+    )
+
+
+LLAMA = _llama(mlp_norm="post_attention_layernorm")
+LLAMA_QK = _llama(mlp_norm="post_attention_layernorm", more=_qk_norm())
+_GEMMA2_POST = _post_norms("post_attention_layernorm", "post_feedforward_layernorm")
+GEMMA2 = _llama(mlp_norm="pre_feedforward_layernorm", more=_GEMMA2_POST)
+GEMMA3 = _llama(mlp_norm="pre_feedforward_layernorm", more=(*_GEMMA2_POST, *_qk_norm()))
+GLM = _llama(mlp_norm="post_attention_layernorm", interleaved_rope=True, fused="gate_up")
+GLM4 = _llama(
+    mlp_norm="post_attention_layernorm",
+    interleaved_rope=True,
+    fused="gate_up",
+    more=_post_norms("post_self_attn_layernorm", "post_mlp_layernorm"),
+)
+PHI3 = _llama(mlp_norm="post_attention_layernorm", fused="qkv gate_up")
+_QKV = ("attention.wq", "attention.wk", "attention.wv")
+
+
+def _megatron(prefix: str, layers: str, attention: str, table: str, last_norm: str, head: str):
+    """Tensors with the names that BLOOM, Falcon and GPT-NeoX took from Megatron, their norms aside."""
+    layer = f"{prefix}.{layers}.{{}}"
+    return (
+        Tensor(f"{prefix}.{table}.weight", "V D", ("embedding",)),
+        *_linear(f"{layer}.{attention}.query_key_value", "(R H) D", *_QKV, order="grouped"),
+        *_linear(f"{layer}.{attention}.dense", "D (N H)", "attention.wo"),
+        *_linear(f"{layer}.mlp.dense_h_to_4h", "F D", "mlp.w_up"),
+        *_linear(f"{layer}.mlp.dense_4h_to_h", "D F", "mlp.w_down"),
+        *_norm(f"{prefix}.{last_norm}", "final_norm", bias=True),
+        Tensor(f"{head}.weight", "V D", ("unembedding",)),
+    )
+
+
+_BLOCK = "transformer.h.{}"
+GPT2 = (
+    Tensor("transformer.wte.weight", "V D", ("embedding",)),
+    Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
+    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+    # Conv1D: a linear layer whose weight is not transposed.
+    Tensor(f"{_BLOCK}.attn.c_attn.weight", "D (R H)", _QKV),
+    Tensor(f"{_BLOCK}.attn.c_attn.bias", "(R H)", ("attention.bq", "attention.bk", "attention.bv")),
+    Tensor(f"{_BLOCK}.attn.c_proj.weight", "(N H) D", ("attention.wo",)),
+    Tensor(f"{_BLOCK}.attn.c_proj.bias", "D", ("attention.bo",)),
+    *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
+    Tensor(f"{_BLOCK}.mlp.c_fc.weight", "D F", ("mlp.w_up",)),
+    Tensor(f"{_BLOCK}.mlp.c_fc.bias", "F", ("mlp.b_up",)),
+    Tensor(f"{_BLOCK}.mlp.c_proj.weight", "F D", ("mlp.w_down",)),
+    Tensor(f"{_BLOCK}.mlp.c_proj.bias", "D", ("mlp.b_down",)),
+    *_norm("transformer.ln_f", "final_norm", bias=True),
+    Tensor("lm_head.weight", "V D", ("unembedding",)),
+)
+
+
+GPTJ = (
+    Tensor("transformer.wte.weight", "V D", ("embedding",)),
+    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+    *_linear(f"{_BLOCK}.attn.q_proj", "(N H) D", "attention.wq", bias=False, interleaved_rope=True),
+    *_linear(f"{_BLOCK}.attn.k_proj", "(K H) D", "attention.wk", bias=False, interleaved_rope=True),
+    *_linear(f"{_BLOCK}.attn.v_proj", "(K H) D", "attention.wv", bias=False),
+    *_linear(f"{_BLOCK}.attn.out_proj", "D (N H)", "attention.wo", bias=False),
+    *_linear(f"{_BLOCK}.mlp.fc_in", "F D", "mlp.w_up"),
+    *_linear(f"{_BLOCK}.mlp.fc_out", "D F", "mlp.w_down"),
+    *_norm("transformer.ln_f", "final_norm", bias=True),
+    Tensor("lm_head.weight", "V D", ("unembedding",)),
+    Tensor("lm_head.bias", "V", ("unembedding_bias",)),
+)
+
+
+_OPT = "model.decoder.layers.{}"
+OPT = (
+    Tensor("model.decoder.embed_tokens.weight", "V D", ("embedding",)),
+    Tensor("model.decoder.embed_positions.weight", "P D", ("position_embedding",)),
+    *_norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
+    *_linear(f"{_OPT}.self_attn.q_proj", "(N H) D", "attention.wq"),
+    *_linear(f"{_OPT}.self_attn.k_proj", "(K H) D", "attention.wk"),
+    *_linear(f"{_OPT}.self_attn.v_proj", "(K H) D", "attention.wv"),
+    *_linear(f"{_OPT}.self_attn.out_proj", "D (N H)", "attention.wo"),
+    *_norm(f"{_OPT}.final_layer_norm", "mlp_norm", bias=True),
+    *_linear(f"{_OPT}.fc1", "F D", "mlp.w_up"),
+    *_linear(f"{_OPT}.fc2", "D F", "mlp.w_down"),
+    *_norm("model.decoder.final_layer_norm", "final_norm", bias=True),
+    Tensor("lm_head.weight", "V D", ("unembedding",)),
+)
+
+
+BLOOM = (
+    *_megatron("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
+    *_norm("transformer.word_embeddings_layernorm", "embedding_norm", bias=True),
+    *_norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True),
+    *_norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True),
+)
+_ONE_NORM, _TWO_NORMS = (("shared_norm", True),), (("shared_norm", False),)
+FALCON = (
+    *_megatron("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
+    *_norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, when=_ONE_NORM),
+    *_norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, when=_ONE_NORM),
+    *_norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, when=_TWO_NORMS),
+    *_norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, when=_TWO_NORMS),
+)
+NEOX = (
+    *_megatron("gpt_neox", "layers", "attention", "embed_in", "final_layer_norm", "embed_out"),
+    *_norm("gpt_neox.layers.{}.input_layernorm", "attention_norm", bias=True),
+    *_norm("gpt_neox.layers.{}.post_attention_layernorm", "mlp_norm", bias=True),
+)
+INV_FREQ = (r"rotary_emb\.inv_freq$",)
+MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")

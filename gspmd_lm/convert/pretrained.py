@@ -1,0 +1,237 @@
+"""A published model on disk: its config, and its weights, of which each host reads what its devices need."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from gspmd_lm import config
+from gspmd_lm.config import InputError
+from gspmd_lm.convert import architecture, safetensors
+from gspmd_lm.convert.families import Family
+from gspmd_lm.convert.layout import LETTERS, Rows, Tensor
+from gspmd_lm.convert.safetensors import Stored
+from gspmd_lm.model.transformer import init
+
+TOKENIZER = "tokenizer.json"
+LONGEST_ROW = 2048  # tokens of a row of training data, where the context is longer
+_SAMPLED_ROWS = 64
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One array of ours, and the tensors that hold it."""
+
+    path: str  # "layers.attention.wq"
+    weight: str  # within a layer: "attention.wq"
+    layers: tuple[int, ...]  # whose weights it holds; () for one that belongs to no layer
+    stacked: bool  # its first dimension is the layers
+    letters: str  # of its other dimensions: "DNH"
+    shape: tuple[int, ...]
+    dtype: Any
+    tensor: Tensor
+
+    def names(self) -> list[str]:
+        """The tensors, one for each layer."""
+        return [self.tensor.name.format(layer) for layer in self.layers] or [self.tensor.name]
+
+
+def places(row: Family, model: config.Model) -> Any:
+    """The tree of a model's parameters with a Place for each. Raises InputError for one that the family lacks."""
+    boxed = jax.eval_shape(lambda: init(model, jax.random.key(0)))
+    held = {weight: tensor for tensor in row.tensors if tensor.is_of(model) for weight in tensor.weights}
+    lacking = []
+
+    def place(path: Any, axes: Any, like: Any) -> Place | None:
+        path = ".".join(key.key for key in path)
+        weight, layers, stacked = _layers(path, model)
+        if weight not in held:
+            lacking.append(weight)
+            return None
+        letters = "".join(LETTERS[axis] for axis in tuple(axes)[stacked:])
+        return Place(path, weight, layers, stacked, letters, like.shape, like.dtype, held[weight])
+
+    found = jax.tree_util.tree_map_with_path(place, nn.get_partition_spec(boxed), nn.unbox(boxed))
+    if lacking:
+        raise InputError(f"{row.name} has no tensor for {', '.join(dict.fromkeys(lacking))}")
+    return found
+
+
+def _layers(path: str, model: config.Model) -> tuple[str, tuple[int, ...], bool]:
+    """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension."""
+    head, _, rest = path.partition(".")
+    kinds = len(model.layer_kinds)
+    if head == "layers" and kinds > 1:
+        block, _, rest = rest.partition(".")
+        return rest, tuple(range(int(block.removeprefix("block_")), model.layers - model.layers % kinds, kinds)), True
+    if head == "layers":
+        return rest, tuple(range(model.layers)), True
+    if head.startswith("layer_"):
+        return rest, (int(head.removeprefix("layer_")),), False
+    return path, (), False
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model that was read and checked: nothing of its weights has been loaded."""
+
+    config: config.Config
+    family: Family
+    like: Mapping[str, Any]  # its config.json, with the dtype that its weights really have
+    tokenizer: Path | None
+    files: Mapping[str, Stored]  # the tensors by the family's names
+    places: Any  # the tree of parameters, a Place each
+
+    def load(self, shardings: Any) -> Any:
+        """The parameters, placed as a tree of shardings says.
+
+        Each process reads the parts that its devices hold, one at a time: besides them and a part that is on its way,
+        nothing is held on the host.
+        """
+        return jax.tree.map(self._array, self.places, shardings)
+
+    def _array(self, place: Place, sharding: jax.sharding.Sharding) -> jax.Array:
+        devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        for device, index in sharding.addressable_devices_indices_map(place.shape).items():
+            index = index or (slice(None),) * len(place.shape)
+            part = tuple(at.indices(size)[:2] for at, size in zip(index, place.shape, strict=True))
+            devices.setdefault(part, []).append(device)
+        shards = []
+        for part, holders in devices.items():
+            on_host = self.part(place, tuple(slice(*at) for at in part))
+            kind = sharding.memory_kind
+            copies = [jax.device_put(on_host, SingleDeviceSharding(device, memory_kind=kind)) for device in holders]
+            shards += jax.block_until_ready(copies)  # or several parts would be on the host
+        return jax.make_array_from_single_device_arrays(place.shape, sharding, shards)
+
+    def part(self, place: Place, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of one of our arrays, read from the files; padding is zero."""
+        model, tensor = self.config.model, place.tensor
+        rows = tensor.rows(place.weight, place.letters, model)
+        shape = tuple(at.stop - at.start for at in index)
+        whole = np.zeros(shape, place.dtype)
+        names, out = place.names(), whole[None]
+        if place.stacked:
+            names, out, index = names[index[0]], whole, index[1:]
+        for name, layer in zip(names, out, strict=True):
+            self._fill(layer, self.files[name], rows, index, tensor.view(model))
+        return whole
+
+    def _fill(self, out: np.ndarray, stored: Stored, rows: Rows, index: tuple[slice, ...], view: tuple[int, ...]):
+        take, into, order = rows.picked(index)
+        out[into] = stored.read(view, take).transpose(order)
+
+
+def read(folder: Path, overrides: Sequence[str] = ()) -> Pretrained:
+    """The model of a folder that transformers wrote, checked against its files; `overrides` are section.key=value.
+
+    Raises InputError that lists every field of config.json that cannot be had, or every tensor that is unexpected,
+    missing or has another shape.
+    """
+    raw = architecture.load(folder)
+    place = str(folder / architecture.CONFIG)
+    row = architecture.family(raw, place)
+    values = architecture.settings(row, raw, place)
+    stored = safetensors.stored(folder)
+    tokenizer = folder / TOKENIZER
+    dtypes = {where.dtype for where in stored.values() if where.dtype in safetensors.DTYPES}
+    names = {short: name for name, short in safetensors.WEIGHT_DTYPES.items()}
+    source_dtype = names[dtypes.pop()] if len(dtypes) == 1 else "float32"
+    settings: dict[str, Any] = {
+        "name": folder.resolve().name,
+        "model": values
+        | {
+            "weight_dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
+            "compute_dtype": "float32" if source_dtype == "float32" else "bfloat16",
+        },
+        "data": {"seq": min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1},
+        "train": {"steps": 1000},
+    }
+    if tokenizer.is_file():
+        settings["data"]["tokenizer"] = str(tokenizer)
+    _override(settings, overrides)
+    found = config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
+    tree = places(row, found.model)
+    files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
+    like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
+    like["torch_dtype"] = source_dtype
+    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree)
+
+
+def _override(settings: dict[str, Any], overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        *sections, field = key.strip().split(".")
+        if not equals or not field or len(sections) > 1:
+            raise InputError(f"--set {override}: write --set section.key=value")
+        target = settings.setdefault(sections[0], {}) if sections else settings
+        target[field] = config.parse_yaml(value, f"--set {override}")
+
+
+def _checked(
+    folder: Path, row: Family, model: config.Model, leaves: list[Place], stored: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """The tensors by the family's names, if they are just those of the model."""
+    wanted = {name: place.tensor.shape(model) for place in leaves for name in place.names()}
+    files, unexpected = {}, []
+    head = next(tensor.name for tensor in row.tensors if tensor.weights == ("unembedding",))
+    for given, where in stored.items():
+        name = given if given in wanted or row.prefix + given not in wanted else row.prefix + given
+        if name in wanted and name not in files:
+            files[name] = where
+        elif not row.is_no_weight(given) and not (model.tied_embeddings and given == head):
+            unexpected.append(given)
+    missing = [name for name in wanted if name not in files]
+    shapes = {name: (where.shape, wanted[name]) for name, where in files.items() if where.shape != wanted[name]}
+    kinds = {name: where.dtype for name, where in files.items() if where.dtype not in safetensors.DTYPES}
+    lines = [f"  unexpected   {line}" for line in _by_layer(dict.fromkeys(unexpected, ""))]
+    lines += [f"  missing      {line}" for line in _by_layer(dict.fromkeys(missing, ""))]
+    lines += [
+        f"  misshapen    {line}"
+        for line in _by_layer({name: f" is {_times(got)}, not {_times(want)}" for name, (got, want) in shapes.items()})
+    ]
+    known = ", ".join(safetensors.DTYPES)
+    lines += [
+        f"  no number    {line}"
+        for line in _by_layer({name: f" is {kind}; read are {known}" for name, kind in kinds.items()})
+    ]
+    if not lines and model.tied_embeddings and head in stored:
+        embedding = next(place.tensor.name for place in leaves if place.path == "embedding")
+        if not _alike(stored[head], files[embedding]):
+            lines = [
+                f"  unexpected   {head}: not equal to {embedding}; set tie_word_embeddings to false in config.json"
+            ]
+    if lines:
+        count = f"{len(lines)} kind{'s' * (len(lines) > 1)} of tensors"
+        raise InputError(f"{folder}: {count} that do not fit {row.name} as config.json has it\n" + "\n".join(lines))
+    return files
+
+
+def _alike(a: Stored, b: Stored) -> bool:
+    """Whether two tables are equal in shape and in some of their rows."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    rows = np.unique(np.linspace(0, a.shape[0] - 1, _SAMPLED_ROWS).astype(int))
+    return np.array_equal(a.read(a.shape, (rows, slice(None))), b.read(b.shape, (rows, slice(None))))
+
+
+def _by_layer(names: Mapping[str, str]) -> list[str]:
+    """Lines for tensor names and what is said of them, one line for those that differ only in their layer."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, said in names.items():
+        grouped.setdefault((_LAYER.sub(".{}.", name), said), []).append(name)
+    return [
+        f"{alike[0]}{said}" if len(alike) == 1 else f"{name}{said} ({len(alike)} of them)"
+        for (name, said), alike in grouped.items()
+    ]
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

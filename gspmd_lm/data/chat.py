@@ -1,0 +1,328 @@
+"""Conversations in the form a model knows: its chat template, and which of the tokens are the assistant's."""
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import numpy as np
+import tokenizers
+
+from gspmd_lm.config import InputError, did_you_mean, read_text
+from gspmd_lm.data import tokenizer
+from gspmd_lm.data.packing import LAST, TARGET
+
+Message = Mapping[str, Any]  # role, content, and what else the template reads of a message
+Span = tuple[int, int]  # of characters: start, stop
+
+# What a template that asks for today's date gets in training data: rows must not depend on the day they were made.
+DATA_DATE = datetime.datetime(2025, 1, 1)
+_TOGETHER = 256  # conversations encoded at once: an encoding with offsets takes about 100 bytes per token
+_NO_CHARACTER = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8, and halves of escaped characters
+_MARKS = "\ufdd0\ufdd1"  # around what {% generation %} holds; Unicode gives these two no meaning
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: what the assistant writes, between two marks."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, stop = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in _MARKS)
+        return jinja2.nodes.Scope([start, *body, stop], lineno=line)
+
+
+class Template:
+    """One chat template. Rendered as transformers renders it (src/transformers/utils/chat_template_utils.py)."""
+
+    def __init__(self, text: str, place: str, special: Mapping[str, str]):
+        """`special`: the special tokens by the names that the template knows. Raises InputError for a syntax error."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        try:
+            parsed = environment.parse(text)
+            names = jinja2.meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise InputError(
+                f"{place}: line {error.lineno} of the chat template: {error.message}\n  fix   correct the template"
+            ) from error
+        self.place = place
+        self.special = dict(special)
+        self.has_generation = any(node.data == _MARKS[0] for node in parsed.find_all(jinja2.nodes.TemplateData))
+        # The fields of a record, beside its messages, that the template reads: tools, documents, ...
+        self.fields = tuple(sorted(names - {"messages", "add_generation_prompt", "strftime_now", *special}))
+
+    def render(
+        self, messages: Sequence[Message], fields: Mapping[str, Any], now: datetime.datetime, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text, with the beginning of the assistant's next turn if `prompt`, and what {% generation %} marks in it.
+
+        Raises InputError where the template refuses.
+        """
+        known = {"tools": None, "documents": None} | dict(fields) | self.special
+        plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            text = self._template.render(known, messages=plain, add_generation_prompt=prompt, strftime_now=now.strftime)
+        except Exception as error:  # a template is a program: it raises whatever Python raises
+            raise InputError(
+                f"the chat template of {self.place} refuses the messages: {error or type(error).__name__}\n"
+                "  fix   change what the messages hold, or correct the template"
+            ) from error
+        if not self.has_generation:
+            return text, []
+        pieces = re.split(f"([{_MARKS}])", text)
+        if "".join(pieces[1::2]) != _MARKS * (len(pieces) // 4):
+            raise InputError(
+                f"{self.place}: a {{% generation %}} within another, or a message with the character U+FDD0 or U+FDD1\n"
+                "  fix   take the inner one out of the template, or the character out of the message"
+            )
+        ends = np.cumsum([len(piece) for piece in pieces[::2]]).tolist()
+        return "".join(pieces[::2]), list(zip(ends[:-1:2], ends[1::2], strict=True))
+
+
+class Chat:
+    """The tokenizer and the chat template of a folder. What it encodes carries the bits of data/packing.py."""
+
+    def __init__(self, name: str):
+        """`name`: as data.tokenizer. Raises InputError if there is no chat template or it cannot be read."""
+        if name == "bytes":
+            raise InputError(
+                "data.tokenizer=bytes has no chat template, which conversations need\n"
+                "  fix   set data.tokenizer to the folder of a model's tokenizer.json and tokenizer_config.json,\n"
+                "        or for text leave data.messages_field out"
+            )
+        path = tokenizer.find(name)
+        self._tokenizer = tokenizer.HuggingFace(path)
+        self._special_ids = np.asarray(list(self._tokenizer.special.values()))
+        self._closers = tuple(self._tokenizer.special)
+        self._templates, sources = _read_templates(path)
+        self.vocab_size = self._tokenizer.vocab_size
+        self.fingerprint = (
+            f"{self._tokenizer.fingerprint}-chat-{hashlib.sha256(json.dumps(sources).encode()).hexdigest()}"
+        )
+        self.replaced_bytes = 0
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **fields: Any) -> str:
+        """The text of the messages, today. Raises InputError where a message is malformed or the template refuses."""
+        _check(messages, "messages")
+        now = datetime.datetime.now()
+        return self._template(fields).render(messages, fields, now, add_generation_prompt)[0]
+
+    def prompt(self, messages: Sequence[Message], **fields: Any) -> np.ndarray:
+        """The int32 ids after which the assistant answers the messages. Raises InputError as `render` does."""
+        text = self.render(messages, add_generation_prompt=True, **fields)
+        return np.asarray(self._tokenizer.encode_marked([_NO_CHARACTER.sub("\ufffd", text)])[0].ids, np.int32)
+
+    def document(self, record: Mapping[str, Any], place: str, field: str) -> bytes:
+        """The text of a record's conversation and the assistant's spans in it, as JSON for `encode_all`.
+
+        Raises InputError, naming `place`, where the record has no such conversation or the template cannot show it.
+        """
+        if field not in record:
+            raise InputError(
+                f"{place}: no field {field}{did_you_mean(field, record)}\n"
+                f"  fix   set data.messages_field to one of {', '.join(record) or 'its fields'}"
+            )
+        messages = _check(record[field], f"{place}: {field}")
+        if not any(message["role"] == "assistant" for message in messages):
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise InputError(
+                f"{place}: {field} has no message of the role assistant (roles: {roles}), so nothing to learn from\n"
+                "  fix   remove the line, or name the role assistant"
+            )
+        template = self._template(record)
+        fields = {name: record[name] for name in template.fields if name in record}
+        try:
+            text, spans = template.render(messages, fields, DATA_DATE)
+            if not template.has_generation:
+                spans = self._spans(template, messages, fields, text)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from error
+        if not any(stop > start for start, stop in spans):
+            raise InputError(
+                f"{place}: the chat template of {template.place} writes nothing for the assistant\n"
+                "  fix   correct the template, or where it marks {% generation %}"
+            )
+        return json.dumps([text, spans]).encode()
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The uint32 tokens of each conversation that `document` gave, with TARGET and LAST set.
+
+        The template says how a conversation ends. Where it writes no special token in or after the last turn, the
+        tokenizer's end is added: what never stops in training would never stop when it generates.
+        """
+        tokens = []
+        for start in range(0, len(documents), _TOGETHER):
+            texts, spans = [], []
+            for document in documents[start : start + _TOGETHER]:
+                text, of_assistant = json.loads(document)
+                text, replaced = _NO_CHARACTER.subn("\ufffd", text)
+                self.replaced_bytes += replaced
+                texts.append(text)
+                spans.append(of_assistant)
+            encodings = self._tokenizer.encode_marked(texts)
+            tokens += [self._marked(*pair) for pair in zip(encodings, spans, strict=True)]
+        return tokens
+
+    def _template(self, fields: Mapping[str, Any]) -> Template:
+        with_tools = fields.get("tools") is not None and "tool_use" in self._templates
+        return self._templates["tool_use" if with_tools else "default"]
+
+    def _spans(
+        self, template: Template, messages: Sequence[Message], fields: Mapping[str, Any], text: str
+    ) -> list[Span]:
+        """From where the assistant is asked to write to the end of its turn, found by rendering what comes before."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked, _ = template.render(messages[:number], fields, DATA_DATE, prompt=True)
+            is_last = number + 1 == len(messages)
+            answered = text if is_last else template.render(messages[: number + 1], fields, DATA_DATE)[0]
+            if not (text.startswith(answered) and answered.startswith(asked)):
+                raise InputError(
+                    f"the chat template of {template.place} writes message {number + 1} differently when others follow "
+                    "or when it is asked for, so that the assistant's text cannot be told from the rest\n"
+                    "  fix   in the template, put {% generation %} before and {% endgeneration %} after what the "
+                    "assistant writes\n        (transformers reads them too), or give conversations with one answer"
+                )
+            turn = answered[len(asked) :].rstrip()
+            # Nobody writes the line break that templates put after the token that ends a turn.
+            spans.append((len(asked), len(asked) + len(turn) if turn.endswith(self._closers) else len(answered)))
+        return spans
+
+    def _marked(self, encoding: tokenizers.Encoding, spans: Sequence[Span]) -> np.ndarray:
+        ids = np.asarray(encoding.ids, np.uint32)
+        starts, stops = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+        # Byte-level tokenizers leave spaces out of the offsets, so that a token of spaces seems to have no width.
+        before = np.concatenate([[0], stops[:-1]]) if len(ids) else stops
+        starts = np.where(starts == stops, np.minimum(starts, before), starts)
+        assistants = np.zeros(len(ids), bool)
+        for start, stop in spans:
+            assistants |= (starts < stop) & (stops > start)
+        last_turn = stops > spans[-1][0]
+        if not np.isin(ids[last_turn], self._special_ids).any():
+            ids = np.append(ids, np.uint32(self._tokenizer.end))
+            assistants = np.append(assistants, True)
+        assistants[0] = False  # nothing comes before it to predict it from
+        ids[assistants] |= TARGET
+        ids[-1] |= LAST
+        return ids
+
+
+def stop_ids(name: str) -> tuple[int, ...]:
+    """The ids that end a turn of the tokenizer `name`: its end, and those of generation_config.json beside it."""
+    found = [tokenizer.load(name).end]
+    if name != "bytes":
+        path = tokenizer.find(name).with_name("generation_config.json")
+        named = _read_object(path).get("eos_token_id")
+        named = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(i) is int for i in named):
+            raise InputError(f"{path}: eos_token_id={named} are not ids\n  fix   correct or remove it")
+        found += named
+    return tuple(dict.fromkeys(found))
+
+
+def _check(messages: Any, place: str) -> Sequence[Message]:
+    """The messages. Raises InputError that lists every malformed one."""
+    if not isinstance(messages, list | tuple) or not messages:
+        got = "empty" if isinstance(messages, list | tuple) else f"a {type(messages).__name__}"
+        raise InputError(
+            f'{place} is {got}\n  fix   give a list of objects such as {{"role": "user", "content": "Hi"}}'
+        )
+    wrong = [f"message {i} {found}" for i, message in enumerate(messages, 1) if (found := _malformed(message))]
+    if wrong:
+        raise InputError(
+            f"{place}: " + "\n  ".join(wrong) + "\n  fix   each message is an object with role and content, both text"
+        )
+    return messages
+
+
+def _malformed(message: Any) -> str:
+    if not isinstance(message, Mapping):
+        return f"is a {type(message).__name__}"
+    if not isinstance(message.get("role"), str):
+        return f"has no role (fields: {', '.join(message) or 'none'})"
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        return f"has neither content nor tool_calls (fields: {', '.join(message)})"
+    if not isinstance(content, str | list | None):
+        return f"has a {type(content).__name__} as its content"
+    return ""
+
+
+def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
+    """The chat templates beside a tokenizer.json by name, and the texts they were made of."""
+    config_path, alone = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
+    settings = _read_object(config_path)
+    special = {
+        name: text for name, value in settings.items() if name.endswith("_token") and _is_text(text := _content(value))
+    }
+    texts: dict[str, tuple[str, str]] = {}  # name -> text, place
+    named = settings.get("chat_template")
+    for entry in [{"name": "default", "template": named}] if isinstance(named, str) else named or []:
+        if not isinstance(entry, dict) or not _is_text(entry.get("name")) or not _is_text(entry.get("template")):
+            raise InputError(
+                f"{config_path}: chat_template is neither text nor a list of objects with name and template\n"
+                "  fix   correct it, or write the template to a chat_template.jinja beside it"
+            )
+        texts[entry["name"]] = entry["template"], str(config_path)
+    if alone.is_file():
+        texts["default"] = read_text(alone), str(alone)
+    for more in sorted(path.with_name("additional_chat_templates").glob("*.jinja")):
+        texts[more.stem] = read_text(more), str(more)
+    if "default" not in texts:
+        others = f" named default (there are {', '.join(texts)})" if texts else ""
+        raise InputError(
+            f"data.tokenizer: {path.parent}: no chat template{others}: conversations cannot be written without\n"
+            f"  fix   write the one the model was trained with to {alone},\n"
+            "        or take the tokenizer of the model's instruction-tuned variant"
+        )
+    used = {name: texts[name] for name in ("default", "tool_use") if name in texts}
+    templates = {name: Template(text, place, special) for name, (text, place) in used.items()}
+    return templates, {"special": special} | {name: text for name, (text, _) in used.items()}
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file, empty if there is no file. Raises InputError where it is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(read_text(path))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error})\n  fix   correct or remove it") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: a {type(found).__name__}, not a JSON object\n  fix   correct or remove it")
+    return found
+
+
+def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Jinja's own filter of this name escapes HTML, which templates do not expect."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,263 @@
+"""Batches of prompts -> text, token by token, with the two compiled programs of infer/programs.py."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspmd_lm.config import Config, InputError
+from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.infer import programs
+from gspmd_lm.infer.programs import Programs, Prompts
+from gspmd_lm.infer.sampling import Choice, Sampling
+from gspmd_lm.infer.text import Pieces, Stops
+from gspmd_lm.rules import Rules
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was generated after one prompt."""
+
+    text: str
+    tokens: list[int]  # an end-of-text token is not among them; those of a stop string are
+    finish_reason: str  # stop (a stop string), end (an end-of-text token), length
+    smallest_gap: float  # over the tokens chosen (see sampling.Choice): below 1e-3, another layout may choose others
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The next piece of the text after prompt `number`; the last one of a prompt has its result."""
+
+    number: int
+    text: str
+    result: Result | None = None
+
+
+@dataclasses.dataclass
+class Figures:
+    """What generation took so far; compilation is not in it."""
+
+    cache_bytes_per_device: int
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    decoded_tokens: int = 0  # new tokens but the first of each prompt, which prefill gives
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    first_token_s: float = 0.0  # of the first batch, from the call to its first tokens
+    smallest_gap: float = float("inf")
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
+
+    def __str__(self) -> str:
+        decode = f", decode {self.decode_tokens_per_s:,.1f} tokens/s" if self.decoded_tokens else ""
+        return (
+            f"{self.new_tokens:,} tokens: prefill {self.prefill_tokens_per_s:,.1f} tokens/s{decode}, first token after "
+            f"{self.first_token_s:.3f} s, cache {self.cache_bytes_per_device:,} bytes per device, "
+            f"smallest gap {self.smallest_gap:.2g}"
+        )
+
+
+def plan(
+    config: Config, rules: Rules, devices: Sequence[Any], platform: str, prompts: Sequence[Sequence[int]],
+    *, new_tokens: int, batch: int, tokenizer: Tokenizer | None = None, places: Sequence[str] = (),
+) -> tuple[Programs, list[str]]:  # fmt: skip
+    """The programs that generate `new_tokens` tokens after each of `prompts`, `batch` at a time, and what the user is
+    told of them. Nothing is compiled or allocated.
+
+    `places` says where each prompt stands, for messages. Raises InputError for prompts, a tokenizer or rules that do
+    not fit.
+    """
+    check_prompts(config, prompts, new_tokens, places)
+    if tokenizer:
+        check_tokenizer(config, tokenizer)
+    if batch < 1:
+        raise InputError(f"batch={batch}: at least one prompt at a time\n  fix   --batch=8")
+    longest = max(map(len, prompts))
+    asked = min(batch, len(prompts))
+    sizes = programs.sizes(rules, asked, longest, new_tokens, rules.attention[platform])
+    arrays, warnings = programs.checked(config, rules, platform, sizes)
+    notes = [f"warning: {warning}" for warning in warnings]
+    if sizes.rows > asked:
+        split = ", ".join(dict.fromkeys(row.place for row in rules.rows if row.axis == "batch" and row.mesh_axes))
+        notes.append(
+            f"a batch of {asked} is padded to {sizes.rows} rows, whose results are thrown away ({split}); "
+            f"{sizes.rows} prompts at a time cost the same"
+        )
+    return programs.build(config, rules, arrays, devices, sizes), notes
+
+
+def check_prompts(
+    config: Config, prompts: Sequence[Sequence[int]], new_tokens: int, places: Sequence[str] = ()
+) -> None:
+    """Raises InputError that lists every prompt that is empty or, with its answer, longer than the model's context."""
+    context = config.model.context
+    places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+    if new_tokens < 1:
+        raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for 1 or more")
+    if not prompts:
+        raise InputError("there is no prompt\n  fix   give one, or a file with some")
+    wrong = [f"{place}: empty" for place, prompt in zip(places, prompts, strict=True) if not len(prompt)]
+    fixes = ["give at least one token to go on from"] * bool(wrong)
+    long = [(place, len(prompt)) for place, prompt in zip(places, prompts, strict=True)
+            if len(prompt) + new_tokens > context]  # fmt: skip
+    wrong += [
+        f"{place}: {length:,} tokens and {new_tokens:,} new ones are more than model.context={context:,}"
+        for place, length in long
+    ]
+    if long:
+        room = context - max(length for _, length in long)
+        less = f", or ask for {room:,} new ones" if room > 0 else ""
+        fixes.append(f"shorten the prompt to {max(context - new_tokens, 0):,} tokens{less}")
+    if wrong:
+        raise InputError("\n".join([*wrong, *(f"  fix   {fix}" for fix in fixes)]))
+
+
+def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises InputError where the tokenizer has ids that the model has no embedding for."""
+    if tokenizer.vocab_size > config.model.vocab:
+        raise InputError(
+            f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size:,} tokens, more than "
+            f"model.vocab={config.model.vocab:,}\n  fix   set data.tokenizer to the one that the model was trained with"
+        )
+
+
+class Generator:
+    """Compiled programs and the weights they run with: generates after any number of prompts."""
+
+    def __init__(self, built: Programs, params: Any, tokenizer: Tokenizer, say: Say = lambda _: None):
+        """`params`: placed as `built.abstract_params`."""
+        self.programs, self.params, self.tokenizer = built, params, tokenizer
+        began = time.perf_counter()
+        self._prefill = programs.compiled(built.lower_prefill(), built.rules, built.mesh)
+        self._decode = programs.compiled(built.lower_decode(), built.rules, built.mesh)
+        say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
+        self.figures = Figures(built.cache_bytes_per_device)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        sampling: Sampling | None = None,
+        stops: Sequence[str] = (),
+        ends: Collection[int] | None = None,
+        first_number: int = 0,
+    ) -> Iterator[Piece]:
+        """The pieces of text after each prompt, as they come; prompts are numbered from `first_number`.
+
+        A text ends before a stop string, at a token of `ends` (by default the tokenizer's end), or after `new_tokens`
+        tokens. A prompt's text depends on its number and the seed, not on the prompts beside it.
+        """
+        check_prompts(self.programs.config, prompts, new_tokens)
+        sampling = sampling or Sampling()
+        sizes = self.programs.sizes
+        longest = max(map(len, prompts))
+        assert longest <= sizes.prompt and sizes.prompt + new_tokens - 1 <= sizes.slots, (longest, new_tokens, sizes)
+        ends = frozenset((self.tokenizer.end,) if ends is None else ends)
+        for first in range(0, len(prompts), sizes.rows):
+            batch = prompts[first : first + sizes.rows]
+            texts = [_Text(first_number + first + i, self.tokenizer, prompt, stops, ends, new_tokens)
+                     for i, prompt in enumerate(batch)]  # fmt: skip
+            for choice in self._choices(batch, first_number + first, new_tokens, sampling, texts):
+                tokens, gaps = np.asarray(choice.tokens_B), np.asarray(choice.gap_B)
+                for text, token, gap in zip(texts, tokens.tolist(), gaps.tolist(), strict=False):
+                    if text.result is None:
+                        self.figures.new_tokens += 1
+                        self.figures.smallest_gap = min(self.figures.smallest_gap, gap)
+                        yield text.add(token, gap)
+
+    def results(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Result]:
+        """The results alone, in the order of the prompts; `options` as for `generate`."""
+        found = {piece.number: piece.result for piece in self.generate(prompts, **options) if piece.result}
+        return [found[number] for number in sorted(found)]
+
+    def _choices(
+        self, batch: Sequence[Sequence[int]], number: int, new_tokens: int, sampling: Sampling, texts: "list[_Text]"
+    ) -> Iterator[Choice]:
+        """The choices of each step until all `texts` have ended, each fetched while the devices do the next step."""
+        figures, settings = self.figures, sampling.settings
+        began = time.perf_counter()
+        carried, choice = self._prefill(self.params, self._placed(batch, number), settings)
+        for step in range(new_tokens):
+            following = None
+            if step + 1 < new_tokens:
+                carried, following = self._decode(self.params, carried, settings)
+            choice = jax.device_get(choice)
+            taken_s = time.perf_counter() - began
+            open_rows = sum(text.result is None for text in texts)
+            if step:
+                figures.decode_s += taken_s
+                figures.decoded_tokens += open_rows
+            else:
+                figures.first_token_s = figures.first_token_s or taken_s
+                figures.prefill_s += taken_s
+                figures.prompt_tokens += sum(map(len, batch))
+            yield choice
+            if all(text.result for text in texts):
+                return  # what `following` holds is not needed
+            choice, began = following, time.perf_counter()
+
+    def _placed(self, batch: Sequence[Sequence[int]], number: int) -> Prompts:
+        """The prompts on the devices; rows that nobody asked for hold one token of padding."""
+        sizes, abstract = self.programs.sizes, self.programs.abstract_prompts
+        tokens_BT = np.zeros((sizes.rows, sizes.prompt), np.int32)
+        start_B = np.full(sizes.rows, sizes.prompt - 1, np.int32)
+        for row, prompt in enumerate(batch):
+            start_B[row] = sizes.prompt - len(prompt)
+            tokens_BT[row, start_B[row] :] = prompt
+        numbers_B = number + np.arange(sizes.rows, dtype=np.int32)
+        host = Prompts(tokens_BT, start_B, numbers_B)
+        return Prompts(*(place(x, like.sharding) for x, like in zip(host, abstract, strict=True)))
+
+
+def place(x: np.ndarray, sharding: Any) -> jax.Array:
+    """An array that every process has all of, on the devices of all of them."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda piece: x[piece])
+
+
+class _Text:
+    """The text after one prompt while it grows."""
+
+    def __init__(
+        self, number: int, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str],
+        ends: Collection[int], new_tokens: int,
+    ):  # fmt: skip
+        self.number, self.result = number, None
+        self._pieces, self._stops = Pieces(tokenizer, prompt), Stops(stops)
+        self._ends, self._room = ends, new_tokens
+        self._tokens: list[int] = []
+        self._text, self._gap = "", float("inf")
+
+    def add(self, token: int, gap: float) -> Piece:
+        """The piece that the token adds, with the result if the text ends with it."""
+        self._gap = min(self._gap, gap)
+        if token in self._ends:
+            return self._end("", "end")
+        self._tokens.append(token)
+        piece, stopped = self._stops.add(self._pieces.add(token))
+        if stopped:
+            return self._end(piece, "stop", whole=True)
+        if len(self._tokens) == self._room:
+            return self._end(piece, "length")
+        self._text += piece
+        return Piece(self.number, piece)
+
+    def _end(self, piece: str, reason: str, whole: bool = False) -> Piece:
+        if not whole:
+            more, stopped = self._stops.add(self._pieces.rest())
+            piece += more if stopped else more + self._stops.rest()
+            reason = "stop" if stopped else reason
+        self._text += piece
+        self.result = Result(self._text, self._tokens, reason, self._gap)
+        return Piece(self.number, piece, self.result)

@@ -1,0 +1,99 @@
+"""Prompts from JSONL files, and results to them."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from gspmd_lm.config import InputError, read_text
+from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.infer.generate import Piece
+
+Render = Callable[[Any], Sequence[int] | np.ndarray]  # a line's messages -> the ids of the prompt; raises InputError
+SHOWN = 20  # problems of one file
+
+
+class Line(NamedTuple):
+    """One line of a file of prompts."""
+
+    place: str  # prompts.jsonl:3
+    fields: dict[str, Any]
+    tokens: Sequence[int]
+
+
+def objects(path: Path, wrong: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the object of each line that is not blank; what is no object is noted in `wrong`.
+
+    Raises InputError where the file cannot be read or is not UTF-8.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        place = f"{path}:{number}"
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            wrong.append(f"{place}: not JSON ({error})")
+            continue
+        if isinstance(fields, dict):
+            yield place, fields
+        else:
+            wrong.append(f"{place}: a {type(fields).__name__}, not an object")
+
+
+def refuse(path: Path, wrong: Sequence[str], found: Sequence[Any], fix: str) -> None:
+    """Raises InputError where lines are wrong or there are none."""
+    if wrong:
+        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        raise InputError("\n".join([*wrong[:SHOWN], *more, f"  fix   {fix}"]))
+    if not found:
+        raise InputError(f"{path}: no lines\n  fix   {fix}")
+
+
+def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None) -> list[Line]:
+    """The prompts of a file. `render` makes prompts of "messages"; without it they are an error.
+
+    Raises InputError that lists every line without a prompt that can be used.
+    """
+    path, wrong, found = Path(path), [], []
+    for place, fields in objects(path, wrong):
+        if "prompt" in fields and "messages" in fields:
+            wrong.append(f"{place}: both prompt and messages")
+        elif "messages" in fields and render is None:
+            wrong.append(f"{place}: messages, but data.tokenizer has no chat template")
+        elif "messages" in fields and render:
+            try:
+                found.append(Line(place, fields, _ids(render(fields["messages"]))))
+            except InputError as error:
+                wrong.append(f"{place}: {error}")
+        elif not isinstance(fields.get("prompt"), str):
+            wrong.append(f"{place}: prompt is {'missing' if 'prompt' not in fields else 'not text'}")
+        elif not fields["prompt"]:
+            wrong.append(f"{place}: prompt is empty")
+        else:
+            found.append(Line(place, fields, _ids(tokenizer.encode_prompt(fields["prompt"]))))
+    refuse(path, wrong, found, 'write one object such as {"prompt": "..."} or {"messages": [...]} on each line')
+    return found
+
+
+def _ids(ids: Sequence[int] | np.ndarray) -> list[int]:
+    return np.asarray(ids).tolist()
+
+
+def write(lines: Sequence[Line], pieces: Iterable[Piece], out: TextIO) -> None:
+    """Writes each line's fields with its text, finish_reason and number of tokens, in order and as soon as they are
+    there. `pieces`: what Generator.generate gives for the lines' tokens."""
+    waiting: dict[int, Piece] = {}
+    at = 0
+    for piece in pieces:
+        if piece.result:
+            waiting[piece.number] = piece
+        while at in waiting:
+            result = waiting.pop(at).result
+            assert result
+            about = {"text": result.text, "finish_reason": result.finish_reason, "tokens": len(result.tokens)}
+            out.write(json.dumps(lines[at].fields | about, ensure_ascii=False) + "\n")
+            out.flush()
+            at += 1

@@ -1,0 +1,275 @@
+"""How likely given texts are: log-likelihoods of continuations, and loss, perplexity and bits per byte of a text."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.sharding import Mesh
+
+from gspmd_lm import mesh as meshes
+from gspmd_lm.axes import like, placed_by, scope, shard, split, use
+from gspmd_lm.config import Config, InputError
+from gspmd_lm.config import Model as ModelConfig
+from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.infer.generate import place
+from gspmd_lm.infer.lines import objects, refuse
+from gspmd_lm.infer.programs import compiled, lacking, whole_pieces
+from gspmd_lm.model import loss
+from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.transformer import decode
+from gspmd_lm.placement import MeshPlacement, problems, record
+from gspmd_lm.rules import Problem, Remat, Rules, check
+from gspmd_lm.train.state import Arrays, arrays, pairs
+
+NO_TARGET = -1
+
+
+class Rows(NamedTuple):
+    """A batch of texts, each followed by padding: int32 [B, T]. Only targets that are not negative are scored."""
+
+    tokens_BT: Any
+    targets_BT: Any
+
+
+class Scores(NamedTuple):
+    """Sums over a row's targets."""
+
+    log_likelihood_B: Any  # float32
+    missed_B: Any  # int32: targets that were not the most likely token
+
+
+class Request(NamedTuple):
+    """Tokens of which the last `scored` are scored, each given all before it."""
+
+    tokens: Sequence[int]
+    scored: int
+
+
+class Score(NamedTuple):
+    """Of one request."""
+
+    log_likelihood: float
+    tokens: int
+    greedy: bool  # whether every token scored was the most likely one
+
+
+class Text(NamedTuple):
+    """Of a whole text."""
+
+    loss: float  # nats per token
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+
+
+def score(cfg: ModelConfig, params: Any, rows: Rows) -> Scores:
+    """The scores of each row; logits are made for one chunk of the sequence after the other, never all at once."""
+    B, T = rows.tokens_BT.shape
+    positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    batch = {"tokens": rows.tokens_BT, "positions": positions_BT, "row": jnp.arange(B, dtype=jnp.int32)}
+    x_BTD, table, bias = decode(cfg, params, batch)
+    with scope("of", "loss"):
+        chunks = loss._chunks(T, B // split("block_input", "batch").pieces)
+        x_CBTD = loss._chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
+        table_VD, bias_V = use(table), None if bias is None else use(bias)
+        vocab_V = jnp.arange(cfg.vocab_rows)
+
+        def chunk(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Scores]:
+            x_BTD, targets_BT = inputs
+            logits_BTV = loss._logits(x_BTD, table_VD, bias_V, cfg)
+            highest_BT = logits_BTV.max(-1)
+            log_z_BT = highest_BT + jnp.log(jnp.exp(logits_BTV - highest_BT[..., None]).sum(-1))
+            # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
+            target_BT = jnp.where(vocab_V == targets_BT[..., None], logits_BTV, 0).sum(-1)
+            scored_BT = targets_BT >= 0
+            missed_BT = scored_BT & (target_BT < highest_BT)
+            return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))
+
+        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss._chunked(rows.targets_BT, chunks)))
+    return Scores(*(rearrange(x, "C B -> B C").sum(-1) for x in found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The scoring program of a config under rules on a mesh, for batches of `rows` texts of up to `seq` tokens."""
+
+    config: Config
+    rules: Rules
+    arrays: Arrays
+    mesh: Mesh
+    rows: int
+    seq: int
+
+    @functools.cached_property
+    def placement(self) -> MeshPlacement:
+        """Without remat: nothing runs backward."""
+        return MeshPlacement(dataclasses.replace(self.rules, remat=Remat()), self.mesh)
+
+    @functools.cached_property
+    def abstract_params(self) -> Any:
+        """The weights' shapes and shardings: what a checkpoint is restored into."""
+        shardings = self.placement.shardings("weights", self.arrays.named_params, self.arrays.params)
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), self.arrays.params, shardings
+        )
+
+    @functools.cached_property
+    def abstract_rows(self) -> Rows:
+        """The shapes and shardings of a batch."""
+        shape = self.rows, self.seq
+        sharding = self.placement.sharding("rules", "tokens", ("batch", "seq"), shape)
+        one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        return Rows(one, one)
+
+    def lower(self) -> jax.stages.Lowered:
+        """(params, Rows) -> Scores, on every device."""
+        whole = self.placement.sharding("rules", "", (), ())
+        jitted = jax.jit(self._score, out_shardings=Scores(whole, whole))
+        return jitted.trace(self.abstract_params, self.abstract_rows).lower()
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+            yield
+
+    def _score(self, params: Any, rows: Rows) -> Scores:
+        with self._traced():
+            return score(self.config.model, params, rows)
+
+
+def build(
+    config: Config, rules: Rules, devices: Sequence[Any], platform: str, rows: int, seq: int
+) -> tuple[Program, list[Problem]]:
+    """The program for at least `rows` texts of at least `seq` tokens at a time, and the warnings about the rules.
+
+    Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
+    """
+    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform])
+    found, cfg = arrays(config), config.model
+    one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+    paths = {leaf.path for leaf, _ in pairs(found.named_params, found.params)}
+    recorded = record(lambda params, rows: score(cfg, params, rows), found.params, Rows(one, one))
+    # How long a chunk of logits is, is decided when the batch is split.
+    activations = {
+        name: (axes, shape) if name != "logits" else (axes[::2], shape[::2])
+        for name, (axes, shape) in recorded.items()
+        if name not in paths
+    }
+    more = problems(rules, pairs(found.named_params, found.params), activations, [])
+    warnings = check([*more, *lacking(config, rules, platform, seq, segments=False)])
+    return Program(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
+
+
+class Scorer:
+    """The compiled program and the weights it runs with."""
+
+    def __init__(self, built: Program, params: Any, tokenizer: Tokenizer):
+        """`params`: placed as `built.abstract_params`."""
+        self.program, self.params, self.tokenizer = built, params, tokenizer
+        self._run = compiled(built.lower(), built.rules, built.mesh)
+
+    def scores(self, requests: Sequence[Request]) -> Iterator[Score]:
+        """The score of each request, in order. The next batch is on its way while one is read."""
+        pending: tuple[Sequence[Request], Scores] | None = None
+        for first in range(0, len(requests), self.program.rows):
+            batch = requests[first : first + self.program.rows]
+            running = batch, self._run(self.params, self._placed(batch))
+            if pending:
+                yield from _read(*pending)
+            pending = running
+        if pending:
+            yield from _read(*pending)
+
+    def text(self, text: str) -> Text:
+        """Loss, perplexity and bits per byte of a text, in windows of the program's length that do not overlap.
+
+        Every token is scored once: the first one given what the tokenizer begins texts with, else its end-of-text
+        token, the first one of each later window given the token before it.
+        """
+        ids = self.tokenizer.encode(text.encode())
+        if not len(ids):
+            raise InputError("the text is empty: there is nothing to score\n  fix   give a text")
+        lead = [self.tokenizer.end, *self.tokenizer.encode_prompt("").tolist()][-1]
+        return measures(list(self.scores(windows(ids, lead, self.program.seq))), len(text.encode()))
+
+    def _placed(self, batch: Sequence[Request]) -> Rows:
+        shape = self.program.rows, self.program.seq
+        tokens_BT, targets_BT = np.zeros(shape, np.int32), np.full(shape, NO_TARGET, np.int32)
+        for row, (tokens, scored) in enumerate(batch):
+            length = len(tokens) - 1
+            tokens_BT[row, :length] = tokens[:-1]
+            targets_BT[row, length - scored : length] = tokens[len(tokens) - scored :]
+        return Rows(*(place(x, like.sharding) for x, like in zip((tokens_BT, targets_BT), self.program.abstract_rows,
+                                                                strict=True)))  # fmt: skip
+
+
+def _read(batch: Sequence[Request], scores: Scores) -> Iterator[Score]:
+    fetched = jax.device_get(scores)
+    for request, log_likelihood, missed in zip(batch, *(x.tolist() for x in fetched), strict=False):
+        yield Score(log_likelihood, request.scored, missed == 0)
+
+
+def windows(ids: Sequence[int] | np.ndarray, lead: int, seq: int) -> list[Request]:
+    """Requests that score each of `ids` once, `seq` at a time, the first one given `lead`."""
+    whole = [lead, *np.asarray(ids).tolist()]
+    return [Request(piece := whole[at : at + seq + 1], len(piece) - 1) for at in range(0, len(ids), seq)]
+
+
+def measures(scores: Sequence[Score], size_bytes: int) -> Text:
+    """What the scores of a text's windows add up to."""
+    tokens = sum(one.tokens for one in scores)
+    nats = -math.fsum(one.log_likelihood for one in scores)
+    return Text(nats / tokens, math.exp(min(nats / tokens, 700)), nats / math.log(2) / size_bytes, tokens, size_bytes)
+
+
+class Line(NamedTuple):
+    """One line of a file of continuations."""
+
+    fields: dict[str, Any]
+    request: Request
+
+
+def read(path: str | Path, tokenizer: Tokenizer, context: int) -> list[Line]:
+    """The requests of a JSONL file of {"prompt": ..., "continuation": ...}.
+
+    Both are encoded together, spaces at the end of a prompt as part of the continuation, as EleutherAI's evaluation
+    harness has it. An empty prompt is what the tokenizer begins texts with, else its end-of-text token.
+
+    Raises InputError that lists every wrong line.
+    """
+    path, wrong, found = Path(path), [], []
+    for where, fields in objects(path, wrong):
+        lacking = [name for name in ("prompt", "continuation") if not isinstance(fields.get(name), str)]
+        if lacking:
+            wrong.append(f"{where}: no text in {' and '.join(lacking)}")
+            continue
+        prompt, continuation = fields["prompt"], fields["continuation"]
+        before = tokenizer.encode_prompt(prompt.rstrip()).tolist()
+        whole = tokenizer.encode_prompt(prompt + continuation).tolist()
+        if not before:
+            whole, before = [tokenizer.end, *whole], [tokenizer.end]
+        if not continuation or len(whole) <= len(before):
+            wrong.append(f"{where}: continuation is empty")
+        elif len(whole) - 1 > context:
+            wrong.append(f"{where}: {len(whole):,} tokens do not fit model.context={context:,}")
+        else:
+            found.append(Line(fields, Request(whole, len(whole) - len(before))))
+    refuse(path, wrong, found, 'write one object such as {"prompt": "...", "continuation": "..."} on each line')
+    return found
+
+
+def write(lines: Sequence[Line], scores: Iterator[Score], out: TextIO) -> None:
+    """Writes each line's fields with log_likelihood, the number of tokens scored and greedy."""
+    for line, found in zip(lines, scores, strict=True):
+        out.write(json.dumps(line.fields | found._asdict(), ensure_ascii=False) + "\n")
+        out.flush()

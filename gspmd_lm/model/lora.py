@@ -1,0 +1,55 @@
+"""The adapters in a tree shaped like the parameters: apart from the weights, put back, or merged into them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from gspmd_lm import config
+from gspmd_lm.axes import ADAPTERS
+
+Tree = dict[str, Any]  # nested, with anything for leaves
+
+
+def adapters(params: Tree) -> Tree:
+    """The adapters alone."""
+    return unflatten_dict({path: leaf for path, leaf in flatten_dict(params).items() if path[-1] in ADAPTERS})
+
+
+def weights(params: Tree) -> Tree:
+    """Everything but the adapters."""
+    return unflatten_dict({path: leaf for path, leaf in flatten_dict(params).items() if path[-1] not in ADAPTERS})
+
+
+def joined(left: Tree, right: Tree) -> Tree:
+    """One tree of two; what both have is the right one's."""
+    return unflatten_dict(flatten_dict(left) | flatten_dict(right))
+
+
+def split(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
+    """What training leaves alone, and what it changes: the adapters of a model that has some, else everything."""
+    return (weights(params), adapters(params)) if cfg.lora else ({}, params)
+
+
+def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
+    """Parameters without adapters that compute the same, and their model: each adapter's product is added to its
+    weight, in float32, and the sum cast to the weight's dtype.
+    """
+    if not cfg.lora:
+        return params, cfg
+    flat, scale = flatten_dict(params), cfg.lora.scale
+
+    def sum_of(path: tuple[str, ...], weight: jax.Array) -> jax.Array:
+        *module, name = path
+        if (*module, f"{name}_a") not in flat:
+            return weight
+        a, b = (flat[*module, f"{name}_{part}"].astype(jnp.float32) for part in "ab")
+        layers = a.shape[: a.ndim + b.ndim - 2 - weight.ndim]  # of weights that are stacked
+        a, b = a.reshape(*layers, -1, a.shape[-1]), b.reshape(*layers, a.shape[-1], -1)
+        added = scale * jnp.matmul(a, b, precision="highest").reshape(weight.shape)
+        return (weight.astype(jnp.float32) + added).astype(weight.dtype)
+
+    found = {path: sum_of(path, weight) for path, weight in flatten_dict(weights(params)).items()}
+    return unflatten_dict(found), dataclasses.replace(cfg, lora=None)

@@ -1,0 +1,62 @@
+"""The weights that a run begins with: those of another workdir (train.init_from)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from etils import epath
+
+from gspmd_lm import checkpoint
+from gspmd_lm import config as configs
+from gspmd_lm.config import Config, InputError
+from gspmd_lm.model import lora
+from gspmd_lm.train import state
+from gspmd_lm.train.step import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A workdir that has checkpoints, whose newest weights are to be those of a run."""
+
+    workdir: epath.Path
+    config: Config  # the run's, but with the adapters that the workdir's weights have
+
+    def restore(self, step: Step) -> tuple[int, Any]:
+        """The number of the checkpoint and its weights where the run will hold them, its adapters merged into them.
+
+        Raises InputError where they are not weights of the run's model, with every difference.
+        """
+        model, arrays = self.config.model, state.arrays(self.config)
+        shardings = step.placement.shardings("weights", arrays.named_params, arrays.params)
+        with checkpoint.of_run(self.workdir, self.config) as checkpoints:
+            found = checkpoints.restore_weights(step.placed(arrays.params, shardings))
+        assert found is not None, "find() has seen a checkpoint"
+        number, params = found
+        if not model.lora:
+            return number, params
+
+        def merged(weights: Any, adapters: Any) -> Any:
+            return lora.merged(lora.joined(weights, adapters), model)[0]
+
+        merge = jax.jit(merged, out_shardings=lora.weights(shardings), donate_argnums=0)
+        return number, merge(lora.weights(params), lora.adapters(params))
+
+
+def find(config: Config) -> Source:
+    """The workdir that train.init_from names; only names are read. Raises InputError where it has no checkpoint."""
+    path = config.train.init_from
+    workdir = epath.Path(path).expanduser()
+    place = f"train.init_from: {path}"
+    described = workdir / "config.yaml"
+    adapters = configs.load(str(described)).model.lora if described.exists() else None
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=adapters))
+    with checkpoint.of_run(workdir, config) as checkpoints:
+        if checkpoints.steps():
+            return Source(workdir, config)
+    if (workdir / "config.json").exists():
+        raise InputError(
+            f"{place}: a Hugging Face directory, not a workdir\n"
+            f"  fix   python main.py convert --from={path} --workdir=W, then train.init_from: W"
+        )
+    what = "has no checkpoint" if workdir.exists() else "there is no such directory"
+    raise InputError(f"{place}: {what}\n  fix   give the workdir of a run, or of python main.py convert")

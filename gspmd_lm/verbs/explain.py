@@ -1,0 +1,52 @@
+"""explain and compare: what layouts cost on hardware that need not be here."""
+
+import json
+import sys
+from pathlib import Path
+
+from absl import flags
+from rich.console import Console
+
+from gspmd_lm import config as configs
+from gspmd_lm import rules as rules_files
+from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm.foresight import compile
+from gspmd_lm.foresight import target as targets
+
+
+def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
+    """Prints the reports of `layouts` and of --rules, and writes what was asked for."""
+    layouts = [*filter(None, (values.rules or "").split(",")), *layouts]
+    if not layouts or values.target is None:
+        lacking = "--target" if layouts else "--rules"
+        raise InputError(f"{verb} needs {lacking}\n  fix   {verb} --rules=fsdp8 --target=v5p:2x2x2 (or cpu:8, h100:8)")
+    config = configs.load(values.config, values.set)
+    rules = [rules_files.load(name, values.mesh) for name in layouts]
+    target = targets.parse(values.target)
+    if values.phase not in compile.PHASES:
+        known = ", ".join(compile.PHASES)
+        raise InputError(f"--phase={values.phase}: no such phase{did_you_mean(values.phase, compile.PHASES)}\n"
+                         f"  fix   use one of {known}")  # fmt: skip
+    if values.export and values.phase != "train":
+        raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
+    outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
+    if values.export and len(layouts) > 1:
+        raise InputError(f"--export={values.export}: holds one executable\n  fix   give one rules file")
+    for path in outputs:
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: there is no folder {path.parent}\n  fix   make it, or name another")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # shapes are worked out here; no accelerator that may be here is touched
+    from gspmd_lm.foresight import explain, page, report, terminal
+
+    waiting = Console(stderr=True, highlight=False)
+    say = lambda line: waiting.print(line, soft_wrap=True, markup=False)  # noqa: E731
+    export = Path(values.export) if values.export else None
+    found = explain.reports(config, rules, target, say, export, values.phase)
+    terminal.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    if values.json:
+        Path(values.json).write_text(json.dumps(report.to_json(found), indent=1) + "\n", encoding="utf-8")
+    if values.html:
+        Path(values.html).write_text(page.render(found), encoding="utf-8")
+    return 0

@@ -1,0 +1,106 @@
+"""generate: text after prompts, streamed to the terminal or as JSONL."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from gspmd_lm import checkpoint, runtime
+from gspmd_lm.config import InputError
+from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.infer import generate, lines
+from gspmd_lm.infer.sampling import Sampling
+from gspmd_lm.verbs import session
+
+
+def run(values: flags.FlagValues) -> int:
+    """Generates after --prompt, or after each line of --prompts."""
+    workdir = session.needs(values, "workdir", "generate --workdir=DIR, where convert or train left a checkpoint")
+    if bool(values.prompt) == bool(values.prompts):
+        raise InputError("generate needs a prompt\n  fix   give either --prompt=TEXT or --prompts=FILE.jsonl")
+    if values.output and not values.prompts:
+        raise InputError(f"--output={values.output}: for the results of --prompts=FILE.jsonl\n  fix   drop it")
+    sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
+    here = session.begin(values, stderr=True)
+    config = here.config
+    tokens = tokenizer.load(config.data.tokenizer)
+    prompts = _prompts(values, config.data.tokenizer, tokens)
+    built, notes = generate.plan(
+        config, here.rules, here.devices, here.machine.platform, [line.tokens for line in prompts],
+        new_tokens=values.max_new_tokens, batch=values.batch, tokenizer=tokens,
+    )  # fmt: skip
+    for note in notes:
+        here.say(note)
+    runtime.enable_compile_cache(values.compile_cache)
+    params = restored(here, workdir, built.abstract_params, values.step)
+    generator = generate.Generator(built, params, tokens, here.say)
+    pieces = generator.generate(
+        [line.tokens for line in prompts],
+        new_tokens=values.max_new_tokens,
+        sampling=sampling,
+        stops=values.stop,
+        ends=chat.stop_ids(config.data.tokenizer),
+    )
+    if not here.machine.is_main:
+        for _ in pieces:  # every process takes part
+            pass
+    elif values.output:
+        with open(values.output, "w", encoding="utf-8") as out:
+            lines.write(prompts, pieces, out)
+    elif values.prompts:
+        lines.write(prompts, pieces, sys.stdout)
+    else:
+        _stream(pieces, len(prompts))
+    here.say(str(generator.figures))
+    return 0
+
+
+def restored(here: session.Session, workdir: str, abstract_params: Any, step: int | None) -> Any:
+    """The weights of a workdir, placed. Raises InputError where there are none."""
+    with checkpoint.of_run(workdir, here.config, here.say) as checkpoints:
+        found = checkpoints.restore_weights(abstract_params, step)
+    if found is None:
+        raise InputError(
+            f"{workdir}: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR --workdir={workdir}"
+        )
+    return found[1]
+
+
+def _prompts(values: flags.FlagValues, name: str, tokens: tokenizer.Tokenizer) -> list[lines.Line]:
+    """The prompts of the flags or of the file, encoded."""
+    chats = chat.Chat(name) if values.chat else None
+    if values.prompts:
+        render = chats.prompt if chats else None if name == "bytes" else _late_chat(name)
+        return lines.read(values.prompts, tokens, render)
+    found = []
+    for number, text in enumerate(values.prompt, 1):
+        ids = chats.prompt([{"role": "user", "content": text}]) if chats else tokens.encode_prompt(text)
+        found.append(lines.Line(f"--prompt {number}", {}, ids.tolist()))
+    return found
+
+
+def _late_chat(name: str) -> Any:
+    """Renders messages; the template is read when there are some."""
+    found: list[chat.Chat] = []
+
+    def render(messages: Sequence[Any]) -> Any:
+        if not found:
+            found.append(chat.Chat(name))
+        return found[0].prompt(messages)
+
+    return render
+
+
+def _stream(pieces: Any, count: int) -> None:
+    """Prints one text as it comes; of several, each when it is whole."""
+    whole: dict[int, str] = {}
+    for piece in pieces:
+        if count == 1:
+            print(piece.text, end="", flush=True)
+        elif piece.result:
+            whole[piece.number] = piece.result.text
+    for number in sorted(whole):
+        print(f"--- {number + 1}\n{whole[number]}")
+    if count == 1:
+        print()

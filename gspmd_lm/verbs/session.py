@@ -1,0 +1,101 @@
+"""What every verb that computes begins with: the config, the rules and the machine, found and checked."""
+
+import dataclasses
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from etils import epath
+from rich.console import Console
+
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm import runtime
+from gspmd_lm.config import Config, InputError
+from gspmd_lm.data.sources import Progress
+from gspmd_lm.rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """One process of a run of the command line."""
+
+    config: Config
+    rules: Rules  # filled
+    machine: runtime.Runtime
+    devices: list[Any]
+    console: Console
+    workdir: epath.Path | None
+
+    def say(self, message: str) -> None:
+        if self.machine.is_main:
+            self.console.print(message, soft_wrap=True, highlight=False, markup=False)
+
+
+def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool = False) -> Session:
+    """Starts jax on what the flags and the rules ask for. `config`: instead of the one that flags or workdir name.
+
+    stderr: what is said goes there, because stdout is for results.
+    """
+    log = logging.getLogger("gspmd_lm")  # what a process waits for, and what it found odd
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+    workdir = epath.Path(values.workdir) if values.workdir else None
+    if config is None:
+        config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
+    rules = layouts.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
+    processes = values.num_processes or 1
+    wanted = rules.devices if rules.devices > 0 else values.devices
+    machine = runtime.start(
+        platform=values.platform,
+        simulated_devices=max(1, wanted // processes),
+        coordinator=values.coordinator,
+        num_processes=values.num_processes,
+        process_id=values.process_id,
+    )
+    import jax
+
+    devices = jax.devices()
+    if rules.devices == 1 and machine.process_count == 1:
+        devices = devices[:1]
+    watched = sys.stderr if stderr else sys.stdout
+    console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160)
+    return Session(config, rules.fill(len(devices)), machine, devices, console, workdir)
+
+
+def needs(values: flags.FlagValues, flag: str, example: str) -> str:
+    """The value of a flag that a verb cannot do without. Raises InputError."""
+    value = getattr(values, flag)
+    if value is None:
+        raise InputError(f"--{flag} is missing\n  fix   {example}")
+    return value
+
+
+def _file(given: str | None, workdir: object, name: str) -> str | None:
+    """What the user gave, else the file of that name that an earlier run left in the workdir."""
+    if given is None and workdir is not None and (Path(str(workdir)) / name).is_file():
+        return str(Path(str(workdir)) / name)
+    return given
+
+
+def progress(console: Console) -> Progress:
+    """Shows a long preparation as one line that rewrites itself, or as one line per stage where nobody watches."""
+    seen: set[str] = set()
+    last = 0.0
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last
+        share = f" {done / total:.0%}" if total else ""
+        if console.is_terminal and (time.monotonic() - last > 0.1 or done >= total):
+            last = time.monotonic()
+            end = "\n" if total and done >= total else "\r"
+            console.print(f"{what}: {done / 1e6:,.1f} MB{share}", end=end)
+        elif not console.is_terminal and what not in seen:
+            seen.add(what)
+            console.print(f"{what} ...")
+
+    return show

@@ -1,0 +1,119 @@
+"""train and eval: a run in a workdir, from its data to its checkpoints."""
+
+import datetime
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from etils import epath
+from rich.console import Console
+
+from gspmd_lm import runtime
+from gspmd_lm.config import Config, InputError
+from gspmd_lm.data import loader, sources, tokenizer
+from gspmd_lm.foresight import compile, explain, target, terminal
+from gspmd_lm.rules import Problem
+from gspmd_lm.train import loop, state, step, table
+from gspmd_lm.train.loop import Foresee, Foreseen
+from gspmd_lm.train.step import Step
+from gspmd_lm.verbs import session
+
+
+def run(verb: str, values: flags.FlagValues) -> int:
+    """Trains, or evaluates the held-out rows."""
+    profile = _profile(values.profile) if verb == "train" else None
+    if verb == "eval":
+        session.needs(values, "workdir", "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
+    here = session.begin(values)
+    config, rules, machine, console = here.config, here.rules, here.machine, here.console
+    arrays, warnings = state.checked(config, rules, machine.platform)
+    for warning in warnings:
+        here.say(f"warning: {warning}")
+    if verb == "train" and values.dry_run:
+        if machine.is_main:
+            table.show(config, rules, arrays, console)
+        return 0
+    if verb == "train" and values.train_tokenizer:
+        return _train_tokenizer(config, values.train_tokenizer, console)
+    if here.workdir is None and machine.process_count > 1:
+        raise InputError(
+            "each of several processes would choose its own workdir\n  fix   give all the same --workdir=DIR"
+        )
+    cache = runtime.enable_compile_cache(values.compile_cache)
+    workdir = here.workdir or epath.Path("runs") / _fresh_name(config.name, rules.name)
+    train_rows, held_out_rows = loader.open(config, session.progress(console) if machine.is_main else None)
+    if verb == "train":
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{workdir}: cannot be written ({error.strerror})\n  fix   --workdir=DIR") from error
+    built = step.build(config, rules, arrays, here.devices)
+    foresee = _foresee(built, warnings) if verb == "train" else None
+    executable = _executable(values.executable, built) if verb == "train" and values.executable else None
+    run = loop.Run(
+        built, train_rows, held_out_rows, workdir, machine, console, cache, profile, foresee, executable=executable
+    )
+    mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
+    simulated, several = "simulated " if machine.simulated else "", "s" * (len(here.devices) > 1)
+    run.say(f"{config.name}: {arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
+            f"{len(here.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
+    run.say(train_rows.description)
+    run.say(f"workdir {workdir}")
+    if verb == "eval":
+        run.evaluate(values.step)
+        return 0
+    run.train(config.train.steps if values.steps is None else values.steps)
+    run.say(f"metrics {workdir / 'metrics.jsonl'}, checkpoints {workdir / 'checkpoints'}")
+    return 0
+
+
+def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
+    """What a run asks once its step is compiled: what it will cost here, and whether it fits."""
+
+    def foresee(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> Foreseen:
+        here = target.of(list(built.mesh.devices.flat))
+        program = compile.described(built, compiled, options, here, trace_s, compile_s)
+        found = explain.report(built.config, built.rules, here, built.arrays, problems, program)
+        if not found.memory.fits:
+            page = io.StringIO()
+            terminal.show([found], Console(file=page, width=120))
+            raise InputError(
+                f"{page.getvalue()}the layout does not fit, and nothing was started\n"
+                "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
+            )
+        return Foreseen(
+            terminal.paragraph(found),
+            found.prediction.step_time_s if found.prediction else None,
+            found.memory.peak_bytes,
+            here.chip.peak_bf16_flops_per_s if here.chip else None,
+        )
+
+    return foresee
+
+
+def _executable(path: str, built: Step) -> Any:
+    here = target.of(list(built.mesh.devices.flat))
+    return compile.load(Path(path), compile.Request(built.config, built.rules, here, export=True))
+
+
+def _fresh_name(config: str, rules: str) -> str:
+    return f"{config}-{rules}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _profile(span: str | None) -> tuple[int, int] | None:
+    if span is None:
+        return None
+    start, colon, stop = span.partition(":")
+    if not colon or not start.isdigit() or not stop.isdigit() or int(start) >= int(stop):
+        raise InputError(f"--profile={span}: not two steps, the first before the second\n  fix   --profile=10:13")
+    return int(start), int(stop)
+
+
+def _train_tokenizer(config: Config, path: str, console: Console) -> int:
+    source = sources.open(config.data, session.progress(console))
+    trained = tokenizer.train(source.documents(), config.model.vocab, path)
+    console.print(f"{path}: {trained.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
+    console.print(f"use it with --set data.tokenizer={path}", soft_wrap=True)
+    return 0

@@ -1,0 +1,295 @@
+"""What `transformers` computes for tiny models of each family, as small golden files.
+
+    python -m tests.convert.references [NAME ...]
+
+needs torch and transformers (.[parity]). Weights are a function of a tensor's name and shape, so that a file holds only
+results. golden/NAME.npz has
+
+    about        JSON: config (config.json as transformers writes it), tensors (name -> shape, as on disk), salt,
+                 versions, loss, and for generation `prompts` (token ids), `tokens` (the 64 that greedy decoding adds to
+                 each prompt on its own, end of text ignored) and `gaps` (for each prompt, the smallest distance between
+                 the best two logits of a step)
+    logits       float32 [rows, seq, vocab] of `batch`, zero where there is no token
+    norms        float32, the norm of the loss's gradient by each tensor, in the order of `tensors`
+    samples      float32 [tensors, 32], entries of these gradients at `sampled`
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspmd_lm.convert import safetensors
+
+GOLDEN = Path(__file__).parent / "golden"
+SEQ, NEW_TOKENS, SAMPLES = 16, 64, 32
+LEAST_GAP = 5e-3  # between the best two logits of a greedy step, so that rounding decides nothing
+# Rows of the batch: the lengths of its documents, side by side; or what is left free before or after one.
+PACKED = ((9, 7), (5, 11))
+PADDED = ((5, 0), (0, 4))
+PROMPTS = (5, 9)
+
+_SMALL = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA = _SMALL | {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "max_position_embeddings": 96,
+}  # fmt: skip
+_WIDTHS = _SMALL | {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "max_position_embeddings": 96,
+}  # fmt: skip
+_GPT2 = _SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 96}
+_NEOX = _LLAMA | {"hidden_size": 64}
+_GLM = _LLAMA | {"hidden_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+# Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
+# are not hidden_size / heads, few key heads, caps that are reached.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA),
+    "llama3": ("llama", _LLAMA | {
+        "num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    }),
+    "mistral": ("mistral", _LLAMA | {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": 6}),
+    "qwen2": ("qwen2", _LLAMA | {
+        "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+    }),
+    "qwen3": ("qwen3", _LLAMA | {"num_key_value_heads": 8, "head_dim": 8}),
+    "gemma": ("gemma", _LLAMA | {"num_key_value_heads": 1, "head_dim": 8}),
+    "gemma2": ("gemma2", _LLAMA | {
+        "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0,
+    }),
+    "gemma3": ("gemma3_text", _LLAMA | {
+        "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 12,
+        "num_hidden_layers": 7, "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    "phi3": ("phi3", _LLAMA | {
+        "num_key_value_heads": 4, "hidden_size": 64, "sliding_window": 6, "partial_rotary_factor": 0.75,
+    }),
+    "glm": ("glm", _GLM),
+    "glm4": ("glm4", _GLM),
+    "gpt2": ("gpt2", _GPT2 | {"vocab_size": 97}),
+    "opt": ("opt", _WIDTHS | {"ffn_dim": 64}),
+    "bloom": ("bloom", _SMALL | {"hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    "falcon-7b": ("falcon", _WIDTHS),
+    "falcon-40b": ("falcon", _WIDTHS | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "gptj": ("gptj", _GPT2 | {"n_embd": 64, "rotary_dim": 4}),
+    "gptneox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
+    "gptneox-sequential": ("gpt_neox", _NEOX | {"use_parallel_residual": False}),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """What a golden file holds; see the top of this file."""
+
+    about: Mapping[str, Any]
+    logits: np.ndarray
+    norms: np.ndarray
+    samples: np.ndarray
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for name, shape in self.about["tensors"].items()}
+
+    @property
+    def batch(self) -> dict[str, np.ndarray]:
+        return batch(self.about["config"]["vocab_size"])
+
+    def folder(self, folder: Path, dtype: str = "float32") -> Path:
+        """`folder` with the config and the weights of the model, in a dtype."""
+        weights = {name: weight(name, shape, self.about["salt"]) for name, shape in self.tensors.items()}
+        return save(folder, dict(self.about["config"]), weights, dtype)
+
+
+def load(name: str) -> Golden:
+    """The golden file of a case."""
+    with np.load(GOLDEN / f"{name}.npz") as found:
+        about = json.loads(bytes(found["about"]).decode())
+        return Golden(about, found["logits"], found["norms"], found["samples"])
+
+
+def weight(name: str, shape: tuple[int, ...], salt: int) -> np.ndarray:
+    """float32 values that depend on nothing else: scales about one, biases small, no matrix that does not matter."""
+    rng = _rng(name, *shape, salt)
+    drawn = rng.standard_normal(shape, np.float32)
+    if len(shape) > 1:
+        table = "embed" in name or "wte" in name or "wpe" in name
+        return drawn * np.float32(0.3 if table else 1.2 * min(shape) ** -0.5)
+    return np.float32(0.2) * drawn + np.float32(0 if name.endswith("bias") else 1)
+
+
+def sampled(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The entries of a flattened gradient that are kept."""
+    return _rng("sample", name, *shape).integers(0, math.prod(shape), SAMPLES)
+
+
+def _rng(*key: Any) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"))
+
+
+def save(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray], dtype: str = "float32") -> Path:
+    """`folder` with a config.json and one safetensors file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = safetensors.WEIGHT_DTYPES[dtype]
+    (folder / "config.json").write_text(json.dumps(config))
+    head = safetensors.start({name: (kind, array.shape) for name, array in weights.items()})
+    data = (array.astype(safetensors.DTYPES[kind]).tobytes() for array in weights.values())
+    (folder / safetensors.SINGLE).write_bytes(head + b"".join(data))
+    return folder
+
+
+@functools.cache
+def batch(vocab: int) -> dict[str, np.ndarray]:
+    """Packed rows and padded rows, int32 [rows, SEQ]: tokens, positions, segment_ids (0: no token), targets (-1)."""
+    rows = [[(0, a), (a, b)] for a, b in PACKED] + [[(before, SEQ - before - after)] for before, after in PADDED]
+    tokens = _rng("batch", vocab).integers(3, vocab, (len(rows), SEQ)).astype(np.int32)
+    positions, segments = np.zeros_like(tokens), np.zeros_like(tokens)
+    targets = np.full_like(tokens, -1)
+    for row, documents in enumerate(rows):
+        for segment, (start, length) in enumerate(documents):
+            at = slice(start, start + length)
+            positions[row, at], segments[row, at] = np.arange(length), segment + 1
+            targets[row, start : start + length - 1] = tokens[row, start + 1 : start + length]
+    tokens[segments == 0] = 0
+    return {"tokens": tokens, "positions": positions, "segment_ids": segments, "targets": targets}
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    """Prompts of different lengths."""
+    return [_rng("prompt", length, vocab).integers(3, vocab, length).tolist() for length in PROMPTS]
+
+
+def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict[str, np.ndarray]]:
+    """A transformers model with the weights of this file, its config.json, and its tensors as on disk.
+
+    They are loaded by from_pretrained from a folder of ours, so that their names are those that it reads.
+    """
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    kind, fields = CASES[name]
+    empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields))
+    empty.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    shapes = {tensor: where.shape for tensor, where in sorted(safetensors.stored(folder).items())}
+    weights = {tensor: weight(tensor, shape, salt) for tensor, shape in shapes.items()}
+    save(folder, config, weights)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return model.eval(), config, weights
+
+
+def forward(model: Any, vocab: int) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    """Logits, mean loss and its gradients by parameter: documents of packed rows each alone, padded rows as one batch.
+
+    Keys of the gradients are transformers' names in memory.
+    """
+    import inspect
+
+    import torch
+
+    rows = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch(vocab).items()}
+    placed = "position_ids" in inspect.signature(model.forward).parameters
+    logits = torch.zeros((*rows["tokens"].shape, vocab))
+    for row in range(len(PACKED)):
+        for segment in (1, 2):
+            at = rows["segment_ids"][row] == segment
+            logits[row, at] = model(rows["tokens"][row, at][None]).logits[0]
+    padded = slice(len(PACKED), None)
+    mask = (rows["segment_ids"][padded] > 0).long()
+    extra = {"position_ids": rows["positions"][padded]} if placed else {}
+    found = model(rows["tokens"][padded], attention_mask=mask, **extra).logits
+    logits[padded] = torch.where(mask[..., None] > 0, found, 0)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), ignore_index=-1)
+    model.zero_grad()
+    loss.backward()
+    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    return logits.detach().numpy(), loss.item(), gradients
+
+
+def generate(model: Any, vocab: int) -> tuple[list[list[int]], list[float]]:
+    """The tokens that greedy decoding adds to each prompt, and the smallest gap of its steps."""
+    import torch
+
+    model.generation_config.eos_token_id = None
+    tokens, gaps = [], []
+    for prompt in prompts(vocab):
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt)), dtype=torch.long), do_sample=False,
+            max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        tokens.append(out.sequences[0, len(prompt) :].tolist())
+        best = torch.cat(out.logits).topk(2).values
+        gaps.append(float((best[:, 0] - best[:, 1]).min()))
+    return tokens, gaps
+
+
+def compute(name: str) -> Golden:
+    """What the installed transformers computes for a case."""
+    import torch
+    import transformers
+
+    for salt in range(50):
+        with tempfile.TemporaryDirectory() as folder:
+            model, config, weights = build(name, Path(folder), salt)
+        vocab = config["vocab_size"]
+        tokens, gaps = generate(model, vocab)
+        if min(gaps) >= LEAST_GAP:
+            break
+    else:
+        raise RuntimeError(f"{name}: no weights with distances above {LEAST_GAP} between the best two tokens")
+    logits, loss, gradients = forward(model, vocab)
+    by_disk = on_disk(model, weights, gradients)
+    about = {
+        "config": config,
+        "tensors": {tensor: list(array.shape) for tensor, array in weights.items()},
+        "salt": salt,
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+        "loss": loss,
+        "prompts": prompts(vocab),
+        "tokens": tokens,
+        "gaps": gaps,
+    }
+    norms = np.array([np.linalg.norm(by_disk[tensor]) for tensor in weights], np.float32)
+    samples = np.stack([by_disk[tensor].ravel()[sampled(tensor, array.shape)] for tensor, array in weights.items()])
+    return Golden(about, logits, norms, samples)
+
+
+def on_disk(model: Any, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The gradients by the names of the tensors on disk, which is where a parameter has the same values."""
+    values = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    found = {}
+    for tensor, array in weights.items():
+        name = next(name for name, value in values.items() if np.array_equal(value, array))
+        found[tensor] = gradients[name]
+    return found
+
+
+def main(names: list[str]) -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for name in names or CASES:
+        golden = compute(name)
+        about = np.frombuffer(json.dumps(golden.about, sort_keys=True).encode(), np.uint8)
+        path = GOLDEN / f"{name}.npz"
+        np.savez_compressed(path, about=about, logits=golden.logits, norms=golden.norms, samples=golden.samples)
+        size, gap = path.stat().st_size, min(golden.about["gaps"])
+        print(f"{name}: {size} bytes, loss {golden.about['loss']:.4f}, smallest gap {gap:.4f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,289 @@
+"""Fine-tuning: adapters under every layout, what is left alone, and the weights that a run begins with."""
+
+import dataclasses
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from etils import epath
+from flax.traverse_util import flatten_dict
+from rich.console import Console
+
+from benchmarks.collectives import count
+from gspmd_lm import checkpoint, runtime
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm.axes import ADAPTERS
+from gspmd_lm.config import InputError, Lora
+from gspmd_lm.data import loader
+from gspmd_lm.foresight import flops, hlo
+from gspmd_lm.model import lora
+from gspmd_lm.train import state as states
+from gspmd_lm.train.loop import Run
+from gspmd_lm.train.metrics import flops_per_token
+
+B, T, D, L, R = 32, 16, 32, 2, 2
+LORA = Lora(rank=R, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))
+UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3, "warmup_steps": 0}
+SEQUENTIAL, PARALLEL = {}, {"block": "parallel", "kv_heads": 4, "tied_embeddings": True}
+
+
+def flat(tree):
+    return {".".join(path): leaf for path, leaf in flatten_dict(jax.device_get(tree)).items()}
+
+
+def is_adapter(path):
+    return path.rpartition(".")[2] in ADAPTERS
+
+
+def without_kv_heads(layout):
+    """The layout with key heads replicated."""
+    loaded = layouts.load(layout)
+    return dataclasses.replace(loaded, rows=tuple(row for row in loaded.rows if row.axis != "kv_heads"))
+
+
+@dataclasses.dataclass
+class Course:
+    """Three steps: the compiled one, losses, gradients of the first, and the parameters before and after."""
+
+    text: str
+    before: dict
+    losses: list
+    gradients: dict
+    after: dict
+    optimizer: dict
+
+
+@pytest.fixture(scope="module")
+def course(small, built, batch_of):
+    """A function that runs a model with adapters that have learned something, once for each layout."""
+    begun, found = {}, {}
+
+    def begin(step):
+        """The state at step 0 on the host, with second matrices that are not zero."""
+        state = jax.device_get(step.lower_init().compile()()._replace(key=0))
+        rng = np.random.default_rng(0)
+        drawn = {
+            path: 0.1 * rng.standard_normal(x.shape).astype(x.dtype) if path[-1].endswith("_b") else x
+            for path, x in sorted(flatten_dict(lora.adapters(state.params)).items())
+        }
+        return state._replace(params=lora.joined(state.params, optax.tree.map(lambda x: x, _nested(drawn))))
+
+    def run(rules, microbatches=1, **model):
+        name = f"{rules if isinstance(rules, str) else rules.path} {microbatches} {model}"
+        if name in found:
+            return found[name]
+        config = small(optimizer=UNCLIPPED, layers=L, lora=LORA, **model)
+        if str(model) not in begun:
+            begun[str(model)] = begin(built(config, "single"))
+        step = built(config, rules, microbatches=microbatches)
+        first = begun[str(model)]
+        state = jax.device_put(first._replace(key=jax.random.key(1)), step.state_shardings)
+        program, batch = step.lower_train().compile(), batch_of(step)
+        losses, gradients = [], {}
+        for _ in range(3):
+            state, values = program(state, batch)
+            losses.append(float(values["loss"]))
+            # Without clipping, Adam's first moment after one step is (1 - b1) times the gradient.
+            gradients = gradients or flat(optax.tree.get(state.optimizer, "mu"))
+        found[name] = Course(program.as_text(), flat(first.params), losses, gradients, flat(state.params), state.optimizer)
+        return found[name]
+
+    return run
+
+
+def _nested(flat_by_path):
+    tree = {}
+    for path, leaf in flat_by_path.items():
+        at = tree
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = leaf
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("rules", "microbatches", "model"),
+    [("tp8", 1, SEQUENTIAL), ("fsdp2_tp4", 2, SEQUENTIAL), (without_kv_heads("tp8"), 1, PARALLEL)],
+    ids=["tp8", "fsdp2_tp4", "parallel"],
+)
+def test_a_layout_changes_nothing(course, rules, microbatches, model):
+    want, got = course("single", **model), course(rules, microbatches, **model)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=0, atol=1e-5)
+    assert want.losses[-1] < want.losses[0] - 0.01
+    assert len(want.gradients) == 14 and all(is_adapter(path) for path in want.gradients)
+    for path, gradient in want.gradients.items():
+        assert np.linalg.norm(gradient) > 0, path
+        assert np.linalg.norm(got.gradients[path] - gradient) <= 1e-5 * np.linalg.norm(gradient), path
+
+
+@pytest.mark.parametrize("rules", ["single", "tp8"])
+def test_only_adapters_change(course, rules):
+    found = course(rules)
+    for path, before in found.before.items():
+        assert np.array_equal(found.after[path], before) != is_adapter(path), path
+
+
+def test_tensor_parallelism_reduces_only_small_arrays_for_adapters(course):
+    loop = [c for c in count(course("tp8").text) if c.in_loop]
+    assert {c.kind for c in loop} == {"all-reduce"}
+    large = [c for c in loop if c.elements >= B * T * D]
+    assert [c.elements for c in large] == [B * T * D] * 4  # two forward, two backward, as without adapters
+    assert sorted(c.elements for c in loop if c not in large) == [B * T * R] * 7  # one for each adapter
+    assert all("transpose" in c.op_name for c in loop if c not in large)
+
+
+def test_frozen_weights_have_no_matmuls_of_their_own(course, small, built):
+    """Of the three products of a weight (output, gradients of input and of weight) the last is not there."""
+
+    def matmul_flops(text):
+        module = hlo.parse(text)
+        return sum(flops.of(module, step.instruction) * step.times for step in module.steps()
+                   if step.instruction.opcode != "fusion" or step.instruction.opcode == "fusion")  # fmt: skip
+
+    full = small(optimizer=UNCLIPPED, layers=L)
+    whole = matmul_flops(built(full, "single").lower_train().compile().as_text())
+    per_layer = [(D, D)] * 4 + [(D, 64)] * 2 + [(64, D)]
+    multiplied = L * sum(a * b for a, b in per_layer) + full.model.vocab_rows * D
+    # Of an adapter: x @ a and @ b; again x @ a, then d(x @ a), dx, da, db.
+    adapters = sum(L * R * (8 * a + 6 * b) for a, b in per_layer)
+    want = whole - 2 * multiplied * B * T + adapters * B * T
+    assert matmul_flops(course("single").text) == pytest.approx(want, rel=1e-3)
+
+
+def test_the_optimizer_holds_adapters_only(small):
+    for name in ("adamw", "adafactor", "lion", "muon"):
+        arrays = states.arrays(small(optimizer={"name": name}, lora=LORA))
+        paths = {leaf.path for leaf, like in states.pairs(arrays.named_optimizer, arrays.optimizer) if like.size > 16}
+        assert paths and all(is_adapter(path) for path in paths), name
+        assert arrays.trained_count == sum(like.size for like in jax.tree.leaves(arrays.trained))
+        assert arrays.trained_count == L * R * 2 * 4 * (D + D) // 2 + L * R * 3 * (D + 64)
+
+
+def test_model_flops_leave_out_gradients_of_frozen_weights(small):
+    arrays = states.arrays(small(lora=LORA))
+    model, counts = small(lora=LORA).model, (arrays.parameter_count, arrays.trained_count)
+    whole = flops_per_token(model, counts[0], T)
+    assert flops_per_token(model, counts[0], T, counts[1]) == whole - 2 * (counts[0] - model.vocab_rows * D - counts[1])
+    assert flops_per_token(dataclasses.replace(model, lora=None), counts[0], T, counts[0]) == whole
+
+
+# Runs: what they begin with.
+
+TRAIN = {"steps": 4, "log_every": 1, "trackers": ()}
+CPU = runtime.Runtime("cpu", "cpu", 8, 0, 1)
+LAYOUT = "fsdp2_tp4"
+
+
+@pytest.fixture(scope="module")
+def run(small, built):
+    """A function that makes a Run; programs are compiled once per model."""
+    programs = {}
+
+    def make(workdir, init_from="", **model):
+        config = small(layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | {"init_from": str(init_from)}, **model)
+        step, compiled = programs.setdefault(repr(config.model), (built(config, LAYOUT), {}))
+        step = dataclasses.replace(step, config=config)
+        rows, held_out = loader.open(config)
+        return Run(step, rows, held_out, epath.Path(workdir), CPU, Console(file=io.StringIO()), compiled=compiled)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def source(small, built, tmp_path_factory):
+    """A workdir of weights alone, as `convert` writes it, and the weights."""
+    workdir = tmp_path_factory.mktemp("source")
+    config = small(layers=1)
+    state = built(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7)), "single").lower_init()
+    params = jax.device_get(state.compile()().params)
+    with checkpoint.of_run(workdir, config) as checkpoints:
+        checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, params)}, {"data": "", "rules": ""})
+    (workdir / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(config)))
+    return workdir, flat(params)
+
+
+def params_of(run):
+    with run.checkpoints() as checkpoints:
+        at, state, _ = checkpoints.restore(run.step.abstract_state)
+    return at, flat(state.params), state
+
+
+def test_adapters_train_on_the_weights_of_another_workdir(run, source, tmp_path):
+    workdir, weights = source
+    for stop in (2, 4):  # the second goes on from its own checkpoint
+        begun = run(tmp_path / "resumed", workdir, lora=LORA)
+        begun.train(stop)
+        assert (f"weights of checkpoint 0 of {workdir}" in begun.console.file.getvalue()) == (stop == 2)
+    straight = run(tmp_path / "straight", workdir, lora=LORA)
+    straight.train(4)
+    (at, params, state), (_, again, _) = params_of(straight), params_of(begun)
+    assert at == 4 and params.keys() == again.keys()
+    for path, found in params.items():
+        np.testing.assert_array_equal(again[path], found)
+        if not is_adapter(path):
+            np.testing.assert_array_equal(found, weights[path])
+    assert any(np.any(params[path]) for path in params if path.endswith("_b"))
+
+    # Another run may begin with these: the adapters are merged into its weights.
+    full = run(tmp_path / "full", tmp_path / "straight")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_program", _stop_at_the_first_state(patched := []))
+        with pytest.raises(StopIteration):
+            full.train(1)
+    merged, model = lora.merged(state.params, straight.config.model)
+    assert model == full.config.model
+    for path, want in flat(merged).items():
+        np.testing.assert_allclose(patched[0][path], want, rtol=0, atol=1e-7)
+        assert np.array_equal(patched[0][path], weights[path]) != path.startswith(("layers.attention.w", "layers.mlp"))
+
+
+def _stop_at_the_first_state(found):
+    def program(self, name, lower):
+        def begin(weights):
+            found.append(flat(weights))
+            raise StopIteration
+
+        return begin if name == "initial state" else None
+
+    return program
+
+
+def test_all_weights_train_from_another_workdir(run, source, tmp_path):
+    workdir, weights = source
+    found = run(tmp_path, workdir)
+    state = found.step.lower_init_from().compile()
+    from gspmd_lm.train import source as sources
+
+    number, given = sources.find(found.config).restore(found.step)
+    begun = state(given)
+    assert number == 0 and all(x.is_deleted() for x in jax.tree.leaves(given))  # no second copy
+    assert int(begun.step) == 0 and not any(np.any(x) for x in jax.tree.leaves(optax.tree.get(begun.optimizer, "mu")))
+    for path, x in flat(begun.params).items():
+        np.testing.assert_array_equal(x, weights[path])
+    jax.tree.map(lambda x, wanted: x.sharding == wanted or pytest.fail(str(x.sharding)), begun.params,
+                 found.step.state_shardings.params)  # fmt: skip
+
+
+def test_what_init_from_refuses(run, source, tmp_path):
+    workdir, _ = source
+
+    def message(path, **model):
+        with pytest.raises(InputError) as error:
+            run(tmp_path / "run", path, **model).train(1)
+        return str(error.value)
+
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text("{}")
+    assert f"convert --from={tmp_path / 'hub'} --workdir=W" in message(tmp_path / "hub")
+    (tmp_path / "empty").mkdir()
+    assert "has no checkpoint" in message(tmp_path / "empty")
+    assert "there is no such directory" in message(tmp_path / "nowhere")
+    differs = message(workdir, mlp=32, qk_norm=True, lora=LORA)
+    assert "mlp: 64 in the checkpoint, 32 in the config" in differs
+    assert "qk_norm: False in the checkpoint, True in the config" in differs
+    assert "lora" not in differs
