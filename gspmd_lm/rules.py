@@ -154,6 +154,8 @@ class Rules:
             fix = f"make data.batch a multiple of {pieces * self.microbatches}"
             return Problem(f"{path}: batch={size}{each} does not divide over {over}", row.place, fix, instead)
         message = f"{path}: {axis}={size} does not divide over {over}"
+        if axis == "vocab":
+            instead = f"pad the table: model.padded_vocab: {-(-size // pieces) * pieces}"
         return Problem(message, row.place, f"set {row.key} to null", instead, total_bytes)
 
     def fill(self, device_count: int, instead: str = "--platform=cpu to simulate {known}") -> "Rules":

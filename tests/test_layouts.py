@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gspmd_lm import axes, config, rules
 from gspmd_lm.config import InputError
+from gspmd_lm.infer import programs
 from gspmd_lm.train import state, table
 
 ROOT = Path(__file__).parent.parent
@@ -132,12 +133,16 @@ def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
 
 
 def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
-    configs = [config.load(name) for name in CONFIGS] + [config.load("tiny", variant) for variant in VARIANTS]
+    adapted = ["model.lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"]
+    configs = [config.load(name) for name in CONFIGS]
+    configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
     seen = set()
     for cfg in configs:
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in state.pairs(arrays.named_params, arrays.params)}
         seen |= set(state.activations(cfg, arrays, 1))
+        for named in programs.activations(cfg, arrays, programs.whole_context(cfg)).values():
+            seen |= set(named)
     assert seen == set(axes.ARRAYS)
 
 

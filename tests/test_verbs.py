@@ -1,0 +1,103 @@
+"""A published model's way through the command line: converted, generated from, scored, trained on, converted back."""
+
+import json
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from gspmd_lm import cli, config
+from gspmd_lm.convert import export
+from gspmd_lm.model.transformer import init
+
+MODEL = config.Model(
+    layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
+)  # fmt: skip
+PLACE = "--rules=decode_tp8", "--compile_cache=none"
+
+
+@pytest.fixture
+def verb(capsys):
+    """Runs a verb: code, stdout, stderr."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder as transformers writes it."""
+    path = tmp_path_factory.mktemp("hub") / "little"
+    export.write(path, MODEL, jax.tree.map(np.asarray, nn.unbox(init(MODEL, jax.random.key(0)))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def workdir(folder, tmp_path_factory):
+    """The workdir that it is converted into, for eight devices that its vocabulary does not divide over."""
+    path = tmp_path_factory.mktemp("runs") / "little"
+    with pytest.raises(SystemExit) as end:
+        cli.main(
+            ["main.py", "convert", f"--from={folder}", f"--workdir={path}", "--set=model.padded_vocab=264", *PLACE]
+        )
+    assert end.value.code == 0
+    return path
+
+
+def test_there_and_back_gives_the_same_bytes(verb, folder, workdir, tmp_path):
+    code, out, err = verb("convert", f"--workdir={workdir}", f"--to={tmp_path / 'out'}", *PLACE)
+    assert (code, err) == (0, ""), err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))
+    assert before == after
+    code, _, err = verb("convert", f"--workdir={workdir}", f"--to={tmp_path / 'out'}", *PLACE)
+    assert code == 2 and "holds something already" in err
+
+
+def test_generation_by_flag_and_by_file(verb, workdir, tmp_path):
+    flags = f"--workdir={workdir}", "--max_new_tokens=6", "--compile_cache=none"
+    code, out, err = verb("generate", *flags, "--rules=dp2_tp4", "--prompt=abc")
+    assert code == 0 and "first token after" in err and "a batch of 1 is padded to 2 rows" in err
+    prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "abc", "id": 7}\n{"prompt": "something longer"}\n')
+    code, nothing, err = verb("generate", *flags, "--rules=decode_tp8", f"--prompts={prompts}", f"--output={results}")
+    assert (code, nothing) == (0, ""), err
+    first, second = map(json.loads, results.read_text().splitlines())
+    assert first["text"] + "\n" == out and first["id"] == 7  # the same under another layout, in another batch
+    assert first["tokens"] == 6 and second["finish_reason"] == "length"
+
+
+def test_a_prompt_that_does_not_fit_is_refused(verb, workdir):
+    code, out, err = verb("generate", f"--workdir={workdir}", "--prompt=" + "x" * 60, "--max_new_tokens=6", *PLACE)
+    assert (code, out) == (2, "") and "60 tokens and 6 new ones are more than model.context=64" in err
+
+
+def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
+    text, lines = tmp_path / "text.txt", tmp_path / "in.jsonl"
+    text.write_text("0123456789" * 10)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    loss = float(out.split("loss ")[1].split(",")[0])
+    assert code == 0 and "over 100 tokens, 100 bytes" in out and loss == pytest.approx(np.log(257), abs=0.1)
+    lines.write_text('{"prompt": "01", "continuation": "23"}\n')
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--continuations={lines}", *PLACE)
+    assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
+
+
+def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
+    plain = yaml.safe_load((workdir / "config.yaml").read_text())
+    assert plain["model"]["padded_vocab"] == 264 and plain["data"]["tokenizer"] == "bytes"
+    settings = ["data.seq=16", "data.batch=8", "data.source=random:64", "train.steps=1", f"train.init_from={workdir}",
+                "train.trackers=[]"]  # fmt: skip
+    code, out, err = verb("train", f"--config={workdir / 'config.yaml'}", f"--workdir={tmp_path / 'run'}", *PLACE,
+                          *(f"--set={setting}" for setting in settings))  # fmt: skip
+    assert code == 0, err
+    assert "step 1/1  loss 5.5" in out
+    code, _, err = verb("train", f"--workdir={workdir}", *PLACE)
+    assert code == 2 and "weights without the state" in err and "train.init_from" in err
