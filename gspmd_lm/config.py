@@ -3,10 +3,12 @@
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+import platformdirs
 import pydantic
 import yaml
 from pydantic.dataclasses import dataclass
@@ -298,6 +300,12 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def cache_folder(name: str) -> Path:
+    """The folder `name` in $GSPMD_LM_CACHE, or in the user's cache directory. It need not exist."""
+    chosen = os.environ.get("GSPMD_LM_CACHE")
+    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
 
 
 def find_file(name: str, folder: str) -> Path:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import platformdirs
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm.config import InputError, cache_folder, did_you_mean
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
@@ -311,7 +310,7 @@ def enable_compile_cache(directory: str | None = None) -> CompileCache:
     parent = os.environ.get("GSPMD_LM_CACHE")
     preset: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     chosen = directory or (None if parent else preset)
-    folder = epath.Path(chosen or Path(parent or platformdirs.user_cache_dir("gspmd_lm", appauthor=False)) / "compile")
+    folder = epath.Path(chosen or cache_folder("compile"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not chosen:  # a folder that somebody else named is theirs to keep small

@@ -32,7 +32,11 @@ def run(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trian",), "trian: no such verb (did you mean train?)\n  fix   use one of train, eval, generate, convert, explain, compare\n"),
+        (
+            ("trian",),
+            "trian: no such verb (did you mean train?)\n"
+            "  fix   use one of train, eval, generate, convert, explain, compare\n",
+        ),
         (("serve",), "serve: no such verb\n  fix   use one of train, eval, generate, convert, explain, compare\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
         (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),

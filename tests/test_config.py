@@ -99,7 +99,7 @@ def test_a_config_is_frozen(load):
         ),
         (
             RIGHT.replace("head_dim: 16", "head_dim: 15"),
-            "mine.yaml: 1 problem\n  model: positions: rope needs an even head_dim, got 15",
+            "mine.yaml: 1 problem\n  model: positions: rope needs even head_dim=15 and rope_dim=0, up to it",
         ),
         (RIGHT + "train: {steps: 3}\n", "mine.yaml: not valid YAML\n  line 3: the key 'train' stands twice"),
         ("? [model]\n: 3\n", "mine.yaml: not valid YAML\n  line 1: a key must be a word, not ['model']"),

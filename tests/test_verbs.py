@@ -52,7 +52,7 @@ def workdir(folder, tmp_path_factory):
 
 
 def test_there_and_back_gives_the_same_bytes(verb, folder, workdir, tmp_path):
-    code, out, err = verb("convert", f"--workdir={workdir}", f"--to={tmp_path / 'out'}", *PLACE)
+    code, _, err = verb("convert", f"--workdir={workdir}", f"--to={tmp_path / 'out'}", *PLACE)
     assert (code, err) == (0, ""), err
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))

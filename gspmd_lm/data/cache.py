@@ -15,9 +15,8 @@ from pathlib import Path
 
 import filelock
 import numpy as np
-import platformdirs
 
-from gspmd_lm.config import InputError
+from gspmd_lm.config import InputError, cache_folder
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.packing import TARGET
 from gspmd_lm.data.sources import Progress, Source
@@ -62,12 +61,6 @@ class Cache:
     replaced_bytes: int  # that were not UTF-8 and that the tokenizer has no token for
 
 
-def root() -> Path:
-    """The folder of all caches: $GSPMD_LM_CACHE/data, or data/ in the user's cache directory."""
-    chosen = os.environ.get("GSPMD_LM_CACHE")
-    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / "data"
-
-
 def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None = None) -> Cache:
     """The tokens of the source, from its cache folder or tokenized now.
 
@@ -76,7 +69,7 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     Raises InputError if the source cannot be read or split, or the folder not written.
     """
     settings = json.dumps([FORMAT, source.fingerprint, tokenizer.fingerprint, held_out])
-    folder = root() / hashlib.sha256(settings.encode()).hexdigest()[:24]
+    folder = cache_folder("data") / hashlib.sha256(settings.encode()).hexdigest()[:24]
     try:
         cache = _read(folder)
         if cache:

@@ -24,8 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import platformdirs
-
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config, InputError, RunFailed
 from gspmd_lm.foresight.target import Target
@@ -111,7 +109,7 @@ def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache:
     Raises InputError for what is wrong with a request, RunFailed where the compiler fails for another reason.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch) if cache == "none" else Path(cache) if cache else _default_cache()
+        root = Path(scratch) if cache == "none" else Path(cache) if cache else configs.cache_folder("explain")
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -147,11 +145,6 @@ def load(path: Path, request: Request) -> Any:
             f"{request.name} here\n  fix   make it anew with explain --export, with the same config, rules and packages"
         )
     return serialize_executable.deserialize_and_load(*exported["executable"])
-
-
-def _default_cache() -> Path:
-    chosen = os.environ.get("GSPMD_LM_CACHE")
-    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / "explain"
 
 
 def _side_by_side(wanted: int) -> int:

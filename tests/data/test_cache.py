@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspmd_lm.config import Data, InputError
+from gspmd_lm.config import Data, InputError, cache_folder
 from gspmd_lm.data import cache, sources, tokenizer
 
 
@@ -78,7 +78,7 @@ def test_the_folder_is_chosen_when_it_is_needed(texts, folder, monkeypatch):
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "elsewhere"))
     assert cache.open(texts, Counting(), 0.1).folder.is_relative_to(folder / "elsewhere" / "data")
     monkeypatch.delenv("GSPMD_LM_CACHE")
-    assert cache.root().parts[-2:] == ("gspmd_lm", "data")
+    assert cache_folder("data").parts[-2:] == ("gspmd_lm", "data")
 
 
 @pytest.mark.parametrize("stop_after", [1, 3])
@@ -96,8 +96,8 @@ def test_a_stopped_build_goes_on_where_it_was(texts, monkeypatch, stop_after):
     first, second = Counting(), Counting()
     with pytest.raises(KeyboardInterrupt):
         cache.open(texts, first, 0.25, stop)
-    assert not [path for path in cache.root().iterdir() if path.is_dir() and path.suffix != ".partial"]
-    for path in cache.root().glob("*.partial/*.tokens"):
+    assert not [path for path in cache_folder("data").iterdir() if path.is_dir() and path.suffix != ".partial"]
+    for path in cache_folder("data").glob("*.partial/*.tokens"):
         with path.open("ab") as file:  # as a kill in the middle of a write would leave it
             file.write(b"\x07" * 33)
     resumed = cache.open(texts, second, 0.25, lambda *report: reports.append(report))
@@ -139,7 +139,7 @@ def test_a_killed_build_leaves_no_lock_and_nothing_that_looks_complete(texts):
     dying = _start("die", texts)
     dying.communicate("\n", timeout=60)
     assert dying.returncode == -signal.SIGKILL
-    assert [path.suffix for path in cache.root().iterdir() if path.is_dir()] == [".partial"]
+    assert [path.suffix for path in cache_folder("data").iterdir() if path.is_dir()] == [".partial"]
     tokens = Counting()
     cached = cache.open(texts, tokens, 0.25)
     assert 0 < tokens.documents < 60
@@ -188,7 +188,7 @@ def test_a_source_that_changes_meanwhile(folder, monkeypatch):
     monkeypatch.setattr(cache, "SEGMENT_BYTES", 1)
     with pytest.raises(InputError, match="changed while they were read"):
         cache.open(source, Counting(), 0.0, lambda *_: (folder / "c.txt").write_text("other"))
-    assert not list(cache.root().glob("*.partial"))
+    assert not list(cache_folder("data").glob("*.partial"))
 
 
 def test_a_folder_that_cannot_be_written(texts, folder, monkeypatch):
