@@ -2,8 +2,8 @@
 
     python -m benchmarks.generation [--rounds=5] [--new=64] [--write]
 
-Random weights of GPT-2's size in float32, greedy, prompts of 64 tokens, as many threads as there are cores. The two take
-turns in one process, so that whatever else the machine does befalls both; ratios are of medians.
+Random weights of GPT-2's size in float32, greedy, prompts of 64 tokens, as many threads as there are cores. The two
+take turns in one process, so that whatever else the machine does befalls both; ratios are of medians.
 """
 
 import argparse

@@ -17,6 +17,8 @@ OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
     "matmul_precision",
 )  # fmt: skip
+# Said to be unknown in a config.json that is written anew: some families have defaults, beyond a small vocabulary.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -87,9 +89,11 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> lis
     """The settings of `model` that a config.json does not say, each with both values."""
     try:
         values = settings(row, raw, row.name)
-        said = config.from_dict({"name": row.name, "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, row.name)
+        said = config.from_dict(
+            {"name": row.name, "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, row.name
+        )
     except InputError as error:
-        return [str(error)]
+        return str(error).splitlines()
     names = [field.name for field in dataclasses.fields(config.Model) if field.name not in OURS_ALONE]
     return [
         f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(said.model, name)!r}"
@@ -119,7 +123,7 @@ def describe(model: config.Model, like: Mapping[str, Any] | None) -> tuple[Famil
         written = fields(row, model)
         differ = differences(row, written, model)
         if not differ:
-            return row, written
+            return row, dict.fromkeys(_TOKENS) | written
         if nearest is None or len(differ) < len(nearest[1]):
             nearest = row, differ
     assert nearest

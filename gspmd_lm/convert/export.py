@@ -4,12 +4,11 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,6 +19,7 @@ from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.pretrained import Place, places
 
+GATHERED_BYTES = 64 * 2**20  # of an array that is spread over hosts, at a time
 Held = list[tuple[Place, Any, int | None]]  # what a tensor is made of: places, arrays, which entry of a stacked one
 
 
@@ -53,7 +53,8 @@ def write(
     tensors = _tensors(places(row, model), params)
     kind = safetensors.WEIGHT_DTYPES[dtype]
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
-    sizes = {name: int(np.prod(shape)) * np.dtype(safetensors.DTYPES[kind]).itemsize for name, shape in shapes.items()}
+    number = np.dtype(safetensors.DTYPES[kind])
+    sizes = {name: int(np.prod(shape)) * number.itemsize for name, shape in shapes.items()}
     files = safetensors.plan(sizes, file_bytes)
     writes = jax.process_index() == 0
     partial = folder.with_name(f"{folder.name}.partial")
@@ -68,7 +69,7 @@ def write(
             (partial / safetensors.INDEX).write_text(safetensors.index(files, sum(sizes.values())), encoding="utf-8")
     for file_name, names in files.items():
         head = safetensors.start({name: (kind, shapes[name]) for name in names})
-        _write_file(partial / file_name if writes else None, head, [tensors[name] for name in names], model, kind)
+        _write_file(partial / file_name if writes else None, head, [tensors[name] for name in names], model, number)
     if writes:
         os.replace(partial, folder)
     if jax.process_count() > 1:
@@ -91,40 +92,64 @@ def _is_pair(node: Any) -> bool:
 
 
 def _write_file(
-    path: Path | None, head: bytes, tensors: Sequence[tuple[Tensor, Held]], model: config.Model, kind: str
+    path: Path | None, head: bytes, tensors: Sequence[tuple[Tensor, Held]], model: config.Model, dtype: Any
 ) -> None:
     """One file; without a path nothing is written, but what other processes gather is sent."""
-    file: BinaryIO | None = open(path, "wb") if path else None  # noqa: SIM115  # closed below, where there is one
-    try:
-        if file:
-            file.write(head)
+    if path is None:
+        for _, held in tensors:
+            for _, array, entry in held:
+                for _ in _pieces(array, entry):
+                    pass
+        return
+    with open(path, "wb") as file:
+        file.write(head)
         for tensor, held in tensors:
-            view = np.empty(tensor.view(model) if file else (), safetensors.DTYPES[kind])
-            for place, array, entry in held:
-                whole = _on_host(array, entry, file is not None)
-                if whole is not None:
-                    tensor.rows(place.weight, place.letters, model).place(view, whole)
-            if file:
-                file.write(view.reshape(-1).view(np.uint8).data)
-    finally:
-        if file:
-            file.close()
+            file.write(_bytes(tensor, held, model, dtype).data)
 
 
-def _on_host(array: Any, entry: int | None, wanted: bool) -> np.ndarray | None:
-    """An array, or one entry of a stacked one, as every process must ask for it; None where it is not wanted."""
+def _bytes(tensor: Tensor, held: Held, model: config.Model, dtype: Any) -> np.ndarray:
+    """The bytes of a tensor."""
+    view = np.empty(tensor.view(model), dtype)
+    for place, array, entry in held:
+        rows = tensor.rows(place.weight, place.letters, model)
+        for index, piece in _pieces(array, entry):
+            rows.place(view, np.asarray(piece), index)
+    return view.reshape(-1).view(np.uint8)
+
+
+def _pieces(array: Any, entry: int | None) -> Iterator[tuple[tuple[slice, ...], Any]]:
+    """An array, or one entry of a stacked one, in pieces, one after the other on this host, each with its place.
+
+    Every process must ask for all pieces of an array that is spread over several.
+    """
+    shape = array.shape if entry is None else array.shape[1:]
     if isinstance(array, np.ndarray):
-        return array if entry is None else array[entry]
-    where = array.sharding
-    if isinstance(where, NamedSharding):
-        where = NamedSharding(where.mesh, PartitionSpec())
-    gathered = _gather(where)(array, entry) if entry is None else _gather(where)(array, jnp.int32(entry))
-    return np.asarray(gathered.addressable_data(0)) if wanted else None
+        yield tuple(slice(0, size) for size in shape), array if entry is None else array[entry]
+    elif array.is_fully_addressable:
+        seen = set()
+        for shard in array.addressable_shards:
+            index = tuple(slice(*at.indices(size)[:2]) for at, size in zip(shard.index, array.shape, strict=True))
+            bounds = tuple((at.start, at.stop) for at in index)
+            if bounds in seen or (entry is not None and not bounds[0][0] <= entry < bounds[0][1]):
+                continue
+            seen.add(bounds)
+            yield (index, shard.data) if entry is None else (index[1:], shard.data[entry - bounds[0][0]])
+    else:
+        row_bytes = max(int(np.prod(shape[1:])) * array.dtype.itemsize, 1)
+        step = min(max(GATHERED_BYTES // row_bytes, 1), shape[0])
+        gather = _gather(array.sharding, step)
+        for start in range(0, shape[0], step):
+            start = min(start, shape[0] - step)  # the last piece may overlap the one before
+            index = (slice(start, start + step), *(slice(0, size) for size in shape[1:]))
+            yield index, gather(array, start, entry).addressable_data(0)
 
 
 @functools.cache
-def _gather(where: jax.sharding.Sharding) -> Callable[..., jax.Array]:
-    def entry_of(array: jax.Array, entry: jax.Array | None) -> jax.Array:
-        return array if entry is None else jax.lax.dynamic_index_in_dim(array, entry, keepdims=False)
+def _gather(where: Any, rows: int) -> Callable[..., jax.Array]:
+    """A function that brings some rows of an array to every device."""
 
-    return jax.jit(entry_of, out_shardings=where)
+    def piece(array: jax.Array, start: int, entry: int | None) -> jax.Array:
+        of = array if entry is None else jax.lax.dynamic_index_in_dim(array, entry, keepdims=False)
+        return jax.lax.dynamic_slice_in_dim(of, start, rows)
+
+    return jax.jit(piece, out_shardings=NamedSharding(where.mesh, PartitionSpec()))

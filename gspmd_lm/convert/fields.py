@@ -23,10 +23,18 @@ class Source:
         self.read.update(names)
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), default)
 
-    def need(self, names: Sequence[str]) -> Any:
-        value = self.get(names, _MISSING)
+    def number(self, names: Sequence[str], default: Any = _MISSING) -> Any:
+        """As `get`, for a number above zero, which must be there where there is no default."""
+        value = self.get(names, default)
         if value is _MISSING:
             self.problems.append(f"{names[0]}: missing")
+            return 1
+        return value if value is default else self.checked(next(name for name in names if name in self.raw), value)
+
+    def checked(self, name: str, value: Any) -> Any:
+        """`value`, if it is a number above zero; else 1, and a problem."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            self.refuse(name, value, "must be a number above zero")
             return 1
         return value
 
@@ -56,11 +64,8 @@ class Same:
 
     def read(self, source: Source, values: Values) -> None:
         names = self.names.split()
-        if self.default is _MISSING:
-            values[self.setting] = source.need(names)
-            return
         default = self.default(values) if callable(self.default) else self.default
-        values[self.setting] = source.get(names, default)
+        values[self.setting] = source.number(names, default)
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.names.split()[0]: getattr(model, self.setting)}
@@ -160,9 +165,9 @@ class Rope:
 
     def read(self, source: Source, values: Values) -> None:
         values["positions"] = "rope"
-        theta = source.get([self.theta_name, "rope_theta"], self.theta)
-        part = source.get([self.part_name, "partial_rotary_factor"], self.part or 1.0)
-        local = source.get(["rope_local_base_freq"], self.sliding_theta) if self.sliding_theta else 0.0
+        theta = source.number([self.theta_name, "rope_theta"], self.theta)
+        part = source.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
+        local = source.number(["rope_local_base_freq"], self.sliding_theta) if self.sliding_theta else 0.0
         older = source.get(["rope_scaling"])
         name = "rope_scaling" if older else "rope_parameters"
         given = older or source.get(["rope_parameters"]) or {}
@@ -172,7 +177,7 @@ class Rope:
             return
         if given.keys() & _BY_LAYER.keys():
             sliding = given.get("sliding_attention") or {}
-            local = sliding.get("rope_theta", local)
+            local = source.checked(f"{name}.sliding_attention.rope_theta", sliding.get("rope_theta", local or 1))
             if self._kind(source, f"{name}.sliding_attention", sliding) != "default":
                 source.refuse(f"{name}.sliding_attention", sliding, "scales the positions of sliding layers: not done")
             if not self.sliding_theta:
@@ -181,7 +186,12 @@ class Rope:
                 source.refuse(name, unknown, "are kinds of layers that are not known")
             given, name = given.get("full_attention") or {}, f"{name}.full_attention"
         kind = self._kind(source, name, given)
-        theta, part = given.get("rope_theta") or theta, given.get("partial_rotary_factor") or part
+        given = {
+            field: source.checked(f"{name}.{field}", value) if field not in ("type", "rope_type") else value
+            for field, value in given.items()
+            if value is not None and (kind != "default" or field in _ROPE_ALWAYS)
+        }
+        theta, part = given.get("rope_theta", theta), given.get("partial_rotary_factor", part)
         values["rope_theta"] = theta
         values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
         if part != 1 and not self.part:
@@ -192,12 +202,11 @@ class Rope:
             fields = ("factor", "low_freq_factor", "high_freq_factor")
             scaling = {field: float(given[field]) for field in fields if field in given and field in _ROPE_FIELDS[kind]}
             if kind == "llama3":
-                context = given.get("original_max_position_embeddings") or values["context"]
-                scaling["original_context"] = context
+                scaling["original_context"] = given.get("original_max_position_embeddings", values["context"])
             values["rope_scaling"] = {"kind": kind, **scaling}
 
     def _kind(self, source: Source, name: str, given: Mapping[str, Any]) -> str:
-        kind = given.get("rope_type", given.get("type")) or "default"
+        kind = str(given.get("rope_type", given.get("type")) or "default")
         if kind not in _ROPE_FIELDS:
             source.refuse(f"{name}.rope_type", kind, "is not done; done are default, linear and llama3")
             return "default"
@@ -226,6 +235,12 @@ class Rope:
         return written
 
 
+def _window(source: Source, default: int | None) -> int | None:
+    """sliding_window, which says by null that there is none."""
+    value = source.get(["sliding_window"], None if "sliding_window" in source.raw else default)
+    return value and source.checked("sliding_window", value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """A sliding window for all layers or none."""
@@ -233,12 +248,14 @@ class Window:
     default: int | None
 
     def read(self, source: Source, values: Values) -> None:
-        window = source.get(["sliding_window"], None if "sliding_window" in source.raw else self.default)
+        window = _window(source, self.default)
         values["sliding_window"] = window or 0
-        kinds = source.get(["layer_types"], ())
-        if set(kinds) - {"sliding_attention" if window else "full_attention"}:
+        kinds = source.get(["layer_types"], [])
+        if set(map(str, kinds)) - {"sliding_attention" if window else "full_attention"}:
             source.refuse(
-                "layer_types", sorted(set(kinds)), "does not fit sliding_window, which all layers have or none"
+                "layer_types",
+                sorted(set(map(str, kinds))),
+                "does not fit sliding_window, which all layers have or none",
             )
 
     def write(self, model: config.Model) -> dict[str, Any]:
@@ -255,15 +272,15 @@ class LayerTypes:
     older: Callable[[config.Model], dict[str, Any]] = lambda model: {}  # what older versions of transformers read
 
     def read(self, source: Source, values: Values) -> None:
-        window = source.get(["sliding_window"], None if "sliding_window" in source.raw else self.default)
-        layers = values["layers"]
+        window = _window(source, self.default)
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
         implied = ["sliding_attention" if self.implied(source, i, layers) else "full_attention" for i in range(layers)]
         kinds = source.get(["layer_types"], None)
         if self.switch and not source.get([self.switch], False):
             window = None
             implied = ["full_attention"] * layers
         kinds = kinds or implied
-        if len(kinds) != layers or not set(kinds) <= _BY_LAYER.keys():
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= _BY_LAYER.keys():
             source.refuse("layer_types", kinds, f"must be {layers} of {', '.join(_BY_LAYER)}")
             kinds = implied
         short = [_BY_LAYER[kind] if window else "full" for kind in kinds]
@@ -290,7 +307,7 @@ class QueryScale:
     default: int = 256
 
     def read(self, source: Source, values: Values) -> None:
-        scalar = source.get(["query_pre_attn_scalar"], self.default)
+        scalar = source.number(["query_pre_attn_scalar"], self.default)
         values["query_scale"] = 0.0 if scalar == values["head_dim"] else scalar**-0.5
 
     def write(self, model: config.Model) -> dict[str, Any]:
@@ -310,7 +327,7 @@ class Cap:
 
     def read(self, source: Source, values: Values) -> None:
         cap = source.get([self.name], None if self.name in source.raw else self.default)
-        values[self.setting] = cap or 0.0
+        values[self.setting] = source.checked(self.name, cap) if cap else 0.0
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.name: getattr(model, self.setting) or None}
@@ -324,10 +341,9 @@ class RotaryDim:
 
     def read(self, source: Source, values: Values) -> None:
         turned = source.get(["rotary_dim"], None if "rotary_dim" in source.raw else self.default)
-        if not turned:
-            source.refuse("rotary_dim", turned, "must be the number of dimensions of a head that turn")
+        turned = source.checked("rotary_dim", turned)
         values["positions"] = "rope"
-        values["rope_dim"] = 0 if turned == values["head_dim"] else turned or 0
+        values["rope_dim"] = 0 if turned == values["head_dim"] else turned
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {"rotary_dim": model.rope_dim or model.head_dim}
@@ -356,7 +372,7 @@ class FalconBlock:
 
     def read(self, source: Source, values: Values) -> None:
         new = source.get(["new_decoder_architecture"], False)
-        heads = source.get(["num_kv_heads", "n_head_kv"], values["heads"])
+        heads = source.number(["num_kv_heads", "n_head_kv"], values["heads"])
         one = source.get(["multi_query"], True)
         parallel = source.get(["parallel_attn"], True)
         norms = source.get(["num_ln_in_parallel_attn"], 2 if new else 1)
@@ -369,8 +385,9 @@ class FalconBlock:
         values["shared_norm"] = norms == 1
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        new = not model.shared_norm or model.kv_heads not in (1, model.heads)
-        written: dict[str, Any] = {"new_decoder_architecture": new, "parallel_attn": model.block == "parallel"}
+        parallel = model.block == "parallel"
+        new = parallel and (not model.shared_norm or model.kv_heads not in (1, model.heads))
+        written: dict[str, Any] = {"new_decoder_architecture": new, "parallel_attn": parallel}
         if not new:
             return written | {"multi_query": model.kv_heads == 1}
         return written | {"num_kv_heads": model.kv_heads, "num_ln_in_parallel_attn": 1 if model.shared_norm else 2}

@@ -107,17 +107,21 @@ class Rows:
         back = tuple(self.order.index(axis) for axis in range(len(self.order)))
         return [take[axis] for axis in self.order], tuple(into), back
 
-    def place(self, view: np.ndarray, weight: np.ndarray) -> None:
-        """Puts a whole weight, without its padding, into the view of a tensor to be written."""
-        real = tuple(slice(0, int((along >= 0).sum())) for along in self.along)
-        where = np.ix_(*(self.along[axis][real[axis]] for axis in self.order))
-        view[where] = weight[real].transpose(self.order)
+    def place(self, view: np.ndarray, piece: np.ndarray, index: tuple[slice, ...] | None = None) -> None:
+        """Puts a slice of our array, or all of it, into the view of a tensor to be written, without its padding."""
+        take, into, _ = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
+        values = piece[into].transpose(self.order)
+        if sum(not isinstance(at, slice) for at in take) > 1:
+            numbers = zip(take, view.shape, strict=True)
+            view[np.ix_(*(np.arange(size)[at] if isinstance(at, slice) else at for at, size in numbers))] = values
+        else:
+            view[tuple(take)] = values
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
-    if len(rows) and (np.diff(rows) == 1).all():
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows
+    if len(rows) == 0:
+        return slice(0, 0)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if (np.diff(rows) == 1).all() else rows
 
 
 def _sizes(model: config.Model) -> Mapping[str, int]:

@@ -103,13 +103,16 @@ class Pretrained:
             index = index or (slice(None),) * len(place.shape)
             part = tuple(at.indices(size)[:2] for at, size in zip(index, place.shape, strict=True))
             devices.setdefault(part, []).append(device)
-        shards = []
-        for part, holders in devices.items():
-            on_host = self.part(place, tuple(slice(*at) for at in part))
-            kind = sharding.memory_kind
-            copies = [jax.device_put(on_host, SingleDeviceSharding(device, memory_kind=kind)) for device in holders]
-            shards += jax.block_until_ready(copies)  # or several parts would be on the host
+        shards = [shard for part, holders in devices.items() for shard in self._put(place, part, holders, sharding)]
         return jax.make_array_from_single_device_arrays(place.shape, sharding, shards)
+
+    def _put(self, place: Place, part: Any, holders: list[Any], sharding: jax.sharding.Sharding) -> list[jax.Array]:
+        """A part of an array on each of the devices that hold it; on the host it is then forgotten."""
+        on_host = self.part(place, tuple(slice(*at) for at in part))
+        kind = sharding.memory_kind
+        return jax.block_until_ready(
+            [jax.device_put(on_host, SingleDeviceSharding(device, memory_kind=kind)) for device in holders]
+        )
 
     def part(self, place: Place, index: tuple[slice, ...]) -> np.ndarray:
         """A slice of one of our arrays, read from the files; padding is zero."""

@@ -139,8 +139,8 @@ class Generator:
         """`params`: placed as `built.abstract_params`."""
         self.programs, self.params, self.tokenizer = built, params, tokenizer
         began = time.perf_counter()
-        self._prefill = programs.compiled(built.lower_prefill(), built.rules, built.mesh)
-        self._decode = programs.compiled(built.lower_decode(), built.rules, built.mesh)
+        self.prefill = programs.compiled(built.lower_prefill(), built.rules, built.mesh)
+        self.decode = programs.compiled(built.lower_decode(), built.rules, built.mesh)
         say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
         self.figures = Figures(built.cache_bytes_per_device)
 
@@ -188,11 +188,11 @@ class Generator:
         """The choices of each step until all `texts` have ended, each fetched while the devices do the next step."""
         figures, settings = self.figures, sampling.settings
         began = time.perf_counter()
-        carried, choice = self._prefill(self.params, self._placed(batch, number), settings)
+        carried, choice = self.prefill(self.params, self._placed(batch, number), settings)
         for step in range(new_tokens):
             following = None
             if step + 1 < new_tokens:
-                carried, following = self._decode(self.params, carried, settings)
+                carried, following = self.decode(self.params, carried, settings)
             choice = jax.device_get(choice)
             taken_s = time.perf_counter() - began
             open_rows = sum(text.result is None for text in texts)

@@ -15,17 +15,17 @@ Tree = dict[str, Any]  # nested, with anything for leaves
 
 def adapters(params: Tree) -> Tree:
     """The adapters alone."""
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(params).items() if path[-1] in ADAPTERS})
+    return unflatten_dict({path: leaf for path, leaf in _flat(params).items() if path[-1] in ADAPTERS})
 
 
 def weights(params: Tree) -> Tree:
     """Everything but the adapters."""
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(params).items() if path[-1] not in ADAPTERS})
+    return unflatten_dict({path: leaf for path, leaf in _flat(params).items() if path[-1] not in ADAPTERS})
 
 
 def joined(left: Tree, right: Tree) -> Tree:
     """One tree of two; what both have is the right one's."""
-    return unflatten_dict(flatten_dict(left) | flatten_dict(right))
+    return unflatten_dict(_flat(left) | _flat(right))
 
 
 def split(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
@@ -39,7 +39,7 @@ def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
     """
     if not cfg.lora:
         return params, cfg
-    flat, scale = flatten_dict(params), cfg.lora.scale
+    flat, scale = _flat(params), cfg.lora.scale
 
     def sum_of(path: tuple[str, ...], weight: jax.Array) -> jax.Array:
         *module, name = path
@@ -51,5 +51,9 @@ def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
         added = scale * jnp.matmul(a, b, precision="highest").reshape(weight.shape)
         return (weight.astype(jnp.float32) + added).astype(weight.dtype)
 
-    found = {path: sum_of(path, weight) for path, weight in flatten_dict(weights(params)).items()}
+    found = {path: sum_of(path, weight) for path, weight in _flat(weights(params)).items()}
     return unflatten_dict(found), dataclasses.replace(cfg, lora=None)
+
+
+def _flat(tree: Tree) -> dict[tuple[str, ...], Any]:
+    return flatten_dict(tree)

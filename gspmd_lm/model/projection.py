@@ -177,9 +177,7 @@ def _arrays(products: Iterable[Product]) -> tuple[tuple[jax.Array, ...], ...]:
     return tuple(tuple(weight.array for weight in product.weights) for product in products)
 
 
-def _in_use(
-    products: Iterable[Product], arrays: Iterable[tuple[jax.Array, ...]]
-) -> tuple[tuple[jax.Array, ...], ...]:
+def _in_use(products: Iterable[Product], arrays: Iterable[tuple[jax.Array, ...]]) -> tuple[tuple[jax.Array, ...], ...]:
     """The weights ready to be multiplied with; `arrays` are those that a custom derivative was handed.
 
     Where a block is computed again, what is gathered then serves its backward pass too (not every compiler sees that

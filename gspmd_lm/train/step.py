@@ -161,9 +161,7 @@ class Step:
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
 
-    def _gradients(
-        self, state: State, frozen: Any, trained: Any, batch: Batch, targets: jax.Array
-    ) -> tuple[Sums, Any]:
+    def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, targets: jax.Array) -> tuple[Sums, Any]:
         """The sums and the gradients of loss / targets by the trained parameters, accumulated in float32 over the
         rules' microbatches."""
         key = jax.random.fold_in(state.key, state.step) if self.config.model.dropout else None

@@ -13,7 +13,7 @@ from rich.console import Console
 from gspmd_lm import runtime
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data import loader, sources, tokenizer
-from gspmd_lm.foresight import compile, explain, target, terminal
+from gspmd_lm.foresight import compile, explain, hardware, target, terminal
 from gspmd_lm.rules import Problem
 from gspmd_lm.train import loop, state, step, table
 from gspmd_lm.train.loop import Foresee, Foreseen
@@ -87,7 +87,7 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
             terminal.paragraph(found),
             found.prediction.step_time_s if found.prediction else None,
             found.memory.peak_bytes,
-            here.chip.peak_bf16_flops_per_s if here.chip else None,
+            hardware.peak_flops_per_s(built.mesh.devices.flat[0].device_kind),
         )
 
     return foresee

@@ -270,7 +270,9 @@ def compute(name: str) -> Golden:
     return Golden(about, logits, norms, samples)
 
 
-def on_disk(model: Any, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def on_disk(
+    model: Any, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """The gradients by the names of the tensors on disk, which is where a parameter has the same values."""
     values = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     found = {}

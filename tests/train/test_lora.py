@@ -10,7 +10,7 @@ import optax
 import pytest
 import yaml
 from etils import epath
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from rich.console import Console
 
 from benchmarks.collectives import count
@@ -22,10 +22,12 @@ from gspmd_lm.config import InputError, Lora
 from gspmd_lm.data import loader
 from gspmd_lm.foresight import flops, hlo
 from gspmd_lm.model import lora
+from gspmd_lm.train import source as sources
 from gspmd_lm.train import state as states
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.metrics import flops_per_token
 
+QUICK = {"xla_backend_optimization_level": 0}  # half the time of a compilation; what is computed is the same
 B, T, D, L, R = 32, 16, 32, 2, 2
 LORA = Lora(rank=R, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))
 UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3, "warmup_steps": 0}
@@ -38,6 +40,17 @@ def flat(tree):
 
 def is_adapter(path):
     return path.rpartition(".")[2] in ADAPTERS
+
+
+def drawn(abstract):
+    """Random parameters on the host; adapters that have learned something."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, x):
+        found = np.ones(x.shape) if path[-1] == "scale" else 0.1 * rng.standard_normal(x.shape)
+        return found.astype(x.dtype)
+
+    return unflatten_dict({path: draw(path, x) for path, x in sorted(flatten_dict(abstract).items())})
 
 
 def without_kv_heads(layout):
@@ -55,55 +68,33 @@ class Course:
     losses: list
     gradients: dict
     after: dict
-    optimizer: dict
 
 
 @pytest.fixture(scope="module")
 def course(small, built, batch_of):
     """A function that runs a model with adapters that have learned something, once for each layout."""
-    begun, found = {}, {}
-
-    def begin(step):
-        """The state at step 0 on the host, with second matrices that are not zero."""
-        state = jax.device_get(step.lower_init().compile()()._replace(key=0))
-        rng = np.random.default_rng(0)
-        drawn = {
-            path: 0.1 * rng.standard_normal(x.shape).astype(x.dtype) if path[-1].endswith("_b") else x
-            for path, x in sorted(flatten_dict(lora.adapters(state.params)).items())
-        }
-        return state._replace(params=lora.joined(state.params, optax.tree.map(lambda x: x, _nested(drawn))))
+    found = {}
 
     def run(rules, microbatches=1, **model):
         name = f"{rules if isinstance(rules, str) else rules.path} {microbatches} {model}"
         if name in found:
             return found[name]
-        config = small(optimizer=UNCLIPPED, layers=L, lora=LORA, **model)
-        if str(model) not in begun:
-            begun[str(model)] = begin(built(config, "single"))
-        step = built(config, rules, microbatches=microbatches)
-        first = begun[str(model)]
-        state = jax.device_put(first._replace(key=jax.random.key(1)), step.state_shardings)
-        program, batch = step.lower_train().compile(), batch_of(step)
+        step = built(small(optimizer=UNCLIPPED, layers=L, lora=LORA, **model), rules, microbatches=microbatches)
+        before, zero = drawn(step.arrays.params), np.int32(0)
+        optimizer = step.arrays.transform.init(lora.adapters(before))
+        state = states.State(zero, before, optimizer, jax.random.key(1), zero, zero)
+        state = jax.device_put(state, step.state_shardings, may_alias=False)  # the step uses it up
+        program, batch = step.lower_train().compile(QUICK), batch_of(step)
         losses, gradients = [], {}
         for _ in range(3):
             state, values = program(state, batch)
             losses.append(float(values["loss"]))
             # Without clipping, Adam's first moment after one step is (1 - b1) times the gradient.
             gradients = gradients or flat(optax.tree.get(state.optimizer, "mu"))
-        found[name] = Course(program.as_text(), flat(first.params), losses, gradients, flat(state.params), state.optimizer)
+        found[name] = Course(program.as_text(), flat(before), losses, gradients, flat(state.params))
         return found[name]
 
     return run
-
-
-def _nested(flat_by_path):
-    tree = {}
-    for path, leaf in flat_by_path.items():
-        at = tree
-        for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = leaf
-    return tree
 
 
 @pytest.mark.parametrize(
@@ -114,7 +105,7 @@ def _nested(flat_by_path):
 def test_a_layout_changes_nothing(course, rules, microbatches, model):
     want, got = course("single", **model), course(rules, microbatches, **model)
     np.testing.assert_allclose(got.losses, want.losses, rtol=0, atol=1e-5)
-    assert want.losses[-1] < want.losses[0] - 0.01
+    assert want.losses[-1] < want.losses[0] - 1e-3
     assert len(want.gradients) == 14 and all(is_adapter(path) for path in want.gradients)
     for path, gradient in want.gradients.items():
         assert np.linalg.norm(gradient) > 0, path
@@ -142,11 +133,10 @@ def test_frozen_weights_have_no_matmuls_of_their_own(course, small, built):
 
     def matmul_flops(text):
         module = hlo.parse(text)
-        return sum(flops.of(module, step.instruction) * step.times for step in module.steps()
-                   if step.instruction.opcode != "fusion" or step.instruction.opcode == "fusion")  # fmt: skip
+        return sum(flops.of(module, step.instruction) * step.times for step in module.steps())
 
     full = small(optimizer=UNCLIPPED, layers=L)
-    whole = matmul_flops(built(full, "single").lower_train().compile().as_text())
+    whole = matmul_flops(built(full, "single").lower_train().compile(QUICK).as_text())
     per_layer = [(D, D)] * 4 + [(D, 64)] * 2 + [(64, D)]
     multiplied = L * sum(a * b for a, b in per_layer) + full.model.vocab_rows * D
     # Of an adapter: x @ a and @ b; again x @ a, then d(x @ a), dx, da, db.
@@ -185,7 +175,9 @@ def run(small, built):
     programs = {}
 
     def make(workdir, init_from="", **model):
-        config = small(layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | {"init_from": str(init_from)}, **model)
+        config = small(
+            layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | {"init_from": str(init_from)}, **model
+        )
         step, compiled = programs.setdefault(repr(config.model), (built(config, LAYOUT), {}))
         step = dataclasses.replace(step, config=config)
         rows, held_out = loader.open(config)
@@ -195,12 +187,11 @@ def run(small, built):
 
 
 @pytest.fixture(scope="module")
-def source(small, built, tmp_path_factory):
+def source(small, tmp_path_factory):
     """A workdir of weights alone, as `convert` writes it, and the weights."""
     workdir = tmp_path_factory.mktemp("source")
     config = small(layers=1)
-    state = built(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7)), "single").lower_init()
-    params = jax.device_get(state.compile()().params)
+    params = drawn(states.arrays(config).params)
     with checkpoint.of_run(workdir, config) as checkpoints:
         checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, params)}, {"data": "", "rules": ""})
     (workdir / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(config)))
@@ -231,34 +222,19 @@ def test_adapters_train_on_the_weights_of_another_workdir(run, source, tmp_path)
 
     # Another run may begin with these: the adapters are merged into its weights.
     full = run(tmp_path / "full", tmp_path / "straight")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_program", _stop_at_the_first_state(patched := []))
-        with pytest.raises(StopIteration):
-            full.train(1)
+    number, given = sources.find(full.config).restore(full.step)
     merged, model = lora.merged(state.params, straight.config.model)
-    assert model == full.config.model
+    assert number == 4 and model == full.config.model
     for path, want in flat(merged).items():
-        np.testing.assert_allclose(patched[0][path], want, rtol=0, atol=1e-7)
-        assert np.array_equal(patched[0][path], weights[path]) != path.startswith(("layers.attention.w", "layers.mlp"))
-
-
-def _stop_at_the_first_state(found):
-    def program(self, name, lower):
-        def begin(weights):
-            found.append(flat(weights))
-            raise StopIteration
-
-        return begin if name == "initial state" else None
-
-    return program
+        found = np.asarray(flat(given)[path])
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-7)
+        assert np.array_equal(found, weights[path]) != (f"{path}_a" in params), path
 
 
 def test_all_weights_train_from_another_workdir(run, source, tmp_path):
     workdir, weights = source
     found = run(tmp_path, workdir)
     state = found.step.lower_init_from().compile()
-    from gspmd_lm.train import source as sources
-
     number, given = sources.find(found.config).restore(found.step)
     begun = state(given)
     assert number == 0 and all(x.is_deleted() for x in jax.tree.leaves(given))  # no second copy
@@ -272,9 +248,9 @@ def test_all_weights_train_from_another_workdir(run, source, tmp_path):
 def test_what_init_from_refuses(run, source, tmp_path):
     workdir, _ = source
 
-    def message(path, **model):
+    def message(path):
         with pytest.raises(InputError) as error:
-            run(tmp_path / "run", path, **model).train(1)
+            run(tmp_path / "run", path).train(1)
         return str(error.value)
 
     (tmp_path / "hub").mkdir()
@@ -283,7 +259,10 @@ def test_what_init_from_refuses(run, source, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "has no checkpoint" in message(tmp_path / "empty")
     assert "there is no such directory" in message(tmp_path / "nowhere")
-    differs = message(workdir, mlp=32, qk_norm=True, lora=LORA)
+    other = run(tmp_path / "run", workdir, mlp=32, qk_norm=True, lora=LORA)
+    with pytest.raises(InputError) as error:
+        sources.find(other.config).restore(other.step)
+    differs = str(error.value)
     assert "mlp: 64 in the checkpoint, 32 in the config" in differs
     assert "qk_norm: False in the checkpoint, True in the config" in differs
     assert "lora" not in differs
