@@ -20,7 +20,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
 SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
 # What remat has a choice about. `residual`: a layer's input and the sum after attention; `layer_input`: the first only.
-IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache")))
+IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")))
 
 
 class ShardingError(InputError):

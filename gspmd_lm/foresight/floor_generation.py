@@ -8,7 +8,8 @@ import math
 from typing import TYPE_CHECKING
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor import FLOAT32_BYTES, Floor, Product, Traffic, looked_up
+from gspmd_lm.foresight.floor import Floor, looked_up
+from gspmd_lm.foresight.floor_traffic import FLOAT32_BYTES, Product, Traffic, itemsize_of
 from gspmd_lm.foresight.hardware import Chip
 from gspmd_lm.train.metrics import flops_per_token
 
@@ -116,7 +117,7 @@ def read_bytes(config: Config, rules: "Rules", arrays: "Arrays") -> float:
     """The bytes of weights that one device reads in use, once, in the compute dtype."""
     from gspmd_lm.train.state import pairs
 
-    total, itemsize = 0.0, {"bfloat16": 2, "float32": 4}[config.model.compute_dtype]
+    total, itemsize = 0.0, itemsize_of(config.model.compute_dtype)
     for leaf, like in pairs(arrays.named_params, arrays.params):
         if not looked_up(config, leaf.path):
             spec = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]

@@ -67,7 +67,7 @@ def measure(
     is alive at once, such as buffers on the chip, so that their sum may pass the limit; the peak is then the limit.
 
     compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer, batch and cache, counted from
-    shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, the program's code too.
+    shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, so is the code.
     """
     held = compiled["argument_size_in_bytes"] + compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
     total = held + compiled["temp_size_in_bytes"] + compiled["generated_code_size_in_bytes"]

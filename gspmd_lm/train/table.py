@@ -58,12 +58,12 @@ def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None
     totals = {
         "weights": [_held(rules, "weights", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
         "optimizer": [_held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_optimizer, arrays.optimizer)],
-        "gradients": [_held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
+        "gradients": [_held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_trained, arrays.trained)],
     }
     mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-    console.print(
-        f"{config.name} under {rules.path}: {arrays.parameter_count:,} parameters, mesh {mesh}", soft_wrap=True
-    )
+    trained = f" ({arrays.trained_count:,} trained)" if config.model.lora else ""
+    parameters = f"{arrays.parameter_count:,} parameters{trained}"
+    console.print(f"{config.name} under {rules.path}: {parameters}, mesh {mesh}", soft_wrap=True)
     console.print("bytes per device, counted:")
     for name, held in totals.items():
         console.print(f"  {name:10} {sum(held):>20,}  {human_bytes(sum(held))}")

@@ -1,9 +1,11 @@
 """convert: a Hugging Face folder becomes a workdir, and a workdir a Hugging Face folder."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import jax
 import yaml
 from absl import flags
 from etils import epath
@@ -11,7 +13,7 @@ from etils import epath
 from gspmd_lm import checkpoint
 from gspmd_lm import config as configs
 from gspmd_lm.config import InputError
-from gspmd_lm.convert import export, pretrained
+from gspmd_lm.convert import export, peft, pretrained
 from gspmd_lm.model import lora
 from gspmd_lm.rules import human_bytes
 from gspmd_lm.train import state, step
@@ -26,13 +28,13 @@ BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 def run(values: flags.FlagValues) -> int:
     """Converts, one way or the other."""
     workdir = session.needs(values, "workdir", "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR")
-    if bool(values["from"].value) == bool(values.to):
+    source: str | None = values["from"].value  # `from` is a word of Python
+    if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
-    return _import(values, epath.Path(workdir)) if values["from"].value else _export(values, workdir)
+    return _import(values, Path(source), epath.Path(workdir)) if source else _export(values, workdir)
 
 
-def _import(values: flags.FlagValues, workdir: epath.Path) -> int:
-    source = Path(values["from"].value)
+def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     if not source.is_dir():
         raise InputError(f"--from={source}: no such folder\n  fix   give one with config.json and *.safetensors")
     if (workdir / "checkpoints").exists():
@@ -70,14 +72,13 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     params = generate.restored(here, workdir, built.abstract_state.params, values.step)
     original = _original(workdir, config)
     like = json.loads((original / "config.json").read_text()) if original else None
-    folder, model = Path(values.to), config.model
+    folder, model, shardings = Path(values.to), config.model, built.state_shardings.params
     if values.adapter:
-        from gspmd_lm.convert import peft
-
-        peft.write_adapter(folder, model, params, values.base)
+        peft.write_adapter(folder, model, params, values.base, like)
     else:
         if model.lora:
-            params, model = lora.merged(params, model)
+            merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
+            params, model = merge(params), dataclasses.replace(model, lora=None)
         folders = [original] if original else [Path(config.data.tokenizer).parent]
         beside = [path for name in BESIDE for path in (folders[0] / name,) if path.is_file()]
         export.write(folder, model, params, like, values.dtype, beside)

@@ -1,0 +1,144 @@
+"""Adapters as a folder that PEFT loads: adapter_config.json and adapter_model.safetensors."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jax.experimental import multihost_utils
+
+from gspmd_lm import config
+from gspmd_lm.config import InputError
+from gspmd_lm.convert import architecture, safetensors
+from gspmd_lm.convert.families import Family
+from gspmd_lm.convert.layout import Rows, Tensor
+from gspmd_lm.convert.pretrained import Place, places
+from gspmd_lm.model import lora
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of PEFT's names: the adapted model, in it the original one
+
+Member = tuple[Place, np.ndarray, np.ndarray]  # where a weight of ours stands; its adapter's two matrices in one layer
+
+
+def write_adapter(
+    folder: Path, model: config.Model, params: Any, base_name: str = "", like: Mapping[str, Any] | None = None
+) -> None:
+    """Writes the adapters of `params`, without padding, to a folder that must not hold anything, in float32.
+
+    Every process calls this; the first one writes. base_name: what PEFT is to load as the base model; its user may
+    also give it a model. like: the config.json that the base model came with, which decides its family.
+
+    Where a family keeps several weights in one tensor, their adapters become one of a higher rank that computes the
+    same: `a` side by side, `b` in blocks. Raises InputError where there are no adapters, where the folder holds
+    something, or where no family of transformers can express the model.
+    """
+    if model.lora is None:
+        raise InputError("the model has no adapters (model.lora)\n  fix   convert --to=DIR without --adapter")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: holds something already\n  fix   give the name of a new folder")
+    _, plain = lora.merged({}, model)
+    row, _ = architecture.describe(plain, like)
+    modules = _modules(places(row, plain), lora.adapters(params), model.lora)
+    tensors = {}
+    for name, members in modules.items():
+        a, b = _matrices(members, model)
+        tensors[f"{_PREFIX}{name}.lora_A.weight"], tensors[f"{_PREFIX}{name}.lora_B.weight"] = a, b
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        described = json.dumps(_description(row, modules, model, base_name), indent=2)
+        (folder / CONFIG).write_text(described + "\n", encoding="utf-8")
+        with open(folder / WEIGHTS, "wb") as file:
+            file.write(safetensors.start({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
+            for tensor in tensors.values():
+                file.write(np.ascontiguousarray(tensor, np.float32).data)
+
+
+def _modules(tree: Any, adapters: Any, settings: config.Lora) -> dict[str, list[Member]]:
+    """Module of transformers, "model.layers.0.self_attn.q_proj" -> the adapters of the weights in it."""
+    found: dict[str, list[Member]] = {}
+    flat: dict[tuple[str, ...], Any] = flatten_dict(adapters)
+    placed: dict[tuple[str, ...], Any] = flatten_dict(tree)
+    for path, place in placed.items():
+        *module, name = path
+        if name not in settings.targets:
+            continue
+        a, b = (_whole(flat[*module, f"{name}_{part}"]) for part in "ab")
+        for i, tensor in enumerate(place.names()):
+            member = (place, a[i], b[i]) if place.stacked else (place, a, b)
+            found.setdefault(_module(tensor), []).append(member)
+    return dict(sorted(found.items()))
+
+
+def _whole(array: Any) -> np.ndarray:
+    """An array on the host of every process."""
+    if jax.process_count() > 1:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array, np.float32)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _matrices(members: Sequence[Member], model: config.Model) -> tuple[np.ndarray, np.ndarray]:
+    """lora_A, [rank, inputs], and lora_B, [outputs, rank], of one module: its members' ranks one after another."""
+    rank = members[0][1].shape[-1]
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for place, a, b in members:
+        rows, read = place.tensor.rows(place.weight, place.letters, model), a.ndim - 1
+        view = place.tensor.view(model)
+        sides = (range(read), a), (range(read, len(rows.along)), np.moveaxis(b, 0, -1))
+        for part, (axes, matrix) in zip(parts, sides, strict=True):
+            sizes = [size for size, axis in zip(view, rows.order, strict=True) if axis in axes]
+            whole = np.zeros((*sizes, rank), np.float32)
+            _side(rows, axes, rank).place(whole, matrix)
+            part.append(whole.reshape(-1, rank))
+    return np.concatenate(parts[0], -1).T, np.concatenate(parts[1], -1)
+
+
+def _side(rows: Rows, axes: range, rank: int) -> Rows:
+    """Where some of a weight's axes stand in its tensor, and after them the rank."""
+    along = (*(rows.along[axis] for axis in axes), np.arange(rank))
+    return Rows(along, (*(axis - axes.start for axis in rows.order if axis in axes), len(axes)))
+
+
+def _description(row: Family, modules: Mapping[str, list[Member]], model: config.Model, base: str) -> dict[str, Any]:
+    """The fields of adapter_config.json."""
+    assert model.lora
+    members = {found[0][0].tensor: found for found in modules.values()}
+    names = {tensor: _name(tensor, row, members) for tensor in members}
+    rank, alpha = model.lora.rank, model.lora.alpha
+    alpha = int(alpha) if alpha.is_integer() else alpha
+    fused = {names[tensor]: len(found) for tensor, found in members.items() if len(found) > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: count * rank for name, count in fused.items()},
+        "alpha_pattern": {name: count * alpha for name, count in fused.items()},  # their ratio stays
+        "target_modules": sorted(set(names.values())),
+        "fan_in_fan_out": all(_inputs_first(found[0], model) for found in members.values()),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _inputs_first(member: Member, model: config.Model) -> bool:
+    """Whether a published weight is [inputs, outputs], as in GPT-2's Conv1D."""
+    place, a, _ = member
+    return place.tensor.rows(place.weight, place.letters, model).order[0] < a.ndim - 1
+
+
+def _name(tensor: Tensor, row: Family, adapted: Collection[Tensor]) -> str:
+    """The end of a module's name that no other module has, of those that are not adapted."""
+    within = _module(tensor.name).rpartition("{}.")[2]
+    last = within.rpartition(".")[2]
+    others = (_module(other.name) for other in row.tensors if other not in adapted)
+    return within if any(name.endswith(f".{last}") for name in others) else last

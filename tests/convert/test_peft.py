@@ -1,0 +1,111 @@
+"""Adapters in PEFT's format: the same change of each published tensor as merging them, and what PEFT computes."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from gspmd_lm.config import InputError, Lora
+from gspmd_lm.convert import export, peft
+from gspmd_lm.model import lora
+from gspmd_lm.train import state
+from tests.convert import ours, references
+
+ATTENTION, PLAIN = ("wq", "wk", "wv", "wo"), ("w_up", "w_down")
+GATED = ("w_gate", *PLAIN)
+
+
+def adapted(found, targets, rank=3, alpha=6.0):
+    """Settings and parameters of a published model with adapters that have learned something."""
+    settings = Lora(rank=rank, alpha=alpha, targets=targets)
+    config = dataclasses.replace(found.config, model=dataclasses.replace(found.config.model, lora=settings))
+    rng = np.random.default_rng(0)
+    abstract = flatten_dict(lora.adapters(state.arrays(config).params))
+    drawn = {path: (0.3 * rng.standard_normal(x.shape)).astype(x.dtype) for path, x in sorted(abstract.items())}
+    return config.model, lora.joined(jax.device_get(ours.on_one_device(found)), unflatten_dict(drawn))
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "overrides", "modules"),
+    [
+        ("llama", (*ATTENTION, *GATED), (), "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"),
+        ("llama3", ATTENTION, ("model.padded_heads=12",), "k_proj o_proj q_proj v_proj"),
+        ("gemma3", ("wq", "wv"), (), "q_proj v_proj"),  # layers in a pattern, and a remainder
+        ("phi3", ("wq", "wv", *GATED), (), "down_proj gate_up_proj qkv_proj"),
+        ("glm4", ("wq", "wk", "w_up"), (), "gate_up_proj k_proj q_proj"),  # interleaved rope
+        ("gpt2", ("wk", "wv", "wo"), (), "attn.c_proj c_attn"),  # not transposed; the MLP has a c_proj too
+        ("gpt2", (*ATTENTION, *PLAIN), (), "c_attn c_fc c_proj"),
+        ("falcon-40b", ATTENTION, (), "dense query_key_value"),  # heads of queries, keys and values in turns
+    ],
+)
+def test_adapters_change_each_tensor_as_merging_does(name, targets, overrides, modules, tmp_path):
+    golden = references.load(name)
+    found = ours.read(golden, tmp_path / name, *overrides)
+    model, params = adapted(found, targets)
+    peft.write_adapter(tmp_path / "adapter", model, params, "base", found.like)
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["target_modules"] == modules.split() and about["base_model_name_or_path"] == "base"
+    assert about["fan_in_fan_out"] == (name == "gpt2")
+
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "model.safetensors")
+    matrices = ours.tensors(tmp_path / "adapter")
+    merged, plain = lora.merged(params, model)
+    export.write(tmp_path / "merged", plain, merged, found.like)
+    before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "merged")
+    changed = set()
+    for tensor, weight in before.items():
+        prefix = f"base_model.model.{tensor.removesuffix('.weight')}.lora_"
+        want = after[tensor].astype(np.float32) - weight
+        if f"{prefix}A.weight" not in matrices:
+            assert not want.any(), tensor
+            continue
+        a, b = matrices.pop(f"{prefix}A.weight"), matrices.pop(f"{prefix}B.weight")
+        last = tensor.removesuffix(".weight").rpartition(".")[2]
+        rank = about["rank_pattern"].get(last, about["r"])
+        assert a.shape[0] == b.shape[1] == rank, tensor
+        scale = about["alpha_pattern"].get(last, about["lora_alpha"]) / rank
+        got = scale * b.astype(np.float64) @ a
+        np.testing.assert_allclose(got.T if about["fan_in_fan_out"] else got, want, rtol=0, atol=1e-5)
+        changed.add(last)
+    assert not matrices and changed == {module.rpartition(".")[2] for module in about["target_modules"]}
+
+
+def test_what_is_refused(tmp_path):
+    found = ours.read(references.load("llama"), tmp_path / "llama")
+    with pytest.raises(InputError, match="no adapters"):
+        peft.write_adapter(tmp_path / "adapter", found.config.model, {})
+    model, params = adapted(found, ("wq",))
+    with pytest.raises(InputError, match="holds something already"):
+        peft.write_adapter(tmp_path / "llama", model, params)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")  # peft 0.21.2
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama", (*ATTENTION, *GATED)), ("phi3", ("wq", "wv", *GATED)), ("gpt2", ("wk", "wo")), ("gptj", ATTENTION)],
+)
+def test_peft_computes_the_same_logits(name, targets, tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    golden = references.load(name)
+    found = ours.read(golden, tmp_path / name)
+    model, params = adapted(found, targets)
+    peft.write_adapter(tmp_path / "adapter", model, params, str(tmp_path / name), found.like)
+
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="eager")
+    loaded = PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()
+    tokens = np.random.default_rng(1).integers(3, model.vocab, (2, 12))
+    with torch.no_grad():
+        want = loaded(input_ids=torch.tensor(tokens)).logits.numpy()
+    batch = {"tokens": tokens.astype(np.int32), "positions": np.tile(np.arange(12, dtype=np.int32), (2, 1))}
+    got = np.asarray(ours.compiled(model, params, batch))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    plain = np.asarray(ours.compiled(lora.merged({}, model)[1], lora.weights(params), batch))
+    assert np.abs(got - plain).max() > 0.01
