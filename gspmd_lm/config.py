@@ -336,21 +336,26 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise InputError(f"{path}: a config is a mapping of sections; this one {kind}")
-    for override in overrides:
-        key, equals, value = override.partition("=")
+    override(raw, overrides, str(path))
+    raw.setdefault("name", path.stem)
+    return from_dict(raw, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
+
+
+def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
+    """Lays `section.key=value` over the plain values of a config. Raises InputError, naming the override."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
         *sections, field = key.strip().split(".")
         if not equals or not field:
-            raise InputError(f"--set {override}: write --set section.key=value")
+            raise InputError(f"--set {text}: write --set section.key=value")
         target = raw
         for section in sections:
             if target.get(section) is None:
                 target[section] = {}
             target = target[section]
             if not isinstance(target, dict):
-                raise InputError(f"--set {override}: in {path}, {section} is not a mapping")
-        target[field] = parse_yaml(value, f"--set {override}")
-    raw.setdefault("name", path.stem)
-    return from_dict(raw, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
+                raise InputError(f"--set {text}: in {place}, {section} is not a mapping")
+        target[field] = parse_yaml(value, f"--set {text}")
 
 
 def from_dict(raw: Mapping[str, Any], place: str) -> Config:

@@ -32,8 +32,21 @@ MAY_IMPORT = {
     "infer": {"train", "model", "kernels", "placement", "mesh", "rules", "axes", "data", "runtime", "config"},
     "convert": {"model", "placement", "checkpoint", "rules", "axes", "data", "config"},
     "foresight": {"train", "infer", "placement", "mesh", "rules", "axes", "data", "runtime", "config"},
-    "verbs": {"foresight", "train", "infer", "convert", "model", "placement", "mesh", "rules", "axes", "checkpoint", "data",
-              "runtime", "config"},
+    "verbs": {
+        "foresight",
+        "train",
+        "infer",
+        "convert",
+        "model",
+        "placement",
+        "mesh",
+        "rules",
+        "axes",
+        "checkpoint",
+        "data",
+        "runtime",
+        "config",
+    },
     "cli": {"verbs", "config"},
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.

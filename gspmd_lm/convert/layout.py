@@ -94,9 +94,9 @@ class Rows:
     along: tuple[np.ndarray, ...]  # for each of our axes, the tensor's entry of each of ours, -1 for padding
     order: tuple[int, ...]  # for each axis of the tensor's view, ours
 
-    def picked(self, index: tuple[slice, ...]) -> tuple[list[slice | np.ndarray], tuple[slice, ...], tuple[int, ...]]:
-        """For a slice of our array: what to read along each axis of the view, where in the slice it goes (the rest is
-        padding), and the order of dimensions that makes it ours."""
+    def picked(self, index: tuple[slice, ...]) -> tuple[list[slice | np.ndarray], tuple[slice, ...]]:
+        """For a slice of our array: what it has of each axis of the view, and where in the slice that goes, along our
+        axes; the rest of the slice is padding."""
         take: list[slice | np.ndarray] = []
         into = []
         for along, at in zip(self.along, index, strict=True):
@@ -104,12 +104,11 @@ class Rows:
             real = rows[: int((rows >= 0).sum())]  # padding comes last
             into.append(slice(0, len(real)))
             take.append(_as_slice(real))
-        back = tuple(self.order.index(axis) for axis in range(len(self.order)))
-        return [take[axis] for axis in self.order], tuple(into), back
+        return [take[axis] for axis in self.order], tuple(into)
 
     def place(self, view: np.ndarray, piece: np.ndarray, index: tuple[slice, ...] | None = None) -> None:
         """Puts a slice of our array, or all of it, into the view of a tensor to be written, without its padding."""
-        take, into, _ = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
+        take, into = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
         values = piece[into].transpose(self.order)
         if sum(not isinstance(at, slice) for at in take) > 1:
             numbers = zip(take, view.shape, strict=True)

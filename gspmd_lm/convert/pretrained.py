@@ -21,6 +21,7 @@ from gspmd_lm.model.transformer import init
 
 TOKENIZER = "tokenizer.json"
 LONGEST_ROW = 2048  # tokens of a row of training data, where the context is longer
+BLOCK_BYTES = 32 * 2**20  # of a file that are mapped at a time: pages that were read count as the process's memory
 _SAMPLED_ROWS = 64
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -128,8 +129,18 @@ class Pretrained:
         return whole
 
     def _fill(self, out: np.ndarray, stored: Stored, rows: Rows, index: tuple[slice, ...], view: tuple[int, ...]):
-        take, into, order = rows.picked(index)
-        out[into] = stored.read(view, take).transpose(order)
+        take, into = rows.picked(index)
+        theirs = out[into].transpose(rows.order)  # in the tensor's order of dimensions
+        step = max(BLOCK_BYTES * view[0] // stored.bytes, 1)
+        for start in range(0, len(theirs), step):
+            theirs[start : start + step] = stored.read(view, [_rows(take[0], start, step), *take[1:]])
+
+
+def _rows(take: slice | np.ndarray, start: int, count: int) -> slice | np.ndarray:
+    """`count` of the rows of `take`, from number `start` on."""
+    if isinstance(take, slice):
+        return slice(take.start + start, min(take.start + start + count, take.stop))
+    return take[start : start + count]
 
 
 def read(folder: Path, overrides: Sequence[str] = ()) -> Pretrained:
@@ -144,7 +155,8 @@ def read(folder: Path, overrides: Sequence[str] = ()) -> Pretrained:
     values = architecture.settings(row, raw, place)
     stored = safetensors.stored(folder)
     tokenizer = folder / TOKENIZER
-    dtypes = {where.dtype for where in stored.values() if where.dtype in safetensors.DTYPES}
+    weights = [where for name, where in stored.items() if not row.is_no_weight(name)]
+    dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
     names = {short: name for name, short in safetensors.WEIGHT_DTYPES.items()}
     source_dtype = names[dtypes.pop()] if len(dtypes) == 1 else "float32"
     settings: dict[str, Any] = {
@@ -159,23 +171,13 @@ def read(folder: Path, overrides: Sequence[str] = ()) -> Pretrained:
     }
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
-    _override(settings, overrides)
+    config.override(settings, overrides, place)
     found = config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
     tree = places(row, found.model)
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree)
-
-
-def _override(settings: dict[str, Any], overrides: Sequence[str]) -> None:
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        *sections, field = key.strip().split(".")
-        if not equals or not field or len(sections) > 1:
-            raise InputError(f"--set {override}: write --set section.key=value")
-        target = settings.setdefault(sections[0], {}) if sections else settings
-        target[field] = config.parse_yaml(value, f"--set {override}")
 
 
 def _checked(

@@ -34,10 +34,15 @@ class Stored:
     dtype: str  # in the format's words: "BF16"
     shape: tuple[int, ...]
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+
     def read(self, view: Sequence[int], index: Sequence[slice | np.ndarray]) -> np.ndarray:
         """The part of the tensor that `index` picks, one slice or array of rows for each dimension of `view`.
 
-        view: the shape the tensor is read as. Slices are not copied: the result may be a view of the mapped file.
+        view: the shape the tensor is read as. Slices are not copied: the result may be a view of the file, which is
+        mapped as long as the view lives.
         """
         size = math.prod(self.shape)
         dtype = np.dtype(DTYPES[self.dtype])

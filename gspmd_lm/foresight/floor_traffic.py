@@ -110,9 +110,9 @@ class Traffic:
         for leaf, like in pairs(arrays.named_params, arrays.params):
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
-            places = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
+            rest, use, gradient = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
             sizes = dict(zip(leaf.axes, like.shape, strict=True))
-            weight = _Weight(leaf.path, sizes, like.dtype.itemsize, *places, leaf.path in trained)
+            weight = _Weight(leaf.path, sizes, like.dtype.itemsize, rest, use, gradient, leaf.path in trained)
             self.weights[weight.name].append(weight)
         self.residual, self.block_input = self.place("residual"), self.place("block_input")
         self.everything()

@@ -94,7 +94,8 @@ def plan(
             f"a batch of {asked} is padded to {sizes.rows} rows, whose results are thrown away ({split}); "
             f"{sizes.rows} prompts at a time cost the same"
         )
-    return programs.build(config, rules, arrays, devices, sizes), notes
+    alone = platform == "cpu" and rules.devices == 1
+    return programs.build(config, rules, arrays, devices, sizes, unrolled=alone), notes
 
 
 def check_prompts(
@@ -136,8 +137,8 @@ class Generator:
     """Compiled programs and the weights they run with: generates after any number of prompts."""
 
     def __init__(self, built: Programs, params: Any, tokenizer: Tokenizer, say: Say = lambda _: None):
-        """`params`: placed as `built.abstract_params`."""
-        self.programs, self.params, self.tokenizer = built, params, tokenizer
+        """`params`: placed as `built.abstract_params`; where layers are unrolled, a copy of them is kept instead."""
+        self.programs, self.params, self.tokenizer = built, built.split(params), tokenizer
         began = time.perf_counter()
         self.prefill = programs.compiled(built.lower_prefill(), built.rules, built.mesh)
         self.decode = programs.compiled(built.lower_decode(), built.rules, built.mesh)

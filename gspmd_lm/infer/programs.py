@@ -128,6 +128,50 @@ class Programs:
     arrays: Arrays
     mesh: Mesh
     sizes: Sizes
+    unrolled: bool = False  # layers one after the other instead of in a loop, with weights of their own: see `split`
+
+    @functools.cached_property
+    def model(self) -> configs.Model:
+        """What is run: the config's model, a pattern as long as its depth where the layers are unrolled."""
+        model, kinds = self.config.model, self.config.model.layer_kinds
+        if not self.unrolled:
+            return model
+        pattern = ["sliding" if kind.sliding_window else "full" for kind in kinds]
+        return dataclasses.replace(model, layer_pattern=tuple(pattern[i % len(kinds)] for i in range(model.layers)))
+
+    def split(self, params: Any) -> Any:
+        """The weights as the programs take them: a copy with one array per layer where the layers are unrolled.
+
+        XLA:CPU copies the weights of a layer out of the stack of all layers before it multiplies with them, which
+        costs more than the product itself when there are few tokens.
+        """
+        if not self.unrolled:
+            return params
+        kinds, layers = len(self.config.model.layer_kinds), self.config.model.layers
+        turns = layers // kinds
+        shards = jax.tree.map(lambda like: like.sharding, self.abstract_split)["layers"]
+        blocks = {}
+        for layer in range(layers):
+            stack, at = params["layers"], layer // kinds
+            if layer >= turns * kinds:
+                stack, at = jax.tree.map(lambda x: x[None], params[f"layer_{layer}"]), 0
+            elif kinds > 1:
+                stack = stack[f"block_{layer % kinds}"]
+            block = jax.tree.map(lambda x, at=at: x[at : at + 1], stack)
+            blocks[f"block_{layer}"] = block
+        rest = {name: array for name, array in params.items() if not name.startswith("layer")}
+        placed = jax.device_put(blocks if layers > 1 else blocks["block_0"], shards)
+        return rest | {"layers": placed}
+
+    @functools.cached_property
+    def abstract_split(self) -> Any:
+        """The shapes and shardings of what `split` gives."""
+        if not self.unrolled:
+            return self.abstract_params
+        found = arrays(dataclasses.replace(self.config, model=self.model))
+        return jax.tree.map(
+            _placed, found.params, self.placement.shardings("weights", found.named_params, found.params)
+        )
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
@@ -182,12 +226,12 @@ class Programs:
     def lower_prefill(self) -> jax.stages.Lowered:
         """(params, Prompts, Settings) -> (Carried, Choice)."""
         jitted = jax.jit(self._prefill, out_shardings=self._out)
-        return jitted.trace(self.abstract_params, self.abstract_prompts, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_split, self.abstract_prompts, self.abstract_settings).lower()
 
     def lower_decode(self) -> jax.stages.Lowered:
         """(params, Carried, Settings) -> (Carried, Choice); what is carried is used up, the cache changed in place."""
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
-        return jitted.trace(self.abstract_params, self.abstract_carried, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_split, self.abstract_carried, self.abstract_settings).lower()
 
     @functools.cached_property
     def _whole(self) -> Any:
@@ -205,14 +249,14 @@ class Programs:
 
     def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
         with self._traced():
-            logits_BV, cache = prefill(self.config.model, params, prompts, self.sizes.slots)
+            logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         choice = self._choose(logits_BV, settings, prompts.number_B, slot - prompts.start_B)
         return Carried(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
 
     def _decode(self, params: Any, carried: Carried, settings: Settings) -> tuple[Carried, Choice]:
         with self._traced():
-            logits_BV, cache = decode(self.config.model, params, carried)
+            logits_BV, cache = decode(self.model, params, carried)
         slot = carried.slot + 1
         choice = self._choose(logits_BV, settings, carried.number_B, slot - carried.start_B)
         return carried._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
@@ -223,9 +267,11 @@ class Programs:
             return choose(logits_BV[:, : self.config.model.vocab], settings, number_B, position_B)
 
 
-def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes) -> Programs:
+def build(
+    config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False
+) -> Programs:
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
-    return Programs(config, rules, arrays, meshes.build(rules, devices), sizes)
+    return Programs(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
 def activations(config: Config, found: Arrays, sizes: Sizes) -> dict[str, Activations]:

@@ -79,14 +79,14 @@ def score(cfg: ModelConfig, params: Any, rows: Rows) -> Scores:
     batch = {"tokens": rows.tokens_BT, "positions": positions_BT, "row": jnp.arange(B, dtype=jnp.int32)}
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
-        chunks = loss._chunks(T, B // split("block_input", "batch").pieces)
-        x_CBTD = loss._chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
+        chunks = loss.chunk_count(T, B // split("block_input", "batch").pieces)
+        x_CBTD = loss.chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
         vocab_V = jnp.arange(cfg.vocab_rows)
 
         def chunk(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Scores]:
             x_BTD, targets_BT = inputs
-            logits_BTV = loss._logits(x_BTD, table_VD, bias_V, cfg)
+            logits_BTV = loss.logits_of(x_BTD, table_VD, bias_V, cfg)
             highest_BT = logits_BTV.max(-1)
             log_z_BT = highest_BT + jnp.log(jnp.exp(logits_BTV - highest_BT[..., None]).sum(-1))
             # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
@@ -95,7 +95,7 @@ def score(cfg: ModelConfig, params: Any, rows: Rows) -> Scores:
             missed_BT = scored_BT & (target_BT < highest_BT)
             return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))
 
-        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss._chunked(rows.targets_BT, chunks)))
+        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(rows.targets_BT, chunks)))
     return Scores(*(rearrange(x, "C B -> B C").sum(-1) for x in found))
 
 

@@ -63,9 +63,9 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     rows = split("block_input", "batch")
     columns = split("logits", "vocab")
     T = x_BTD.shape[1]
-    chunks = _chunks(T, x_BTD.shape[0] // rows.pieces)
-    x_CBTD = _chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
-    targets_CBT = _chunked(targets_BT, chunks)
+    chunks = chunk_count(T, x_BTD.shape[0] // rows.pieces)
+    x_CBTD = chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
+    targets_CBT = chunked(targets_BT, chunks)
     table_VD, bias_V = use(table), None if bias is None else use(bias)
     of_weights = gradients and not table.frozen
     dtable_ZVD: Any = jnp.zeros((rows.pieces, *table_VD.shape), jnp.float32) if of_weights else None
@@ -103,7 +103,7 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
 
 def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients) -> tuple[Sums, Any]:
     """The sums of one chunk and, with `gradients`, the derivative of its loss by its logits."""
-    logits_BTV = _logits(x_BTD, table_VD, bias_V, cfg)
+    logits_BTV = logits_of(x_BTD, table_VD, bias_V, cfg)
     vocab_V = jnp.arange(cfg.vocab_rows)
     # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
     is_target_BTV = vocab_V == targets_BT[..., None]
@@ -132,10 +132,11 @@ def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Mod
     """The logits of what the decoder returned, [B, T, V] in float32; -inf for rows of padding (cfg.vocab and up)."""
     with scope("of", "logits"):
         x_BTD = shard(like(x_BTD, RESIDUAL), BLOCK_INPUT)
-        return _logits(x_BTD, use(table), None if bias is None else use(bias), cfg)
+        return logits_of(x_BTD, use(table), None if bias is None else use(bias), cfg)
 
 
-def _logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, cfg: config.Model) -> jax.Array:
+def logits_of(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, cfg: config.Model) -> jax.Array:
+    """`logits` of hidden states and a table that are ready to be multiplied."""
     raw_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
     if bias_V is not None:
         raw_BTV += bias_V
@@ -147,12 +148,12 @@ def _logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, cfg
     return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab, capped_BTV, -jnp.inf)
 
 
-def _chunks(length: int, rows_per_device: int) -> int:
+def chunk_count(length: int, rows_per_device: int) -> int:
     """Into how many equal chunks a sequence is cut so that one has at most CHUNK_TOKENS tokens on a device."""
     wanted = max(1, length * rows_per_device // CHUNK_TOKENS)
     return next(n for n in range(wanted, length + 1) if length % n == 0) if wanted < length else length
 
 
-def _chunked(x: jax.Array, chunks: int) -> jax.Array:
+def chunked(x: jax.Array, chunks: int) -> jax.Array:
     """[B, T, ...] as [chunks, B, T / chunks, ...]."""
     return rearrange(x, "B (C T) ... -> C B T ...", C=chunks)

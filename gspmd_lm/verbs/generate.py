@@ -29,6 +29,7 @@ def run(values: flags.FlagValues) -> int:
     built, notes = generate.plan(
         config, here.rules, here.devices, here.machine.platform, [line.tokens for line in prompts],
         new_tokens=values.max_new_tokens, batch=values.batch, tokenizer=tokens,
+        places=[line.place for line in prompts],
     )  # fmt: skip
     for note in notes:
         here.say(note)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm import rules as layouts
+from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, memory_bytes
 from gspmd_lm.foresight.hardware import CHIPS
 from gspmd_lm.rules import Remat, Row
@@ -141,6 +142,8 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
         ("zero1_8", {}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
         ("dp2_tp4", {}, {"block": "parallel"}),
         ("fsdp2_tp4", {}, {"tied_embeddings": True, "qk_norm": True}),
+        ("fsdp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wo", "w_down"))}),
+        ("tp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))}),
     ],
 )
 def test_compiled_programs_move_no_less_and_little_more(small, built, rules, changes, model):

@@ -1,0 +1,384 @@
+"""config.json of published models in the words they were published with, and what is refused."""
+
+import json
+import math
+
+import pytest
+
+from gspmd_lm import config
+from gspmd_lm.config import InputError
+from gspmd_lm.convert import architecture
+from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT
+
+LLAMA31 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+# Published forms of config.json -> settings that they must give.
+PUBLISHED = {
+    "llama-2": (
+        {
+            "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+            "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+            "vocab_size": 32000,
+        },
+        {"rope_theta": 10000.0, "kv_heads": 32, "head_dim": 128, "context": 4096, "mlp": 11008, "norm_eps": 1e-5},
+    ),
+    "llama-3.1": (
+        LLAMA31,
+        {
+            "rope_theta": 500000.0, "kv_heads": 8, "vocab": 128256, "tied_embeddings": False,
+            "rope_scaling": config.RopeScaling(
+                kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
+            ),
+        },
+    ),
+    "mistral-0.1": (
+        {
+            "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000,
+        },
+        {"sliding_window": 4096, "layer_pattern": (), "head_dim": 128},
+    ),
+    "mistral-nemo": (
+        {
+            "architectures": ["MistralForCausalLM"], "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+            "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "mistral",
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 131072,
+        },
+        {"sliding_window": 0, "head_dim": 128, "embed": 5120},
+    ),
+    "qwen2.5": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 3584,
+            "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+            "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+            "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+        },
+        {"sliding_window": 0, "qkv_bias": True, "attention_out_bias": False, "qk_norm": False},
+    ),
+    "qwen3": (
+        {
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+            "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+            "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {"qk_norm": True, "qkv_bias": False, "head_dim": 128, "tied_embeddings": True},
+    ),
+    "gemma": (
+        {
+            "architectures": ["GemmaForCausalLM"], "attention_bias": False, "head_dim": 256, "hidden_act": "gelu",
+            "hidden_activation": None, "hidden_size": 2048, "intermediate_size": 16384,
+            "max_position_embeddings": 8192, "model_type": "gemma", "num_attention_heads": 8, "num_hidden_layers": 18,
+            "num_key_value_heads": 1, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "vocab_size": 256000,
+        },
+        {"activation": "gelu_tanh", "embedding_scale": math.sqrt(2048), "norm_offset": 1.0, "tied_embeddings": True},
+    ),
+    "gemma-2": (
+        {
+            "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "intermediate_size": 36864,
+            "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 32,
+            "num_hidden_layers": 46, "num_key_value_heads": 16, "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096, "vocab_size": 256000,
+        },
+        {
+            "attention_softcap": 50.0, "logit_softcap": 30.0, "query_scale": 144**-0.5, "post_norms": True,
+            "layer_pattern": ("sliding", "full"), "sliding_window": 4096,
+        },
+    ),
+    "gemma-3": (
+        {
+            "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+            "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+            "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+            "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+        },
+        {
+            "layer_pattern": ("sliding",) * 5 + ("full",), "sliding_window": 512, "rope_theta": 1e6,
+            "sliding_rope_theta": 1e4, "qk_norm": True, "query_scale": 0.0, "rope_scaling": None,
+        },
+    ),
+    "phi-3": (
+        {
+            "architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+            "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047,
+            "tie_word_embeddings": False, "vocab_size": 32064,
+        },
+        {"sliding_window": 2047, "rope_dim": 0, "head_dim": 96},
+    ),
+    "gpt2": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+            "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+            "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+            "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+            "summary_use_proj": True, "task_specific_params": {"text-generation": {"max_length": 50}},
+            "vocab_size": 50257,
+        },
+        {"mlp": 3072, "positions": "learned", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.0},
+    ),
+    "opt": (
+        {
+            "_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu",
+            "architectures": ["OPTForCausalLM"], "do_layer_norm_before": True, "dropout": 0.1, "ffn_dim": 3072,
+            "hidden_size": 768, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048,
+            "model_type": "opt", "num_attention_heads": 12, "num_hidden_layers": 12, "prefix": "</s>",
+            "vocab_size": 50272, "word_embed_proj_dim": 768,
+        },
+        {"position_offset": 2, "activation": "relu", "mlp_bias": True, "qkv_bias": True, "norm_eps": 1e-5},
+    ),
+    "bloom": (
+        {
+            "apply_residual_connection_post_layernorm": False, "architectures": ["BloomForCausalLM"],
+            "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True,
+            "layer_norm_epsilon": 1e-05, "model_type": "bloom", "n_embed": 1024, "n_inner": None, "n_layer": 24,
+            "num_attention_heads": 16, "offset_alibi": 100, "pretraining_tp": 1, "seq_length": 2048,
+            "skip_bias_add": True, "skip_bias_add_qkv": False, "slow_but_exact": False, "vocab_size": 250880,
+        },
+        {"embed": 1024, "heads": 16, "positions": "alibi", "embedding_norm": True, "mlp": 4096, "context": 2048},
+    ),
+    "falcon-7b": (
+        {
+            "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+            "bias": False, "hidden_size": 4544, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+            "multi_query": True, "new_decoder_architecture": False, "num_attention_heads": 71,
+            "num_hidden_layers": 32, "parallel_attn": True, "vocab_size": 65024,
+        },
+        {"kv_heads": 1, "block": "parallel", "shared_norm": True, "head_dim": 64, "tied_embeddings": True},
+    ),
+    "falcon-40b": (
+        {
+            "alibi": False, "architectures": ["FalconForCausalLM"], "bias": False, "hidden_size": 8192,
+            "layer_norm_epsilon": 1e-05, "model_type": "falcon", "new_decoder_architecture": True,
+            "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8, "parallel_attn": True,
+            "vocab_size": 65024,
+        },
+        {"kv_heads": 8, "block": "parallel", "shared_norm": False, "mlp": 32768},
+    ),
+    "falcon-11b": (
+        {
+            "alibi": False, "architectures": ["FalconForCausalLM"], "bias": False, "ff_factor": 4,
+            "ffn_hidden_size": 16384, "hidden_size": 4096, "layer_norm_epsilon": 1e-05,
+            "max_position_embeddings": 8192, "model_type": "falcon", "new_decoder_architecture": True,
+            "num_attention_heads": 32, "num_hidden_layers": 60, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1,
+            "parallel_attn": True, "rope_theta": 500042.0, "tie_word_embeddings": False, "vocab_size": 65024,
+        },
+        {"kv_heads": 8, "shared_norm": True, "rope_theta": 500042.0, "tied_embeddings": False},
+    ),
+    "gpt-j": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPTJForCausalLM"], "layer_norm_epsilon": 1e-05,
+            "model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28, "n_positions": 2048,
+            "rotary": True, "rotary_dim": 64, "scale_attn_weights": True, "tie_word_embeddings": False,
+            "vocab_size": 50400,
+        },
+        {"rope_dim": 64, "head_dim": 256, "unembedding_bias": True, "qkv_bias": False, "block": "parallel"},
+    ),
+    "pythia": (
+        {
+            "architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "hidden_size": 512,
+            "intermediate_size": 2048, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+            "model_type": "gpt_neox", "num_attention_heads": 8, "num_hidden_layers": 6, "rotary_emb_base": 10000,
+            "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True, "vocab_size": 50304,
+        },
+        {"rope_dim": 16, "block": "parallel", "shared_norm": False, "activation": "gelu", "attention_out_bias": True},
+    ),
+    "glm-4": (
+        {
+            "architectures": ["GlmForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 4096, "intermediate_size": 13696, "max_position_embeddings": 131072, "model_type": "glm",
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0,
+            "tie_word_embeddings": False, "vocab_size": 151552,
+        },
+        {"rope_dim": 64, "qkv_bias": True, "attention_out_bias": False, "kv_heads": 2, "norm_eps": 1.5625e-07},
+    ),
+}  # fmt: skip
+
+
+def model_of(raw):
+    row = architecture.family(raw, "config.json")
+    values = architecture.settings(row, raw, "config.json")
+    return config.from_dict(
+        {"name": "x", "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, "config.json"
+    ).model
+
+
+def refused(raw):
+    with pytest.raises(InputError) as error:
+        model_of(raw)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config(name):
+    raw, wanted = PUBLISHED[name]
+    model = model_of(raw)
+    assert {setting: getattr(model, setting) for setting in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_is_kept_on_export_and_can_be_written_anew(name):
+    raw, _ = PUBLISHED[name]
+    model = model_of(raw)
+    row, kept = architecture.describe(model, raw)
+    assert kept == raw
+    found, fields = architecture.describe(model, None)
+    # The first of the table that has the model: without a window, a Mistral is a Llama.
+    assert found.model_type == {"mistral-nemo": "llama", "phi-3": "mistral"}.get(name, row.model_type)
+    assert model_of(fields) == model
+
+
+def test_the_form_of_transformers_5_says_the_same():
+    newer = {
+        name: value for name, value in LLAMA31.items() if name not in ("rope_theta", "rope_scaling", "torch_dtype")
+    }
+    newer |= {"rope_parameters": LLAMA31["rope_scaling"] | {"rope_theta": 500000.0}, "dtype": "bfloat16"}
+    assert model_of(newer) == model_of(LLAMA31)
+    older, _ = PUBLISHED["gemma-3"]
+    gone = ("rope_theta", "rope_local_base_freq", "sliding_window_pattern")
+    newer = {name: value for name, value in older.items() if name not in gone} | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+        },
+        "layer_types": [("full" if i % 6 == 5 else "sliding") + "_attention" for i in range(26)],
+    }
+    assert model_of(newer) == model_of(older)
+    older, _ = PUBLISHED["pythia"]
+    newer = {name: value for name, value in older.items() if not name.startswith("rotary")}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25}
+    assert model_of(newer) == model_of(older)
+
+
+def test_a_changed_setting_is_written_into_the_original():
+    changed = model_of(LLAMA31 | {"rope_theta": 10.0, "max_position_embeddings": 64})
+    _, fields = architecture.describe(changed, LLAMA31)
+    assert fields["rope_theta"] == 10.0 and fields["max_position_embeddings"] == 64
+    assert fields["eos_token_id"] == 128001 and model_of(fields) == changed
+
+
+def test_a_model_that_no_family_has():
+    model = model_of(LLAMA31)
+    odd = config.Model(**{**vars(model), "norm": "layernorm", "norm_bias": True, "layer_pattern": ()})
+    with pytest.raises(InputError) as error:
+        architecture.describe(odd, None)
+    assert "the nearest is Llama" in str(error.value)
+    assert "model.norm: 'layernorm', Llama would have 'rmsnorm'" in str(error.value)
+    with pytest.raises(InputError, match=r"model.norm_bias"):
+        architecture.describe(odd, LLAMA31)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type: 'yarn' is not done; done are default",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not done"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 2.0}}, "are not fields of linear"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type: 'longrope'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not a setting of this family"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' is not known; known are gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
+        ({"sliding_window": 512}, "sliding_window: 512 is not a field that is known here; it may change"),
+        ({"hidden_size": None}, "hidden_size: missing"),
+        ({"hidden_size": "4096"}, "hidden_size: '4096' must be a number above zero"),
+        ({"hidden_size": 4096.5}, "model.embed: must be a whole number"),
+        ({"rope_theta": -1}, "rope_theta: -1 must be a number above zero"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0 must be a number above zero"),
+        ({"num_key_value_heads": 5}, "heads=32 is not a multiple of kv_heads=5"),
+    ],
+)
+def test_a_field_that_cannot_be_had(changed, said):
+    assert said in refused(LLAMA31 | changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim: 512 is not hidden_size"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False puts norms after"),
+        ("falcon-7b", {"alibi": True}, "alibi: True has positions that are rounded to bfloat16"),
+        ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn: 2"),
+        ("falcon-40b", {"parallel_attn": False}, "contradicts new_decoder_architecture"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scales attention by layer"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "adds up after the norms"),
+        ("gemma-3", {"use_bidirectional_attention": True}, "lets tokens see later ones"),
+        ("gemma-3", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("gpt-j", {"rotary_dim": None}, "rotary_dim"),
+        ("mistral-0.1", {"layer_types": ["full_attention"] * 32}, "does not fit sliding_window"),
+    ],
+)
+def test_a_field_of_a_family_that_cannot_be_had(name, changed, said):
+    assert said in refused(PUBLISHED[name][0] | changed)
+
+
+def test_all_problems_are_listed_at_once():
+    message = refused(LLAMA31 | {"hidden_act": "x", "vocab_size": None, "alibi": True, "num_experts": 8})
+    assert "config.json: 4 problems" in message
+    for name in ("hidden_act", "vocab_size", "alibi", "num_experts: experts are not done"):
+        assert f"\n  {name}" in message
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_a_family_that_is_left_out(kind):
+    assert f"model_type: {kind!r} is left out: {LEFT_OUT[kind]}" in refused({"model_type": kind})
+
+
+def test_a_family_that_is_not_known():
+    assert "'lama' is not a family that is read here (did you mean llama?)" in refused({"model_type": "lama"})
+    assert "no model_type\n  fix   one of llama, mistral" in refused({})
+    assert model_of({**LLAMA31, "model_type": None}) == model_of(LLAMA31)  # by its class
+
+
+def test_files_without_a_config(tmp_path):
+    with pytest.raises(InputError, match=r"no config.json\n  fix   give a folder"):
+        architecture.load(tmp_path)
+    with pytest.raises(InputError, match="no such folder"):
+        architecture.load(tmp_path / "x")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config.json: not valid JSON"):
+        architecture.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match="not a JSON object but a list"):
+        architecture.load(tmp_path)
+
+
+def test_no_field_is_both_read_and_called_irrelevant():
+    for row in FAMILIES:
+        for raw, _ in PUBLISHED.values():
+            if raw["model_type"] == row.model_type:
+                source = architecture.Source(raw)
+                values = {}
+                for part in row.parts:
+                    part.read(source, values)
+                assert not source.read & (IRRELEVANT | set(row.irrelevant)), row.name
+                assert json.dumps(sorted(source.read))

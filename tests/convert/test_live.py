@@ -1,0 +1,77 @@
+"""The installed transformers against the golden files and against us: `pytest -m parity`, with .[parity] installed."""
+
+import jax
+import numpy as np
+import pytest
+
+from gspmd_lm.convert import export
+from tests.convert import ours, references
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # what torch and transformers warn of is theirs
+
+
+@pytest.fixture(scope="module", params=list(references.CASES))
+def case(request, tmp_path_factory):
+    """A golden file, and the model of transformers that it was made from, with its folder."""
+    golden = references.load(request.param)
+    folder = tmp_path_factory.mktemp("live") / request.param
+    model, config, weights = references.build(request.param, folder, golden.about["salt"])
+    config.pop("transformers_version")
+    recorded = {name: value for name, value in golden.about["config"].items() if name != "transformers_version"}
+    assert config == recorded
+    assert {name: array.shape for name, array in weights.items()} == golden.tensors
+    return golden, model, weights, folder
+
+
+@pytest.fixture(scope="module")
+def computed(case):
+    """Logits, loss and gradients of transformers."""
+    golden, model, _, _ = case
+    return references.forward(model, golden.about["config"]["vocab_size"])
+
+
+def test_the_golden_file_is_what_transformers_computes(case, computed):
+    golden, model, weights, _ = case
+    logits, loss, gradients = computed
+    np.testing.assert_allclose(logits, golden.logits, rtol=0, atol=1e-5)
+    assert loss == pytest.approx(golden.about["loss"], rel=1e-6)
+    by_disk = references.on_disk(model, weights, gradients)
+    norms = [np.linalg.norm(by_disk[name]) for name in golden.tensors]
+    np.testing.assert_allclose(norms, golden.norms, rtol=1e-4, atol=1e-6 * np.linalg.norm(norms))
+    tokens, gaps = references.generate(model, golden.about["config"]["vocab_size"])
+    assert tokens == golden.about["tokens"]
+    np.testing.assert_allclose(gaps, golden.about["gaps"], atol=1e-4)
+
+
+def test_all_gradients(case, computed, tmp_path):
+    golden, model, weights, _ = case
+    logits, loss, gradients = computed
+    found = ours.read(golden, tmp_path / "in")
+    params = ours.on_one_device(found)
+    (our_loss, our_logits), ours_grads = ours.compiled(found.config.model, params, golden.batch, gradients=True)
+    real = golden.batch["segment_ids"] > 0
+    np.testing.assert_allclose(np.asarray(our_logits)[real], logits[real], rtol=0, atol=1e-4)
+    assert float(our_loss) == pytest.approx(loss, rel=1e-5)
+    export.write(tmp_path / "gradients", found.config.model, jax.device_get(ours_grads), found.like)
+    written = ours.tensors(tmp_path / "gradients")
+    by_disk = references.on_disk(model, weights, gradients)
+    nothing = 1e-6 * np.linalg.norm([np.linalg.norm(gradient) for gradient in by_disk.values()])
+    for name, want in by_disk.items():
+        assert np.linalg.norm(written[name] - want) <= 1e-3 * np.linalg.norm(want) + nothing, name
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["original config.json", "config.json of ours"])
+def test_transformers_loads_what_we_write(case, computed, kept, tmp_path):
+    import torch
+    import transformers
+
+    golden, _, _, _ = case
+    found = ours.read(golden, tmp_path / "in")
+    params = jax.device_get(ours.on_one_device(found))
+    export.write(tmp_path / "out", found.config.model, params, found.like if kept else None)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    logits, _, _ = references.forward(model.eval(), golden.about["config"]["vocab_size"])
+    np.testing.assert_array_equal(logits, computed[0])

@@ -1,0 +1,116 @@
+"""Damaged files, missing ones, and folders without weights."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gspmd_lm.config import InputError
+from gspmd_lm.convert import safetensors
+
+NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def file_of(**tensors):
+    head = safetensors.start({name: ("F32", array.shape) for name, array in tensors.items()})
+    return head + b"".join(array.tobytes() for array in tensors.values())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(file_of(a=NUMBERS, b=NUMBERS[0]))
+    return tmp_path
+
+
+def several(folder, places, **files):
+    for name, data in files.items():
+        (folder / f"{name}.safetensors").write_bytes(data)
+    (folder / safetensors.INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+def test_slices_and_rows(folder):
+    a = safetensors.stored(folder)["a"]
+    np.testing.assert_array_equal(a.read((4, 6), (slice(1, 3), slice(2, 6))), NUMBERS[1:3, 2:6])
+    np.testing.assert_array_equal(
+        a.read((4, 2, 3), (np.array([3, 0]), slice(1, 2), slice(0, 3))), NUMBERS[[3, 0], None, 3:]
+    )
+    np.testing.assert_array_equal(a.read((6, 4), (slice(0, 6), np.array([2]))), NUMBERS.reshape(6, 4)[:, [2]])
+
+
+def test_a_slice_is_not_copied(folder):
+    part = safetensors.stored(folder)["a"].read((4, 6), (slice(1, 3), slice(2, 6)))
+    assert isinstance(part, np.memmap) and not part.flags.owndata
+
+
+def test_the_reference_implementation_reads_the_same(folder):
+    reference = pytest.importorskip("safetensors.numpy")
+    found = reference.load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(found["a"], NUMBERS)
+    reference.save_file({"b": NUMBERS.T.copy()}, folder / "model.safetensors")
+    b = safetensors.stored(folder)["b"]
+    np.testing.assert_array_equal(b.read((6, 4), (slice(None),) * 2), NUMBERS.T)
+
+
+def test_files_are_filled_in_order():
+    sizes = {"a": 5, "b": 5, "c": 1, "d": 12, "e": 3}
+    assert safetensors.plan(sizes, 10) == {
+        "model-00001-of-00004.safetensors": ["a", "b"],
+        "model-00002-of-00004.safetensors": ["c"],
+        "model-00003-of-00004.safetensors": ["d"],
+        "model-00004-of-00004.safetensors": ["e"],
+    }
+    assert safetensors.plan(sizes, 100) == {"model.safetensors": list(sizes)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[:4], "the file has 4 bytes, its header should have"),
+        (lambda data: data[:40], "the file has 40 bytes, its header should have"),
+        (lambda data: b"\xff" * 8 + data[8:], "its header should have 18446744073709551615"),
+        (lambda data: data[:-30], "should have .*: a, b cut off"),
+        (lambda data: data[:8] + b"}" + data[9:], "not valid JSON"),
+        (lambda data: data[:8] + b"\xff" + data[9:], "its header is not text"),
+        (lambda data: data.replace(b"[4,6]", b"[4,7]"), r"a, F32 \[4, 7\], has 96 bytes"),
+        (lambda data: data.replace(b'"shape":[4,6]', b'"shope":[4,6]'), "the header's entry of a is not one"),
+    ],
+)
+def test_a_damaged_file(folder, damage, said):
+    path = folder / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{said}.*fix .*fetch it again"):
+        safetensors.stored(folder)
+
+
+def test_an_index_names_a_file_that_is_not_there(tmp_path):
+    several(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}, one=file_of(a=NUMBERS))
+    with pytest.raises(InputError, match=r"index.json: two.safetensors is not in the folder\n  fix   fetch"):
+        safetensors.stored(tmp_path)
+
+
+def test_an_index_leads_out_of_the_folder(tmp_path):
+    several(tmp_path, {"a": "../one.safetensors"})
+    with pytest.raises(InputError, match=r"\.\./one\.safetensors is not a file name"):
+        safetensors.stored(tmp_path)
+
+
+def test_an_index_that_does_not_fit_its_files(tmp_path):
+    several(tmp_path, {"a": "one.safetensors", "c": "one.safetensors"}, one=file_of(a=NUMBERS, b=NUMBERS))
+    with pytest.raises(InputError, match=r"(?s)file that the index names: c\n.*not in the index: b"):
+        safetensors.stored(tmp_path)
+
+
+def test_an_index_without_a_map(tmp_path):
+    (tmp_path / safetensors.INDEX).write_text('{"weight_map": ["a"]}')
+    with pytest.raises(InputError, match="has no weight_map"):
+        safetensors.stored(tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path):
+    with pytest.raises(InputError, match=r"no weights: neither model.safetensors nor"):
+        safetensors.stored(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=r"it has pytorch_model.bin, which are not read\n  fix .*save_pretrained"):
+        safetensors.stored(tmp_path)
+    with pytest.raises(InputError, match="no such folder"):
+        safetensors.stored(tmp_path / "nowhere")

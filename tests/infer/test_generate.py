@@ -1,0 +1,216 @@
+"""What is generated: the same with and without a cache, alone or in a batch, and under every layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.collectives import count
+from gspmd_lm.config import InputError
+from gspmd_lm.data.tokenizer import Bytes
+from gspmd_lm.infer import generate, programs
+from gspmd_lm.infer.sampling import Sampling
+from gspmd_lm.model.loss import logits
+from gspmd_lm.model.transformer import decode
+from gspmd_lm.rules import ShardingError
+
+NEW = 10
+DRAWN = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.02, seed=5)
+VARIANTS = {
+    "rope": dict(kv_heads=2, qk_norm=True, attention_softcap=5.0, logit_softcap=3.0),
+    "alibi": dict(positions="alibi", block="parallel", embedding_norm=True),
+    "learned": dict(positions="learned", position_offset=2, norm="layernorm", norm_bias=True, mlp_kind="plain"),
+    "pattern": dict(layers=3, layer_pattern=("sliding", "full"), sliding_window=4, sliding_rope_theta=100.0),
+}
+GROUPED = dict(kv_heads=4)
+LAYOUTS = {
+    "decode_tp8": ({}, "decode_tp8"),
+    "fsdp2_tp4": ({}, "fsdp2_tp4"),
+    "dp2_tp4": (GROUPED, "dp2_tp4"),
+    "kv_heads on every device": (GROUPED, {
+        "mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "kv_heads": None},
+    }),
+    "slots split": (GROUPED, {
+        "mesh": {"context": 2, "tensor": 4},
+        "rules": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "cache.kv_seq": "context"},
+    }),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(speaking, generator):
+    """A function that builds generators once."""
+    found = {}
+
+    def build(key, model, rules, **options):
+        if key not in found:
+            found[key] = generator(speaking(**model), rules, **options)
+        return found[key]
+
+    return build
+
+
+def alone(made, model):
+    """The generator on one device."""
+    return made(f"one device {model}", model, "single")
+
+
+def tokens(results):
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
+    """Each prompt's tokens, generated in a ragged batch, are the best ones when its whole text is read at once."""
+    cfg = speaking(**VARIANTS[variant])
+    results = generator(cfg, "single").results(prompts, new_tokens=NEW, ends=())
+    texts = [prompt + result.tokens for prompt, result in zip(prompts, results, strict=True)]
+    tokens_BT = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in enumerate(texts):
+        tokens_BT[row, : len(text)] = text
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+
+    @jax.jit
+    def whole(params):
+        with jax.default_matmul_precision("highest"):
+            batch = {"tokens": tokens_BT, "positions": positions_BT, "row": jnp.arange(len(texts))}
+            return logits(*decode(cfg.model, params, batch), cfg.model)
+
+    logits_BTV = np.asarray(whole(weights(cfg.model)))
+    for row, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        steps = logits_BTV[row, len(prompt) - 1 : len(texts[row]) - 1]
+        second, first = np.sort(steps, axis=-1)[:, -2:].T
+        assert result.tokens == steps.argmax(-1).tolist()
+        assert result.smallest_gap == pytest.approx((first - second).min(), abs=1e-4) and result.smallest_gap > 1e-4
+    assert len({token for result in results for token in result.tokens}) > 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_never_changes_a_token(layout, made, prompts):
+    model, rules = LAYOUTS[layout]
+    one, split = alone(made, model), made(layout, model, rules)
+    for sampling in (Sampling(), DRAWN):
+        wanted = one.results(prompts, new_tokens=NEW, sampling=sampling, ends=())
+        found = split.results(prompts, new_tokens=NEW, sampling=sampling, ends=())
+        assert min(result.smallest_gap for result in wanted) > 1e-4
+        assert tokens(found) == tokens(wanted)
+    assert split.programs.mesh.size == 8
+
+
+def test_text_depends_on_seed_and_number_not_on_the_batch(made, prompts):
+    three, two = alone(made, {}), made("two rows", {}, "single", batch=2)
+    for sampling in (Sampling(), DRAWN):
+        options = {"new_tokens": NEW, "sampling": sampling, "ends": ()}
+        wanted = tokens(three.results(prompts, **options))
+        assert tokens(two.results(prompts, **options)) == wanted
+        assert tokens(two.results(prompts[2:], first_number=2, **options)) == wanted[2:]
+        assert wanted == tokens(three.results(prompts, **options))
+    same = [prompts[0]] * 3
+    options = {"new_tokens": NEW, "ends": ()}
+    drawn = tokens(three.results(same, sampling=DRAWN, **options))
+    assert len({tuple(found) for found in drawn}) == 3  # prompts alike have numbers of their own
+    assert drawn != tokens(three.results(same, sampling=Sampling(1.3, 40, 0.95, 0.02, seed=6), **options))
+
+
+def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_gathers_only_logits(made):
+    one = made("decode_tp8", *LAYOUTS["decode_tp8"])
+    built, compiled = one.programs, one.decode
+    found = count(compiled.as_text())
+    cfg, rows = built.config.model, built.sizes.rows
+    in_layers = [c for c in found if c.in_loop]
+    assert [(c.kind, c.times, c.elements) for c in in_layers] == [("all-reduce", cfg.layers, rows * cfg.embed)] * 2
+    outside = sorted((c.kind, c.elements) for c in found if not c.in_loop)
+    assert outside == [("all-gather", rows * cfg.vocab_rows), ("all-reduce", rows * cfg.embed)]
+    # The cache is handed back where it was.
+    memory = compiled.memory_analysis()
+    cache_bytes = 2 * cfg.layers * rows * built.sizes.slots * cfg.kv_heads * cfg.head_dim * 4 // 8
+    assert built.cache_bytes_per_device == cache_bytes <= memory.alias_size_in_bytes
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1000
+    assert memory.temp_size_in_bytes < cache_bytes + 20_000  # no second cache, no whole weight
+
+
+def test_pieces_come_one_by_one_and_make_up_the_text(made, prompts):
+    one = alone(made, {})
+    stream = one.generate(prompts, new_tokens=NEW, ends=())
+    first = next(stream)
+    assert first.number == 0 and first.result is None
+    pieces = [first, *stream]
+    assert [piece.number for piece in pieces] == [0, 1, 2] * NEW
+    for number, prompt in enumerate(prompts):
+        mine = [piece for piece in pieces if piece.number == number]
+        result = mine[-1].result
+        assert result and [piece.result for piece in mine[:-1]] == [None] * (NEW - 1)
+        assert "".join(piece.text for piece in mine) == result.text
+        whole = Bytes().decode([*prompt, *result.tokens]).decode("utf-8", "replace")
+        assert whole.endswith(result.text) and result.finish_reason == "length" and len(result.tokens) == NEW
+
+
+def test_stop_strings_and_end_tokens(made, prompts):
+    one = alone(made, {})
+    options = {"new_tokens": NEW}
+    free = one.results(prompts, ends=(), **options)
+    ending = free[0].tokens[4]
+    ended = one.results(prompts, ends=(ending,), **options)[0]
+    before = free[0].tokens[: free[0].tokens.index(ending)]
+    assert (ended.tokens, ended.finish_reason) == (before, "end")
+    text = free[2].text
+    stop = text[3:6]  # of several tokens
+    pieces = list(one.generate(prompts, stops=(stop, "never said"), ends=(), **options))
+    printed = "".join(piece.text for piece in pieces if piece.number == 2)
+    stopped = next(piece.result for piece in pieces if piece.number == 2 and piece.result)
+    assert stopped.text == printed == text[: text.index(stop)]
+    assert stopped.finish_reason == "stop" and len(stopped.tokens) < NEW
+    with pytest.raises(InputError, match="empty stop string"):
+        one.results(prompts, stops=("",), **options)
+
+
+def test_figures(made, prompts):
+    one = made("two rows", {}, "single", batch=2)
+    one.figures = generate.Figures(one.programs.cache_bytes_per_device)
+    results = one.results(prompts, new_tokens=NEW, ends=())
+    figures = one.figures
+    assert (figures.prompt_tokens, figures.new_tokens, figures.decoded_tokens) == (12, 30, 27)
+    assert figures.smallest_gap == min(result.smallest_gap for result in results)
+    assert 0 < figures.first_token_s < figures.prefill_s
+    assert figures.decode_tokens_per_s == pytest.approx(27 / figures.decode_s)
+    model, sizes = one.programs.config.model, one.programs.sizes
+    assert sizes == programs.Sizes(2, 7, 7 + NEW - 1)
+    assert f"cache {2 * model.layers * 2 * 16 * 8 * 4 * 4:,} bytes per device" in str(figures)
+
+
+def planned(cfg, rules, prompts, **options):
+    options = {"new_tokens": NEW, "batch": 8, "tokenizer": Bytes()} | options
+    return generate.plan(cfg, rules, jax.devices()[: rules.devices], "cpu", prompts, **options)
+
+
+def test_what_does_not_fit_is_an_error_before_anything_is_allocated(speaking, small, filled, prompts):
+    single, cfg = filled("single"), speaking()
+    before = {id(array) for array in jax.live_arrays()}
+    with pytest.raises(InputError) as caught:
+        planned(cfg, single, [[1] * 30, [2], [3] * 23, []])
+    assert str(caught.value).split("\n") == [
+        "prompt 4: empty",
+        "prompt 1: 30 tokens and 10 new ones are more than model.context=32",
+        "prompt 3: 23 tokens and 10 new ones are more than model.context=32",
+        "  fix   give at least one token to go on from",
+        "  fix   shorten the prompt to 22 tokens, or ask for 2 new ones",
+    ]
+    with pytest.raises(InputError, match=r"file\.jsonl:3: empty"):
+        planned(cfg, single, [[1], []], places=["file.jsonl:1", "file.jsonl:3"])
+    with pytest.raises(InputError, match=r"has 257 tokens, more than model\.vocab=61"):
+        planned(small(), single, prompts)
+    with pytest.raises(ShardingError) as caught:
+        planned(speaking(kv_heads=2), filled("decode_tp8"), prompts)
+    assert "layers.attention.wk: kv_heads=2 does not divide over tensor=8" in str(caught.value)
+    assert "cache" in str(caught.value) and "fix   set rules.kv_heads to null" in str(caught.value)
+    assert {id(array) for array in jax.live_arrays()} <= before
+
+
+def test_rows_that_nobody_asked_for_are_padding_and_said_so(speaking, filled, prompts):
+    built, notes = planned(speaking(), filled("fsdp2_tp4"), prompts[:1])
+    assert built.sizes == programs.Sizes(rows=2, prompt=8, slots=17)
+    assert notes == [
+        f"a batch of 1 is padded to 2 rows, whose results are thrown away ({filled('fsdp2_tp4').path}: rules.batch: "
+        "fsdp); 2 prompts at a time cost the same"
+    ]
+    assert planned(speaking(), filled("fsdp2_tp4"), prompts[:2])[1] == []
