@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
 from gspmd_lm import config as configs
@@ -21,7 +22,7 @@ from gspmd_lm.kernels.attention import LANES, unsupported
 from gspmd_lm.model.attention import Cache
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import empty_cache, extend
-from gspmd_lm.placement import MeshPlacement, problems, record
+from gspmd_lm.placement import MeshPlacement, Named, problems, record
 from gspmd_lm.rules import Problem, Remat, Rules, check
 from gspmd_lm.train.state import Activations, Arrays, arrays, pairs
 
@@ -80,6 +81,21 @@ def _pieces(rules: Rules, axis: str) -> int:
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
+    """The weights' shapes and shardings where nothing is trained: in the dtype in which they are multiplied, if that is
+    smaller than their own, so that they are cast once. Norms compute with their own dtype.
+    """
+    used = jnp.dtype(model.compute_dtype)
+
+    def one(leaf: Named, like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        norm = leaf.path.rsplit(".", 1)[-1] in ("scale", "bias")
+        smaller = not norm and used.itemsize < like.dtype.itemsize
+        return jax.ShapeDtypeStruct(like.shape, used if smaller else like.dtype, sharding=sharding)
+
+    shardings = placement.shardings("weights", found.named_params, found.params)
+    return jax.tree.map(one, found.named_params, found.params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
 
 
 def whole_context(config: Config) -> Sizes:
@@ -169,9 +185,7 @@ class Programs:
         if not self.unrolled:
             return self.abstract_params
         found = arrays(dataclasses.replace(self.config, model=self.model))
-        return jax.tree.map(
-            _placed, found.params, self.placement.shardings("weights", found.named_params, found.params)
-        )
+        return resting(found, self.placement, self.model)
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
@@ -179,14 +193,14 @@ class Programs:
         return MeshPlacement(dataclasses.replace(self.rules, remat=Remat()), self.mesh)
 
     @functools.cached_property
-    def param_shardings(self) -> Any:
-        """Where the weights rest."""
-        return self.placement.shardings("weights", self.arrays.named_params, self.arrays.params)
-
-    @functools.cached_property
     def abstract_params(self) -> Any:
         """The weights' shapes and shardings: what a checkpoint is restored into."""
-        return jax.tree.map(_placed, self.arrays.params, self.param_shardings)
+        return resting(self.arrays, self.placement, self.config.model)
+
+    @property
+    def param_shardings(self) -> Any:
+        """Where the weights rest."""
+        return jax.tree.map(lambda like: like.sharding, self.abstract_params)
 
     @functools.cached_property
     def abstract_prompts(self) -> Prompts:
@@ -201,7 +215,11 @@ class Programs:
         """The shapes and shardings of what decode carries."""
         cache, *rest = _carried(self.config.model, self.sizes)
         at = self.placement.sharding("rules", "cache", CACHE_AXES, cache.k_LBSKH.shape)
-        placed: Any = jax.tree.map(lambda half: _placed(half, at), cache)
+        where: Any = at
+        if self.mesh.devices.flat[0].platform == "tpu":
+            # [L, S, K, B, H] in memory, as the loop over layers writes a token: else it is copied in and out each step.
+            where = Format(Layout((0, 2, 3, 1, 4)), at)
+        placed: Any = jax.tree.map(lambda half: _placed(half, where), cache)
         return Carried(placed, *(_placed(like, self._whole) for like in rest))
 
     @property
@@ -240,7 +258,7 @@ class Programs:
 
     @property
     def _out(self) -> tuple[Carried, Choice]:
-        return jax.tree.map(lambda like: like.sharding, self.abstract_carried), Choice(self._whole, self._whole)
+        return jax.tree.map(_where, self.abstract_carried), Choice(self._whole, self._whole)
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
@@ -329,6 +347,11 @@ def compiled(lowered: jax.stages.Lowered, rules: Rules, mesh: Mesh) -> jax.stage
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(str(device.platform), str(device.platform))
     options = runtime.compiler_options(platform, rules.compiler_options, rules.path, device.device_kind)
     return runtime.compile(lowered, options, platform, rules.path)
+
+
+def _where(like: jax.ShapeDtypeStruct) -> Any:
+    """The format of an array that has one of its own, else its sharding."""
+    return like.sharding if like.format.layout is None else like.format
 
 
 def _placed(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -22,7 +22,7 @@ from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import compiled, lacking, whole_pieces
+from gspmd_lm.infer.programs import compiled, lacking, resting, whole_pieces
 from gspmd_lm.model import loss
 from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.transformer import decode
@@ -118,10 +118,7 @@ class Program:
     @functools.cached_property
     def abstract_params(self) -> Any:
         """The weights' shapes and shardings: what a checkpoint is restored into."""
-        shardings = self.placement.shardings("weights", self.arrays.named_params, self.arrays.params)
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), self.arrays.params, shardings
-        )
+        return resting(self.arrays, self.placement, self.config.model)
 
     @functools.cached_property
     def abstract_rows(self) -> Rows:
