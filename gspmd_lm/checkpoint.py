@@ -259,13 +259,20 @@ class Checkpoints:
 
     def _check_architecture(self, saved: Mapping[str, Any], place: str) -> None:
         wanted = self._architecture
-        differences = [
-            f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
+        names = [
+            name
             for name in sorted({*saved, *wanted} - _FREE)
             if saved.get(name, _DEFAULTS.get(name, _ABSENT)) != wanted.get(name, _ABSENT)
         ]
+        differences = [
+            f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
+            for name in names
+        ]
         if differences:
             fix = "  fix   use the config it was saved with, or another --workdir"
+            if all(name.startswith("padded_") for name in names):
+                sets = " ".join(f"--set model.{name}={wanted[name]}" for name in names)
+                fix = f"  fix   padding is part of the weights: convert again, with {sets}, into another --workdir"
             raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
 
 

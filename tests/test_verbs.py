@@ -11,6 +11,7 @@ import yaml
 from gspmd_lm import cli, config
 from gspmd_lm.convert import export
 from gspmd_lm.model.transformer import init
+from gspmd_lm.verbs import convert
 
 MODEL = config.Model(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
@@ -74,6 +75,21 @@ def test_generation_by_flag_and_by_file(verb, workdir, tmp_path):
     assert first["tokens"] == 6 and second["finish_reason"] == "length"
 
 
+def test_what_cannot_be_written_is_refused_before_anything_is_computed(verb, folder, workdir, tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n')
+    flags = f"--workdir={workdir}", f"--prompts={prompts}", *PLACE
+    for output, said in ((tmp_path / "no" / "out.jsonl", "cannot be written"), (prompts, "overwrite what is read")):
+        code, out, err = verb("generate", *flags, f"--output={output}")
+        assert (code, out) == (2, "") and said in err and "compiled" not in err
+    code, _, err = verb("convert", f"--from={folder}", f"--workdir={prompts}/w", *PLACE)
+    assert code == 2 and "cannot be written in" in err
+    code, _, err = verb("convert", f"--from={folder}", f"--workdir={tmp_path / 'w'}", "--dtype=bfloat16", *PLACE)
+    assert code == 2 and "model.weight_dtype" in err
+    code, _, err = verb("generate", f"--workdir={tmp_path / 'typo'}", "--chat", "--prompt=a", *PLACE)
+    assert code == 2 and "typo: no checkpoint" in err
+
+
 def test_a_prompt_that_does_not_fit_is_refused(verb, workdir):
     code, out, err = verb("generate", f"--workdir={workdir}", "--prompt=" + "x" * 60, "--max_new_tokens=6", *PLACE)
     assert (code, out) == (2, "") and "60 tokens and 6 new ones are more than model.context=64" in err
@@ -101,3 +117,27 @@ def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
     assert "step 1/1  loss 5.5" in out
     code, _, err = verb("train", f"--workdir={workdir}", *PLACE)
     assert code == 2 and "weights without the state" in err and "train.init_from" in err
+
+
+def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one_in_use(workdir, tmp_path):
+    plain = yaml.safe_load((workdir / "config.yaml").read_text())
+    begun = workdir
+    for name in ("first", "second"):
+        plain["train"]["init_from"] = str(begun)
+        begun = tmp_path / name
+        begun.mkdir()
+        (begun / "config.yaml").write_text(yaml.safe_dump(plain))
+    original = convert._original(str(begun), config.load(str(begun / "config.yaml")))
+    assert original == workdir / "hugging_face"
+    assert convert._original(str(tmp_path), config.load("tiny")) is None
+    for name in ("generation_config.json", "vocab.json"):
+        (tmp_path / "first" / name).touch()
+    (tmp_path / "second" / "mine.json").touch()
+    (tmp_path / "second" / "chat_template.jinja").touch()
+    assert convert._beside(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
+        "generation_config.json": tmp_path / "first" / "generation_config.json",
+        "chat_template.jinja": tmp_path / "second" / "chat_template.jinja",
+        "tokenizer.json": tmp_path / "second" / "mine.json",
+    }
+    with pytest.raises(config.InputError, match="no such file"):
+        convert._beside(None, str(tmp_path / "gone.json"))

@@ -46,7 +46,7 @@ def family(raw: Mapping[str, Any], place: str) -> Family:
     known = [row.model_type for row in FAMILIES]
     if kind is None:
         message = "no model_type"
-    elif reason := LEFT_OUT.get(kind):
+    elif reason := LEFT_OUT.get(str(kind)):
         message = f"model_type: {kind!r} is left out: {reason}"
     else:
         message = f"model_type: {kind!r} is not a family that is read here{did_you_mean(str(kind), known)}"

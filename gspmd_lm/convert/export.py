@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gspmd_lm import config
 from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, safetensors
+from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.pretrained import Place, places
 
@@ -29,7 +30,7 @@ def write(
     params: Any,
     like: Mapping[str, Any] | None = None,
     dtype: str | None = None,
-    beside: Sequence[Path] = (),
+    beside: Mapping[str, Path] | None = None,
     file_bytes: int = safetensors.FILE_BYTES,
 ) -> None:
     """Writes config.json and the weights of a model, without its padding, to a folder that must not hold anything.
@@ -38,33 +39,26 @@ def write(
 
     params: the tree of parameters, jax or numpy arrays. like: the config.json that the model came with, whose other
     fields are kept. dtype: of all tensors, float32, bfloat16 or float16; None means that of `like`, or else of the
-    model's weights. beside: files to be copied into the folder, such as those of the tokenizer.
+    model's weights. beside: name -> a file to be copied into the folder, such as those of the tokenizer.
 
     Raises InputError where the folder holds something, or no family of transformers can express the model.
     """
-    row, fields = architecture.describe(model, like)
-    dtype = dtype or fields.get("torch_dtype") or fields.get("dtype") or model.weight_dtype
-    if dtype not in safetensors.WEIGHT_DTYPES:
-        raise InputError(f"dtype: {dtype!r} must be one of {', '.join(safetensors.WEIGHT_DTYPES)}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder}: holds something already\n  fix   give the name of a new folder")
-    fields.pop("dtype", None)
-    fields["torch_dtype"] = dtype  # both versions of transformers read this name
+    row, fields = described(folder, model, like, dtype)
     tensors = _tensors(places(row, model), params)
-    kind = safetensors.WEIGHT_DTYPES[dtype]
+    kind = safetensors.WEIGHT_DTYPES[fields["torch_dtype"]]
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
     number = np.dtype(safetensors.DTYPES[kind])
     sizes = {name: int(np.prod(shape)) * number.itemsize for name, shape in shapes.items()}
     files = safetensors.plan(sizes, file_bytes)
     writes = jax.process_index() == 0
-    partial = folder.with_name(f"{folder.name}.partial")
+    partial = safetensors.partial(folder)
     if writes:
         if partial.exists():  # of an export that was killed
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         (partial / architecture.CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for path in beside:
-            shutil.copy(path, partial / path.name)
+        for name, path in (beside or {}).items():
+            shutil.copy(path, partial / name)
         if len(files) > 1:
             (partial / safetensors.INDEX).write_text(safetensors.index(files, sum(sizes.values())), encoding="utf-8")
     for file_name, names in files.items():
@@ -74,6 +68,20 @@ def write(
         os.replace(partial, folder)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("convert.export")
+
+
+def described(
+    folder: Path, model: config.Model, like: Mapping[str, Any] | None = None, dtype: str | None = None
+) -> tuple[Family, dict[str, Any]]:
+    """The family and the config.json of what `write` writes. Raises InputError as it does; no weights are needed."""
+    safetensors.check_new(folder)
+    row, fields = architecture.describe(model, like)
+    dtype = dtype or fields.get("torch_dtype") or fields.get("dtype") or model.weight_dtype
+    if dtype not in safetensors.WEIGHT_DTYPES:
+        raise InputError(f"dtype: {dtype!r} must be one of {', '.join(safetensors.WEIGHT_DTYPES)}")
+    fields.pop("dtype", None)
+    fields["torch_dtype"] = dtype  # both versions of transformers read this name
+    return row, fields
 
 
 def _tensors(tree: Any, params: Any) -> dict[str, tuple[Tensor, Held]]:

@@ -132,9 +132,9 @@ class Activation:
         names = self.names.split()
         word = source.get(names, self.default)
         known = ACTIVATIONS | dict(self.also)
-        if word not in known:
+        if not isinstance(word, str) or word not in known:
             source.refuse(names[0], word, f"is not known; known are {', '.join(sorted(known))}")
-        values["activation"] = known.get(word, "silu")
+        values["activation"] = known.get(str(word), "silu")
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.names.split()[0]: self.written.get(model.activation, model.activation)}

@@ -1,6 +1,8 @@
 """Adapters as a folder that PEFT loads: adapter_config.json and adapter_model.safetensors."""
 
 import json
+import os
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,25 +38,37 @@ def write_adapter(
     same: `a` side by side, `b` in blocks. Raises InputError where there are no adapters, where the folder holds
     something, or where no family of transformers can express the model.
     """
-    if model.lora is None:
-        raise InputError("the model has no adapters (model.lora)\n  fix   convert --to=DIR without --adapter")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder}: holds something already\n  fix   give the name of a new folder")
-    _, plain = lora.merged({}, model)
-    row, _ = architecture.describe(plain, like)
+    row, plain = described(folder, model, like)
+    assert model.lora
     modules = _modules(places(row, plain), lora.adapters(params), model.lora)
     tensors = {}
     for name, members in modules.items():
         a, b = _matrices(members, model)
         tensors[f"{_PREFIX}{name}.lora_A.weight"], tensors[f"{_PREFIX}{name}.lora_B.weight"] = a, b
     if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        described = json.dumps(_description(row, modules, model, base_name), indent=2)
-        (folder / CONFIG).write_text(described + "\n", encoding="utf-8")
-        with open(folder / WEIGHTS, "wb") as file:
+        partial = safetensors.partial(folder)
+        if partial.exists():  # of an export that was killed
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        description = json.dumps(_description(row, modules, model, base_name), indent=2)
+        (partial / CONFIG).write_text(description + "\n", encoding="utf-8")
+        with open(partial / WEIGHTS, "wb") as file:
             file.write(safetensors.start({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
             for tensor in tensors.values():
                 file.write(np.ascontiguousarray(tensor, np.float32).data)
+        os.replace(partial, folder)
+
+
+def described(folder: Path, model: config.Model, like: Mapping[str, Any] | None = None) -> tuple[Family, config.Model]:
+    """The family and the model that the adapters are for. Raises InputError as `write_adapter` does, which calls this;
+    no weights are needed.
+    """
+    if model.lora is None:
+        raise InputError("the model has no adapters (model.lora)\n  fix   convert --to=DIR without --adapter")
+    safetensors.check_new(folder)
+    _, plain = lora.merged({}, model)
+    row, _ = architecture.describe(plain, like)
+    return row, plain
 
 
 def _modules(tree: Any, adapters: Any, settings: config.Lora) -> dict[str, list[Member]]:

@@ -125,6 +125,18 @@ def header(path: Path) -> dict[str, Stored]:
     return found
 
 
+def check_new(folder: Path) -> None:
+    """Raises InputError where a folder to be written holds something already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: holds something already\n  fix   give the name of a new folder")
+
+
+def partial(folder: Path) -> Path:
+    """Where a folder is while it is being written."""
+    folder = folder.absolute()
+    return folder.with_name(f"{folder.name}.partial")
+
+
 def plan(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> dict[str, list[str]]:
     """File name -> the tensors in it, in their order, at most `file_bytes` in each file; one file where all fit.
 

@@ -128,6 +128,10 @@ class Chat:
         text = self.render(messages, add_generation_prompt=True, **fields)
         return np.asarray(self._tokenizer.encode_marked([_NO_CHARACTER.sub("\ufffd", text)])[0].ids, np.int32)
 
+    def prompt_of(self, record: Mapping[str, Any]) -> np.ndarray:
+        """`prompt` of a record's messages, with the other fields of the record that the template reads."""
+        return self.prompt(record["messages"], **self._fields(record))
+
     def document(self, record: Mapping[str, Any], place: str, field: str) -> bytes:
         """The text of a record's conversation and the assistant's spans in it, as JSON for `encode_all`.
 
@@ -146,7 +150,7 @@ class Chat:
                 "  fix   remove the line, or name the role assistant"
             )
         template = self._template(record)
-        fields = {name: record[name] for name in template.fields if name in record}
+        fields = self._fields(record)
         try:
             text, spans = template.render(messages, fields, DATA_DATE)
             if not template.has_generation:
@@ -182,6 +186,9 @@ class Chat:
     def _template(self, fields: Mapping[str, Any]) -> Template:
         with_tools = fields.get("tools") is not None and "tool_use" in self._templates
         return self._templates["tool_use" if with_tools else "default"]
+
+    def _fields(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: record[name] for name in self._template(record).fields if name in record}
 
     def _spans(
         self, template: Template, messages: Sequence[Message], fields: Mapping[str, Any], text: str

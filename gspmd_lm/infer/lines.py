@@ -11,7 +11,8 @@ from gspmd_lm.config import InputError, read_text
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import Piece
 
-Render = Callable[[Any], Sequence[int] | np.ndarray]  # a line's messages -> the ids of the prompt; raises InputError
+Fields = dict[str, Any]
+Render = Callable[[Fields], Sequence[int] | np.ndarray]  # a line with messages -> ids of the prompt; raises InputError
 SHOWN = 20  # problems of one file
 
 
@@ -37,10 +38,20 @@ def objects(path: Path, wrong: list[str]) -> Iterator[tuple[str, dict[str, Any]]
         except ValueError as error:
             wrong.append(f"{place}: not JSON ({error})")
             continue
-        if isinstance(fields, dict):
+        if isinstance(fields, dict) and not _is_text(json.dumps(fields, ensure_ascii=False)):
+            wrong.append(f"{place}: half a character (\\ud800 to \\udfff without its other half)")
+        elif isinstance(fields, dict):
             yield place, fields
         else:
             wrong.append(f"{place}: a {type(fields).__name__}, not an object")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refuse(path: Path, wrong: Sequence[str], found: Sequence[Any], fix: str) -> None:
@@ -52,8 +63,9 @@ def refuse(path: Path, wrong: Sequence[str], found: Sequence[Any], fix: str) -> 
         raise InputError(f"{path}: no lines\n  fix   {fix}")
 
 
-def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None) -> list[Line]:
-    """The prompts of a file. `render` makes prompts of "messages"; without it they are an error.
+def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None, chat: bool = False) -> list[Line]:
+    """The prompts of a file. `render` makes prompts of "messages"; without it they are an error. chat: a "prompt" is a
+    user's message too.
 
     Raises InputError that lists every line without a prompt that can be used.
     """
@@ -65,13 +77,16 @@ def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None) -
             wrong.append(f"{place}: messages, but data.tokenizer has no chat template")
         elif "messages" in fields and render:
             try:
-                found.append(Line(place, fields, _ids(render(fields["messages"]))))
+                found.append(Line(place, fields, _ids(render(fields))))
             except InputError as error:
                 wrong.append(f"{place}: {error}")
         elif not isinstance(fields.get("prompt"), str):
             wrong.append(f"{place}: prompt is {'missing' if 'prompt' not in fields else 'not text'}")
         elif not fields["prompt"]:
             wrong.append(f"{place}: prompt is empty")
+        elif chat and render:
+            message = {"role": "user", "content": fields["prompt"]}
+            found.append(Line(place, fields, _ids(render(fields | {"messages": [message]}))))
         else:
             found.append(Line(place, fields, _ids(tokenizer.encode_prompt(fields["prompt"]))))
     refuse(path, wrong, found, 'write one object such as {"prompt": "..."} or {"messages": [...]} on each line')

@@ -112,7 +112,7 @@ class Run:
                     if interrupted:
                         break
                     if (_due(done, train.eval_every) or done == stop) and self.held_out_rows is not None:
-                        log.write(done, self._evaluated(state, done))
+                        log.write(done, self._evaluated(state.params, done))
                         meter.restart(done)
             if interrupted:
                 self.say(f"stopped at step {done} on request; the same command goes on from there")
@@ -124,15 +124,15 @@ class Run:
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """Loss of the held-out rows under the newest checkpoint of the workdir, or that of `step`."""
         with self.checkpoints() as checkpoints:
-            restored = checkpoints.restore(self.step.abstract_state, step)
+            restored = checkpoints.restore_weights(self.step.abstract_state.params, step)
             if restored is None:
                 raise InputError(
                     f"{self.workdir}: no checkpoint to evaluate\n  fix   train there first, with --workdir"
                 )
-            at, state, _ = restored
+            at, params = restored
         if self.held_out_rows is None:
             raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")
-        return self._evaluated(state, at)
+        return self._evaluated(params, at)
 
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
@@ -209,13 +209,13 @@ class Run:
     def _save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
         checkpoints.save(step, state, {"data": self.train_rows.fingerprint, "rules": self.step.rules.path})
 
-    def _evaluated(self, state: State, step: int) -> dict[str, float]:
+    def _evaluated(self, params: Any, step: int) -> dict[str, float]:
         """Mean loss over the held-out rows, at most train.eval_batches batches of them."""
         assert self.held_out_rows is not None
         program = self._program("evaluation", self.step.lower_evaluate)
         totals: collections.Counter[str] = collections.Counter()
         for _, batch in self.held_out_rows.batches(0, self.step.batch_shardings, self.config.train.eval_batches):
-            totals.update({name: float(value) for name, value in program(state.params, batch).items()})
+            totals.update({name: float(value) for name, value in program(params, batch).items()})
         targets = totals["target_tokens"]
         loss = totals["cross_entropy"] / targets
         found = {

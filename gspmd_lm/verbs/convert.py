@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -14,6 +13,7 @@ from gspmd_lm import checkpoint
 from gspmd_lm import config as configs
 from gspmd_lm.config import InputError
 from gspmd_lm.convert import export, peft, pretrained
+from gspmd_lm.data import tokenizer
 from gspmd_lm.model import lora
 from gspmd_lm.rules import human_bytes
 from gspmd_lm.train import state, step
@@ -24,36 +24,54 @@ ORIGINAL = "hugging_face"  # in a workdir: what came with the weights, without t
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
           "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")  # fmt: skip
 
+BYTES = tokenizer.Bytes()
+
 
 def run(values: flags.FlagValues) -> int:
     """Converts, one way or the other."""
-    workdir = session.needs(values, "workdir", "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR")
+    example = "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR"
+    workdir = session.needs(values, "workdir", example)
     source: str | None = values["from"].value  # `from` is a word of Python
     if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
-    return _import(values, Path(source), epath.Path(workdir)) if source else _export(values, workdir)
+    if source:
+        return _import(values, Path(source).expanduser(), session.path_of(workdir))
+    return _export(values, session.needs_weights(values, example))
 
 
 def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     if not source.is_dir():
         raise InputError(f"--from={source}: no such folder\n  fix   give one with config.json and *.safetensors")
-    if (workdir / "checkpoints").exists():
-        raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
+    idle = [name for name in ("dtype", "adapter", "base", "step") if values[name].value not in (None, False, "")]
+    if idle:
+        also = ", or --set model.weight_dtype=bfloat16" if "dtype" in idle else ""
+        raise InputError(f"--{', --'.join(idle)}: of convert --to=DIR alone\n  fix   drop it{also}")
+    if "://" not in str(workdir):
+        session.check_folder("workdir", Path(workdir))
     found = pretrained.read(source, values.set)
     here = session.begin(values, found.config)
+    with checkpoint.of_run(workdir, found.config) as checkpoints:
+        if checkpoints.steps():
+            raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
     arrays, _ = state.checked(found.config, here.rules, here.machine.platform)
     built = step.build(found.config, here.rules, arrays, here.devices)
     here.say(f"{source}: {found.family.name}, {arrays.parameter_count:,} parameters")
+    if found.config.data.tokenizer == "bytes" and not found.tokenizer and found.config.model.vocab != BYTES.vocab_size:
+        here.say(f"warning: {source}: no tokenizer.json, so that text means nothing to the model. With transformers, "
+                 f"AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from what there is; then "
+                 "--set data.tokenizer=T")  # fmt: skip
     params = found.load(built.state_shardings.params)
     if here.machine.is_main:
         (workdir / ORIGINAL).mkdir(parents=True, exist_ok=True)
         (workdir / ORIGINAL / "config.json").write_text(json.dumps(dict(found.like), indent=2) + "\n")
         for name in BESIDE:
             if (source / name).is_file():
-                shutil.copy(source / name, workdir / ORIGINAL / name)
+                (workdir / ORIGINAL / name).write_bytes((source / name).read_bytes())
         plain = configs.to_dict(found.config)
-        if found.tokenizer:
-            plain["data"]["tokenizer"] = str(workdir / ORIGINAL / "tokenizer.json")
+        if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
+            remote = "://" in str(workdir)  # tokenizers are read from local files
+            kept = found.tokenizer if remote else Path(workdir) / ORIGINAL / found.tokenizer.name
+            plain["data"]["tokenizer"] = str(kept.absolute())  # for runs that are started elsewhere
         (workdir / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
     with checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
         checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
@@ -65,22 +83,34 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
 
 
 def _export(values: flags.FlagValues, workdir: str) -> int:
+    if values.adapter and values.dtype:
+        raise InputError("--dtype: an adapter is float32\n  fix   drop it")
     here = session.begin(values)
     config = here.config
+    folder, model = Path(values.to).expanduser(), config.model
+    original = _original(workdir, config)
+    like = json.loads((original / "config.json").read_text()) if original else None
+    begun = config.train.init_from
+    if not original and begun and not session.path_of(begun).is_dir():
+        here.say(f"warning: train.init_from: {begun} is not there, and the config.json of the weights with it: "
+                 "one is written from the model's settings")  # fmt: skip
+    if here.machine.is_main:
+        session.check_folder("to", folder)
+    if values.adapter:
+        peft.described(folder, model, like)
+    else:
+        export.described(folder, dataclasses.replace(model, lora=None), like, values.dtype)
+    beside = {} if values.adapter else _beside(original, config.data.tokenizer)
     arrays, _ = state.checked(config, here.rules, here.machine.platform)
     built = step.build(config, here.rules, arrays, here.devices)
     params = generate.restored(here, workdir, built.abstract_state.params, values.step)
-    original = _original(workdir, config)
-    like = json.loads((original / "config.json").read_text()) if original else None
-    folder, model, shardings = Path(values.to), config.model, built.state_shardings.params
+    shardings = built.state_shardings.params
     if values.adapter:
         peft.write_adapter(folder, model, params, values.base, like)
     else:
         if model.lora:
             merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
             params, model = merge(params), dataclasses.replace(model, lora=None)
-        folders = [original] if original else [Path(config.data.tokenizer).parent]
-        beside = [path for name in BESIDE for path in (folders[0] / name,) if path.is_file()]
         export.write(folder, model, params, like, values.dtype, beside)
     if here.machine.is_main:
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -89,8 +119,35 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
 
 
 def _original(workdir: str, config: configs.Config) -> Path | None:
-    """What came with the weights that a run began from, or None."""
-    tried = [Path(workdir) / ORIGINAL]
-    if config.train.init_from:
-        tried.append(Path(config.train.init_from) / ORIGINAL)
-    return next((folder for folder in tried if (folder / "config.json").is_file()), None)
+    """What came with the weights that a run began from, itself or by way of other runs, or None."""
+    at, seen = Path(workdir).expanduser(), set[Path]()
+    while at not in seen:
+        if (at / ORIGINAL / "config.json").is_file():
+            return at / ORIGINAL
+        seen.add(at)
+        if config.train.init_from:
+            at = Path(config.train.init_from).expanduser()
+            if (at / "config.yaml").is_file():
+                config = configs.load(str(at / "config.yaml"))
+    return None
+
+
+def _beside(original: Path | None, name: str) -> dict[str, Path]:
+    """Name -> file: the tokenizer that the run had, and what else came with the weights. Raises InputError."""
+    found = _files(original) if original else {}
+    if name == "bytes":
+        return found
+    try:
+        path = tokenizer.find(name)
+    except InputError:
+        if "tokenizer.json" in found:  # the workdir was moved
+            return found
+        raise
+    if original and path.parent.samefile(original):
+        return found
+    ends = {file: found[file] for file in ("generation_config.json",) if file in found}
+    return ends | _files(path.parent) | {"tokenizer.json": path}
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {name: folder / name for name in BESIDE if (folder / name).is_file()}

@@ -1,7 +1,7 @@
 """generate: text after prompts, streamed to the terminal or as JSONL."""
 
+import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -11,16 +11,21 @@ from gspmd_lm.config import InputError
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.infer import generate, lines
 from gspmd_lm.infer.sampling import Sampling
+from gspmd_lm.infer.text import Stops
 from gspmd_lm.verbs import session
+
+_NO_CHARACTER = re.compile("[\ud800-\udfff]")  # how arguments show bytes that are not UTF-8
 
 
 def run(values: flags.FlagValues) -> int:
     """Generates after --prompt, or after each line of --prompts."""
-    workdir = session.needs(values, "workdir", "generate --workdir=DIR, where convert or train left a checkpoint")
+    workdir = session.needs_weights(values, "generate --workdir=DIR, where convert or train left a checkpoint")
     if bool(values.prompt) == bool(values.prompts):
         raise InputError("generate needs a prompt\n  fix   give either --prompt=TEXT or --prompts=FILE.jsonl")
     if values.output and not values.prompts:
         raise InputError(f"--output={values.output}: for the results of --prompts=FILE.jsonl\n  fix   drop it")
+    session.check_output(values.output, values.prompts)
+    Stops(values.stop)  # refuses what cannot be one
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
     here = session.begin(values, stderr=True)
     config = here.config
@@ -31,6 +36,7 @@ def run(values: flags.FlagValues) -> int:
         new_tokens=values.max_new_tokens, batch=values.batch, tokenizer=tokens,
         places=[line.place for line in prompts],
     )  # fmt: skip
+    ends = chat.stop_ids(config.data.tokenizer)
     for note in notes:
         here.say(note)
     runtime.enable_compile_cache(values.compile_cache)
@@ -41,7 +47,7 @@ def run(values: flags.FlagValues) -> int:
         new_tokens=values.max_new_tokens,
         sampling=sampling,
         stops=values.stop,
-        ends=chat.stop_ids(config.data.tokenizer),
+        ends=ends,
     )
     if not here.machine.is_main:
         for _ in pieces:  # every process takes part
@@ -62,9 +68,7 @@ def restored(here: session.Session, workdir: str, abstract_params: Any, step: in
     with checkpoint.of_run(workdir, here.config, here.say) as checkpoints:
         found = checkpoints.restore_weights(abstract_params, step)
     if found is None:
-        raise InputError(
-            f"{workdir}: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR --workdir={workdir}"
-        )
+        raise session.no_checkpoint(workdir)
     return found[1]
 
 
@@ -72,23 +76,25 @@ def _prompts(values: flags.FlagValues, name: str, tokens: tokenizer.Tokenizer) -
     """The prompts of the flags or of the file, encoded."""
     chats = chat.Chat(name) if values.chat else None
     if values.prompts:
-        render = chats.prompt if chats else None if name == "bytes" else _late_chat(name)
-        return lines.read(values.prompts, tokens, render)
+        render = chats.prompt_of if chats else None if name == "bytes" else _late_chat(name)
+        return lines.read(values.prompts, tokens, render, chat=values.chat)
     found = []
     for number, text in enumerate(values.prompt, 1):
+        if _NO_CHARACTER.search(text):
+            raise InputError(f"--prompt {number}: not UTF-8\n  fix   --prompts=FILE.jsonl holds any text")
         ids = chats.prompt([{"role": "user", "content": text}]) if chats else tokens.encode_prompt(text)
         found.append(lines.Line(f"--prompt {number}", {}, ids.tolist()))
     return found
 
 
 def _late_chat(name: str) -> Any:
-    """Renders messages; the template is read when there are some."""
+    """Renders a line's messages; the template is read when there are some."""
     found: list[chat.Chat] = []
 
-    def render(messages: Sequence[Any]) -> Any:
+    def render(line: lines.Fields) -> Any:
         if not found:
             found.append(chat.Chat(name))
-        return found[0].prompt(messages)
+        return found[0].prompt_of(line)
 
     return render
 

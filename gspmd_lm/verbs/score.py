@@ -16,9 +16,12 @@ from gspmd_lm.verbs.generate import restored
 
 def run(values: flags.FlagValues) -> int:
     """Scores a text, or continuations line by line."""
-    workdir = session.needs(values, "workdir", "eval --workdir=DIR --text=FILE")
+    workdir = session.needs_weights(values, "eval --workdir=DIR --text=FILE")
     if values.text and values.continuations:
         raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
+    if values.text and values.output:
+        raise InputError(f"--output={values.output}: for the results of --continuations=FILE.jsonl\n  fix   drop it")
+    session.check_output(values.output, values.continuations)
     here = session.begin(values, stderr=not values.text)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)

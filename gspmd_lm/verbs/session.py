@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
-    workdir = epath.Path(values.workdir) if values.workdir else None
+    workdir = path_of(values.workdir) if values.workdir else None
     if config is None:
         config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
     rules = layouts.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
@@ -73,6 +74,45 @@ def needs(values: flags.FlagValues, flag: str, example: str) -> str:
     if value is None:
         raise InputError(f"--{flag} is missing\n  fix   {example}")
     return value
+
+
+def path_of(name: str) -> epath.Path:
+    """A local path, in which ~ may stand for the home folder, or a remote one."""
+    return epath.Path(name) if "://" in name else epath.Path(name).expanduser()
+
+
+def needs_weights(values: flags.FlagValues, example: str) -> str:
+    """--workdir, where it is a folder with checkpoints or a remote one. Raises InputError."""
+    workdir = needs(values, "workdir", example)
+    if "://" not in workdir and not (path_of(workdir) / "checkpoints").is_dir():
+        raise no_checkpoint(workdir)
+    return workdir
+
+
+def no_checkpoint(workdir: str) -> InputError:
+    """What is said of a workdir without weights."""
+    return InputError(
+        f"{workdir}: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR --workdir={workdir}"
+    )
+
+
+def check_output(output: str | None, source: str | None) -> None:
+    """Raises InputError where --output cannot be written, or is the file that the results are of."""
+    if output is None:
+        return
+    path = Path(output)
+    at = path if path.exists() else path.parent
+    if path.is_dir() or not at.exists() or not os.access(at, os.W_OK):
+        raise InputError(f"--output={output}: cannot be written\n  fix   name a file in a folder that is there")
+    if source and path.exists() and Path(source).exists() and path.samefile(source):
+        raise InputError(f"--output={output}: would overwrite what is read\n  fix   name another file")
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Raises InputError where a folder that a flag names cannot be made or written."""
+    at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not at.is_dir() or not os.access(at, os.W_OK):
+        raise InputError(f"--{flag}={folder}: {at} cannot be written in\n  fix   give another folder")
 
 
 def _file(given: str | None, workdir: object, name: str) -> str | None:

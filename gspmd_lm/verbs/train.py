@@ -26,6 +26,10 @@ def run(verb: str, values: flags.FlagValues) -> int:
     profile = _profile(values.profile) if verb == "train" else None
     if verb == "eval":
         session.needs(values, "workdir", "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
+        if values.output:
+            raise InputError(
+                f"--output={values.output}: for the results of --continuations=FILE.jsonl\n  fix   drop it"
+            )
     here = session.begin(values)
     config, rules, machine, console = here.config, here.rules, here.machine, here.console
     arrays, warnings = state.checked(config, rules, machine.platform)

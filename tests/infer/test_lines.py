@@ -23,19 +23,25 @@ def file(tmp_path):
 
 def test_prompts_and_messages_become_tokens(file):
     path = file({"prompt": "hé", "id": 7}, "", {"messages": [{"role": "user", "content": "Hi"}]})
-    found = lines.read(path, Bytes(), lambda messages: [ord(c) for c in messages[0]["content"]])
+    found = lines.read(path, Bytes(), lambda line: [ord(c) for c in line["messages"][0]["content"]])
     assert [line.tokens for line in found] == [[*"hé".encode()], [72, 105]]
     assert [line.place for line in found] == [f"{path}:1", f"{path}:3"]
     assert found[0].fields == {"prompt": "hé", "id": 7}
 
 
+def test_a_prompt_can_be_a_message_too(file):
+    path = file({"prompt": "hi", "tools": [1]})
+    (found,) = lines.read(path, Bytes(), lambda line: [len(line["messages"]), *line["tools"]], chat=True)
+    assert found.tokens == [1, 1] and found.fields == {"prompt": "hi", "tools": [1]}
+
+
 def test_wrong_lines_are_all_named(file):
-    def render(messages):
+    def render(line):
         raise InputError("messages is empty")
 
     path = file(
         {"prompt": "fine"}, "{no json", "[1]", {"text": "x"}, {"prompt": 3}, {"prompt": ""},
-        {"prompt": "x", "messages": []}, {"messages": []},
+        {"prompt": "x", "messages": []}, {"messages": []}, '{"prompt": "x", "id": "\\ud800"}',
     )  # fmt: skip
     with pytest.raises(InputError) as caught:
         lines.read(path, Bytes(), render)
@@ -44,6 +50,7 @@ def test_wrong_lines_are_all_named(file):
     assert found[1:-1] == [
         "3: a list, not an object", "4: prompt is missing", "5: prompt is not text", "6: prompt is empty",
         "7: both prompt and messages", "8: messages is empty",
+        "9: half a character (\\ud800 to \\udfff without its other half)",
     ]  # fmt: skip
     assert found[-1].startswith("  fix   write one object such as")
     with pytest.raises(InputError, match=r"1: messages, but data\.tokenizer has no chat template"):
