@@ -15,7 +15,8 @@ from gspmd_lm.config import InputError
 from gspmd_lm.convert import export, peft, pretrained
 from gspmd_lm.data import tokenizer
 from gspmd_lm.model import lora
-from gspmd_lm.rules import human_bytes
+from gspmd_lm.placement import problems
+from gspmd_lm.rules import check, human_bytes
 from gspmd_lm.train import state, step
 from gspmd_lm.verbs import generate, session
 
@@ -53,9 +54,8 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     with checkpoint.of_run(workdir, found.config) as checkpoints:
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
-    arrays, _ = state.checked(found.config, here.rules, here.machine.platform)
-    built = step.build(found.config, here.rules, arrays, here.devices)
-    here.say(f"{source}: {found.family.name}, {arrays.parameter_count:,} parameters")
+    built = _placed(here, found.config)
+    here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
     if found.config.data.tokenizer == "bytes" and not found.tokenizer and found.config.model.vocab != BYTES.vocab_size:
         here.say(f"warning: {source}: no tokenizer.json, so that text means nothing to the model. With transformers, "
                  f"AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from what there is; then "
@@ -101,8 +101,7 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     else:
         export.described(folder, dataclasses.replace(model, lora=None), like, values.dtype)
     beside = {} if values.adapter else _beside(original, config.data.tokenizer)
-    arrays, _ = state.checked(config, here.rules, here.machine.platform)
-    built = step.build(config, here.rules, arrays, here.devices)
+    built = _placed(here, config)
     params = generate.restored(here, workdir, built.abstract_state.params, values.step)
     shardings = built.state_shardings.params
     if values.adapter:
@@ -116,6 +115,13 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
         size = sum(path.stat().st_size for path in folder.iterdir())
         here.say(f"{folder}: {human_bytes(size)}, {len(list(folder.iterdir()))} files")
     return 0
+
+
+def _placed(here: session.Session, config: configs.Config) -> step.Step:
+    """What says where weights rest. Raises ShardingError where they do not divide; batches are no matter here."""
+    arrays = state.arrays(config)
+    check(problems(here.rules, state.pairs(arrays.named_params, arrays.params), {}, []))
+    return step.build(config, here.rules, arrays, here.devices)
 
 
 def _original(workdir: str, config: configs.Config) -> Path | None:
