@@ -47,7 +47,7 @@ def run(capsys, monkeypatch):
         (("--devices=0",), "flag --devices=0: "),
         (("eval",), "--workdir is missing\n  fix   eval --workdir=DIR, the folder of a run that has saved"),
         (("generate",), "--workdir is missing\n  fix   generate --workdir=DIR"),
-        (("generate", "--workdir=w"), "generate needs a prompt\n  fix   give either --prompt=TEXT or"),
+        (("generate", "--workdir=w"), "w: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR"),
         (("convert", "--workdir=w"), "convert goes one way\n  fix   give either --from=DIR or --to=DIR\n"),
         (("convert", "--workdir=w", "--from=nowhere"), "--from=nowhere: no such folder\n  fix   "),
         (

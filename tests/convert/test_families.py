@@ -113,7 +113,8 @@ def test_a_sharded_model_is_written_in_several_files(tmp_path):
     params = found.load(ours.shardings(found, ours.placement(found.config.model, "fsdp2_tp4")))
     (tmp_path / "tokenizer.json").write_text("{}")
     out = tmp_path / "deep" / "out"
-    export.write(out, found.config.model, params, beside=[tmp_path / "tokenizer.json"], file_bytes=40_000)
+    beside = {"tokenizer.json": tmp_path / "tokenizer.json"}
+    export.write(out, found.config.model, params, beside=beside, file_bytes=40_000)
     files = sorted(path.name for path in out.iterdir())
     assert "model-00001-of-00003.safetensors" in files and "model.safetensors.index.json" in files
     assert "tokenizer.json" in files
