@@ -95,6 +95,11 @@ def test_a_prompt_that_does_not_fit_is_refused(verb, workdir):
     assert (code, out) == (2, "") and "60 tokens and 6 new ones are more than model.context=64" in err
 
 
+def test_sampling_flags_need_a_temperature(verb, workdir):
+    code, out, err = verb("generate", f"--workdir={workdir}", "--prompt=a", "--top_k=5", *PLACE)
+    assert (code, out) == (2, "") and "temperature 0 takes the best token\n  fix   --temperature=0.8" in err
+
+
 def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     text, lines = tmp_path / "text.txt", tmp_path / "in.jsonl"
     text.write_text("0123456789" * 10)

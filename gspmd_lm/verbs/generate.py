@@ -27,6 +27,8 @@ def run(values: flags.FlagValues) -> int:
     session.check_output(values.output, values.prompts)
     Stops(values.stop)  # refuses what cannot be one
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
+    if not values.temperature and sampling != Sampling(seed=values.seed):
+        raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
     here = session.begin(values, stderr=True)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
