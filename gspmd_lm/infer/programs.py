@@ -133,16 +133,42 @@ def decode(cfg: configs.Model, params: Any, carried: Carried) -> tuple[jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
-    """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of what they take.
-
-    Each is one program however many tokens are generated.
-    """
+class Forward:
+    """What programs that only run forward share: a config under rules on a mesh, its weights and how it is traced."""
 
     config: Config
     rules: Rules
     arrays: Arrays
     mesh: Mesh
+
+    @functools.cached_property
+    def placement(self) -> MeshPlacement:
+        """Without remat: nothing runs backward."""
+        return MeshPlacement(dataclasses.replace(self.rules, remat=Remat()), self.mesh)
+
+    @functools.cached_property
+    def abstract_params(self) -> Any:
+        """The weights' shapes and shardings: what a checkpoint is restored into."""
+        return resting(self.arrays, self.placement, self.config.model)
+
+    @functools.cached_property
+    def _whole(self) -> Any:
+        """The sharding of what every device has all of."""
+        return self.placement.sharding("rules", "", (), ())
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+            yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs(Forward):
+    """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of what they take.
+
+    Each is one program however many tokens are generated.
+    """
+
     sizes: Sizes
     unrolled: bool = False  # layers one after the other instead of in a loop, with weights of their own: see `split`
 
@@ -186,16 +212,6 @@ class Programs:
             return self.abstract_params
         found = arrays(dataclasses.replace(self.config, model=self.model))
         return resting(found, self.placement, self.model)
-
-    @functools.cached_property
-    def placement(self) -> MeshPlacement:
-        """Without remat: nothing runs backward."""
-        return MeshPlacement(dataclasses.replace(self.rules, remat=Remat()), self.mesh)
-
-    @functools.cached_property
-    def abstract_params(self) -> Any:
-        """The weights' shapes and shardings: what a checkpoint is restored into."""
-        return resting(self.arrays, self.placement, self.config.model)
 
     @property
     def param_shardings(self) -> Any:
@@ -251,19 +267,9 @@ class Programs:
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
         return jitted.trace(self.abstract_split, self.abstract_carried, self.abstract_settings).lower()
 
-    @functools.cached_property
-    def _whole(self) -> Any:
-        """The sharding of what every device has all of."""
-        return self.placement.sharding("rules", "", (), ())
-
     @property
     def _out(self) -> tuple[Carried, Choice]:
         return jax.tree.map(_where, self.abstract_carried), Choice(self._whole, self._whole)
-
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
-            yield
 
     def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
         with self._traced():

@@ -1,6 +1,5 @@
 """How likely given texts are: log-likelihoods of continuations, and loss, perplexity and bits per byte of a text."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -13,22 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jax.sharding import Mesh
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.axes import like, placed_by, scope, shard, split, use
+from gspmd_lm.axes import like, scope, shard, split, use
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import compiled, lacking, resting, whole_pieces
+from gspmd_lm.infer.programs import Forward, compiled, lacking, whole_pieces
 from gspmd_lm.model import loss
 from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.transformer import decode
-from gspmd_lm.placement import MeshPlacement, problems, record
-from gspmd_lm.rules import Problem, Remat, Rules, check
-from gspmd_lm.train.state import Arrays, arrays, pairs
+from gspmd_lm.placement import problems, record
+from gspmd_lm.rules import Problem, Rules, check
+from gspmd_lm.train.state import arrays, pairs
 
 NO_TARGET = -1
 
@@ -100,25 +98,11 @@ def score(cfg: ModelConfig, params: Any, rows: Rows) -> Scores:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Forward):
     """The scoring program of a config under rules on a mesh, for batches of `rows` texts of up to `seq` tokens."""
 
-    config: Config
-    rules: Rules
-    arrays: Arrays
-    mesh: Mesh
     rows: int
     seq: int
-
-    @functools.cached_property
-    def placement(self) -> MeshPlacement:
-        """Without remat: nothing runs backward."""
-        return MeshPlacement(dataclasses.replace(self.rules, remat=Remat()), self.mesh)
-
-    @functools.cached_property
-    def abstract_params(self) -> Any:
-        """The weights' shapes and shardings: what a checkpoint is restored into."""
-        return resting(self.arrays, self.placement, self.config.model)
 
     @functools.cached_property
     def abstract_rows(self) -> Rows:
@@ -130,14 +114,8 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """(params, Rows) -> Scores, on every device."""
-        whole = self.placement.sharding("rules", "", (), ())
-        jitted = jax.jit(self._score, out_shardings=Scores(whole, whole))
+        jitted = jax.jit(self._score, out_shardings=Scores(self._whole, self._whole))
         return jitted.trace(self.abstract_params, self.abstract_rows).lower()
-
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
-            yield
 
     def _score(self, params: Any, rows: Rows) -> Scores:
         with self._traced():

@@ -1,8 +1,8 @@
 """generate: text after prompts, streamed to the terminal or as JSONL."""
 
 import re
-import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 from absl import flags
 
@@ -51,16 +51,10 @@ def run(values: flags.FlagValues) -> int:
         stops=values.stop,
         ends=ends,
     )
-    if not here.machine.is_main:
-        for _ in pieces:  # every process takes part
-            pass
-    elif values.output:
-        with open(values.output, "w", encoding="utf-8") as out:
-            lines.write(prompts, pieces, out)
-    elif values.prompts:
-        lines.write(prompts, pieces, sys.stdout)
+    if values.prompts:
+        here.deliver(pieces, values.output, lambda found, out: lines.write(prompts, found, out))
     else:
-        _stream(pieces, len(prompts))
+        here.deliver(pieces, None, lambda found, out: _stream(found, len(prompts), out))
     here.say(str(generator.figures))
     return 0
 
@@ -101,15 +95,15 @@ def _late_chat(name: str) -> Any:
     return render
 
 
-def _stream(pieces: Any, count: int) -> None:
+def _stream(pieces: Iterable[generate.Piece], count: int, out: TextIO) -> None:
     """Prints one text as it comes; of several, each when it is whole."""
     whole: dict[int, str] = {}
     for piece in pieces:
         if count == 1:
-            print(piece.text, end="", flush=True)
+            print(piece.text, end="", flush=True, file=out)
         elif piece.result:
             whole[piece.number] = piece.result.text
     for number in sorted(whole):
-        print(f"--- {number + 1}\n{whole[number]}")
+        print(f"--- {number + 1}\n{whole[number]}", file=out)
     if count == 1:
-        print()
+        print(file=out)

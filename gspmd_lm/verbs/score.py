@@ -1,7 +1,6 @@
 """eval --text and eval --continuations: how likely given texts are under the weights of a workdir."""
 
 import glob
-import sys
 from pathlib import Path
 
 from absl import flags
@@ -43,15 +42,9 @@ def run(values: flags.FlagValues) -> int:
         )
         return 0
     scores = scorer.scores([line.request for line in lines])
-    if not here.machine.is_main:
-        for _ in scores:  # every process takes part
-            pass
-    elif values.output:
-        with open(values.output, "w", encoding="utf-8") as out:
-            score.write(lines, scores, out)
+    here.deliver(scores, values.output, lambda found, out: score.write(lines, found, out))
+    if values.output:
         here.say(f"{values.output}: {len(lines):,} lines")
-    else:
-        score.write(lines, scores, sys.stdout)
     return 0
 
 

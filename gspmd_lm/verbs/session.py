@@ -5,8 +5,9 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from absl import flags
 from etils import epath
@@ -34,6 +35,17 @@ class Session:
     def say(self, message: str) -> None:
         if self.machine.is_main:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
+
+    def deliver(self, results: Iterator[Any], output: str | None, write: Callable[[Any, TextIO], None]) -> None:
+        """Has the first process write results to a file or the terminal; the others only take part in making them."""
+        if not self.machine.is_main:
+            for _ in results:
+                pass
+        elif output:
+            with open(output, "w", encoding="utf-8") as out:
+                write(results, out)
+        else:
+            write(results, sys.stdout)
 
 
 def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool = False) -> Session:
