@@ -8,7 +8,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
 
 _SPLASH = {"tpu": "splash"}
-_1B = ("model.embed=2048", "model.heads=16", "model.kv_heads=8", "model.mlp=8192", "model.layers=16",
+LLAMA_1B = ("model.embed=2048", "model.heads=16", "model.kv_heads=8", "model.mlp=8192", "model.layers=16",
        "model.vocab=32000", "data.seq=2048", "model.context=2048")  # fmt: skip
 _FSDP = {"rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "remat": "block", "attention": _SPLASH}
 _TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
@@ -23,7 +23,7 @@ class Side:
     batch: int = 64
 
     def config(self) -> Config:
-        return configs.load("llama3_8b", [*_1B, f"data.batch={self.batch}", *self.sets])
+        return configs.load("llama3_8b", [*LLAMA_1B, f"data.batch={self.batch}", *self.sets])
 
     def rules(self) -> Rules:
         return layouts.from_dict(self.raw, "pair")
