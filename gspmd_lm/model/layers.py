@@ -22,6 +22,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def cheap(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function`, of which only the inputs are kept for the backward pass where nothing else is recomputed.
+
+    Elementwise steps are computed again faster than their results are read back from memory.
+    """
+    return function if axes.remat() else jax.checkpoint(function, prevent_cse=False)
+
+
 def weight(
     module: nn.Module,
     name: str,
@@ -73,16 +81,24 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         cfg, size = dataclasses.replace(self.cfg, compute_dtype="float32"), x.shape[-1:]
-        y = x.astype(jnp.float32)
-        if cfg.norm == "layernorm":
-            y -= y.mean(-1, keepdims=True)
-        y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + cfg.norm_eps)
+        scale, shift = None, None
         if cfg.norm_scale:
             start = nn.initializers.constant(1 - cfg.norm_offset)
-            y *= use(weight(self, "scale", self.axis, size, cfg, start)) + cfg.norm_offset
+            scale = use(weight(self, "scale", self.axis, size, cfg, start)) + cfg.norm_offset
         if cfg.norm_bias:
-            y += use(weight(self, "bias", self.axis, size, cfg, nn.initializers.zeros))
-        return y.astype(x.dtype)
+            shift = use(weight(self, "bias", self.axis, size, cfg, nn.initializers.zeros))
+
+        @cheap
+        def normalized(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None) -> jax.Array:
+            y = x.astype(jnp.float32)
+            if cfg.norm == "layernorm":
+                y -= y.mean(-1, keepdims=True)
+            y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + cfg.norm_eps)
+            y = y if scale is None else y * scale
+            y = y if shift is None else y + shift
+            return y.astype(x.dtype)
+
+        return normalized(x, scale, shift)
 
 
 class Mlp(nn.Module):
@@ -110,9 +126,13 @@ class Mlp(nn.Module):
         """hidden_BTF from the values of `products`."""
         if self.cfg.mlp_bias:
             read = tuple(x + b for x, b in zip(read, self.inward_bias, strict=True))
-        first, *rest = (shard(x_BTF, "hidden: batch seq mlp") for x_BTF in read)
-        hidden_BTF = ACTIVATIONS[self.cfg.activation](first)
-        return shard(hidden_BTF * rest[0] if self.gated else hidden_BTF, "hidden: batch seq mlp")
+
+        @cheap
+        def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
+            hidden_BTF = ACTIVATIONS[self.cfg.activation](first)
+            return hidden_BTF * rest[0] if self.gated else hidden_BTF
+
+        return shard(activated(*(shard(x_BTF, "hidden: batch seq mlp") for x_BTF in read)), "hidden: batch seq mlp")
 
     def out(self) -> Product:
         """What the MLP writes to the residual stream, its bias aside."""
