@@ -72,9 +72,9 @@ def looked_up(config: Config, path: str) -> bool:
 
 def _kept_bytes(config: Config, rules: "Rules") -> float:
     """Activations of all layers and microbatches that a device keeps for the backward pass."""
-    remat, names = rules.remat, ["residual"]
+    remat, names = rules.remat, ["residual"]  # a layer's input, under whatever name
     if remat.policy == "names":
-        names += [name for name in (*remat.save, *remat.offload) if name != "residual"]
+        names += [name for name in (*remat.save, *remat.offload) if name not in ("residual", "layer_input")]
     elif remat.policy != "block":
         inward = ["hidden"] * (2 if config.model.mlp_kind == "gated" else 1)
         names += ["q", "k", "v", "attention_out", *inward]

@@ -10,7 +10,7 @@ from gspmd_lm import rules as layouts
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, memory_bytes
 from gspmd_lm.foresight.hardware import CHIPS
-from gspmd_lm.rules import Remat, Row
+from gspmd_lm.rules import IN_BLOCKS, Remat, Row
 from gspmd_lm.train import state
 
 B, T, D, L, V = 8, 8192, 4096, 32, 128256
@@ -132,6 +132,14 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     assert found.memory_s == pytest.approx((state_bytes + in_use + kept) / 3352.32e9, rel=1e-6)
     rules = dataclasses.replace(layouts.load("fsdp8"), remat=Remat("none"))
     assert memory_bytes(config, rules, arrays) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
+    for name in IN_BLOCKS:  # the least is kept under any names, and offloaded is moved too
+        saved, offloaded = (
+            memory_bytes(config, dataclasses.replace(rules, remat=Remat("names", **{how: (name,)})), arrays)
+            for how in ("save", "offload")
+        )
+        at_least = memory_bytes(config, dataclasses.replace(rules, remat=Remat("block")), arrays)
+        more = saved > at_least or name in ("residual", "layer_input")
+        assert saved == offloaded >= at_least and more, name
     assert floor_of("fsdp8").compute_s is None and floor_of("fsdp8").memory_s is None
 
 

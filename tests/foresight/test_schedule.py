@@ -102,6 +102,23 @@ def test_compute_runs_in_order_and_mfu_is_of_the_models_operations():
     assert found.exposed_by_axis == {} and found.unpriced == {} and found.unpriced_share == 0 and found.basis
 
 
+def test_an_estimate_faster_than_the_chip_is_none_and_a_chip_may_be_slower_than_estimates():
+    operations, fast = 2 * 8**3, dataclasses.replace(CHIP, hbm_bytes_per_s=math.inf, peak_bf16_flops_per_s=1e9)
+    slow = dataclasses.replace(fast, name="v6e")
+
+    def seconds(cycles, chip):
+        parsed = module(matmul("m", cycles))
+        found = prices.price(parsed, parsed.entry.instructions["m"], chip)
+        assert found and found.kind == "matmul"
+        return found.seconds
+
+    assert seconds(operations, fast) == pytest.approx(operations / fast.clock_hz)  # just at the peak
+    rate = prices.MATMUL_SHARE["tpu"] * 1e9 / 2  # of float32
+    assert seconds(operations - 1, fast) == pytest.approx(operations / rate)
+    for cycles in (operations, operations - 1):
+        assert seconds(cycles, slow) == pytest.approx(prices.MATMUL_SLOWDOWN["v6e"] * seconds(cycles, fast))
+
+
 @pytest.mark.parametrize(("nbytes", "step", "exposed"), [(60, 100, 0), (150, 150, 50)])
 def test_an_asynchronous_collective_hides_behind_compute_as_far_as_it_goes(nbytes, step, exposed):
     found = predict(gather("g", nbytes, FSDP) + matmul("m", 100) + done("e", "g", nbytes))
