@@ -24,6 +24,7 @@ from benchmarks.layouts import PAIRS
 from gspmd_lm import config
 from gspmd_lm import rules as layouts
 from gspmd_lm.foresight import explain, target
+from gspmd_lm.foresight.hardware import CHIPS
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.train.metrics import flops_per_token
 from gspmd_lm.train.state import arrays
@@ -33,6 +34,8 @@ ONE_CONSTANT = 0.55  # of peak: the baseline that any prediction must be seen be
 TIMES = {"row": "published row", "published_s": "published s", "predicted_s": "predicted s", "error": "error",
          "fitted": "fitted to", "baseline_error": "FLOPs / 55% of peak", "exposed": "exposed", "fits": "fits",
          "compile_s": "compiled in s"}  # fmt: skip
+ERRORS = {"chip": "chip", "mean": "mean error", "largest": "largest", "rows": "rows that nothing was fitted to",
+          "baseline": "FLOPs / 55% of peak, mean"}  # fmt: skip
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
          "as_known": "in the known direction"}  # fmt: skip
 
@@ -73,11 +76,23 @@ def times(number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def mean_error(rows: list[dict[str, Any]], chip: str, key: str) -> str:
-    """'mean 4.1%, largest 7.0%' of the absolute errors on one chip, without the rows that something was fitted to."""
-    errors = [abs(float(row[key].rstrip("%"))) for row in rows
-              if f"on {chip}:" in row["row"] and row[key] and not row["fitted"]]  # fmt: skip
-    return f"mean {statistics.mean(errors):.1f}%, largest {max(errors):.1f}%, {len(errors)} rows" if errors else ""
+def errors(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Absolute errors per chip, of all TPUs and of all, without the rows that something was fitted to."""
+    chips = [row["row"].rpartition(" on ")[2].partition(":")[0] for row in rows]
+    groups = {chip: (chip,) for chip in chips}
+    groups |= {"all TPUs": tuple(chip for chip in groups if CHIPS[chip].platform == "tpu"), "all": tuple(groups)}
+    found = []
+    for name, members in groups.items():
+        told = [
+            row for row, chip in zip(rows, chips, strict=True) if chip in members and row["error"] and not row["fitted"]
+        ]
+        if told:
+            missed, baseline = (
+                [abs(float(row[key].rstrip("%"))) for row in told] for key in ("error", "baseline_error")
+            )
+            found.append({"chip": name, "mean": f"{statistics.mean(missed):.1f}%", "largest": f"{max(missed):.1f}%",
+                          "rows": len(told), "baseline": f"{statistics.mean(baseline):.1f}%"})  # fmt: skip
+    return found
 
 
 def order(pair: Any) -> dict[str, Any]:
@@ -160,8 +175,7 @@ def main() -> None:
         chosen = range(len(step_times.rows())) if arguments.rows is None else arguments.rows
         rows = [times(number) for number in chosen]
         print(measure.markdown(rows, TIMES))
-        for chip in dict.fromkeys(row["row"].rpartition(" on ")[2].partition(":")[0] for row in rows):
-            print(f"{chip}: {mean_error(rows, chip, 'error')}; baseline {mean_error(rows, chip, 'baseline_error')}")
+        print(measure.markdown(errors(rows), ERRORS))
     if arguments.write:
         measure.write(f"foresight_{arguments.what}", rows)
 

@@ -12,15 +12,18 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.rules import Problem, Rules, human_bytes
+from gspmd_lm.rules import KERNELS, Problem, Rules, human_bytes
+from gspmd_lm.train.state import attention_lacks
 
 if TYPE_CHECKING:  # report gathers these warnings
     from gspmd_lm.foresight.report import Array
+    from gspmd_lm.foresight.schedule import Prediction
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
 LARGE_SHARE = 0.02  # of the chip's memory, where that is more
 ABOVE_FLOOR = 1.05
 TRIFLE = 0.01  # share of all traffic that is not worth a warning
+UNFUSED = 0.1  # share of the step that attention without a fused kernel may take
 PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
 # Reshardings that nobody asked for, but that cost less than what would avoid them.
@@ -46,16 +49,21 @@ def warnings(
     memory: Memory,
     module: Module | None,
     notes: Sequence[str] = (),
+    platform: str = "cpu",
+    predicted: "Prediction | None" = None,
 ) -> tuple[Warning, ...]:
     """Findings about a layout, in the order in which they are worth reading.
 
     problems: the warnings of its check. moved: its collectives. module: None where there is no program. notes: what
-    the compiler said while it worked.
+    the compiler said while it worked. platform: what it would run on. predicted: of a train step.
     """
+    fused = _fused_kernel(config, rules, platform)
     found = [
+        *_too_large(rules, memory, fused),
         *_above_floor(config, moved, floor),
         *_reshards(moved),
         *_slow_links(config, rules, moved),
+        *_unfused(fused, predicted),
         *_involuntary(notes),
         *_replicated(rules, arrays, memory),
         *_repeated(rules, arrays),
@@ -143,6 +151,42 @@ def _slow_links(config: Config, rules: Rules, moved: Sequence[Collective]) -> It
             f"{'+'.join(axes)} sends {sent} per device {where}, in every layer, because of {', '.join(rows)}",
             "let an axis cross that only the gradients use: dcn: {data: ...}, with batch split over data too",
         )
+
+
+def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
+    """The row that would have a fused kernel compute attention in training; '' if one does, or none can."""
+    kernel = next((kernel for kernel in KERNELS[platform] if kernel != "xla"), None)
+    if not kernel or rules.attention[platform] != "xla" or attention_lacks(kernel, config, rules):
+        return ""
+    return f"attention: {{{platform}: {kernel}}}"
+
+
+def _unfused(fused: str, predicted: "Prediction | None") -> Iterator[Warning]:
+    share = predicted.attention_s / predicted.step_time_s if predicted else 0.0
+    if fused and share > UNFUSED:
+        yield Warning(
+            "unfused-attention",
+            f"attention takes {share:.0%} of the step: XLA's own writes all scores to memory",
+            fused,
+        )
+
+
+def _too_large(rules: Rules, memory: Memory, fused: str) -> Iterator[Warning]:
+    if memory.fits or memory.limit_bytes is None:
+        return
+    held_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes
+    if held_bytes > memory.limit_bytes:
+        fixes = ["weights: {embed: fsdp} over more devices"]
+    elif memory.cache_bytes:
+        fixes = ["a smaller data.batch or data.seq"]
+    else:
+        again = "remat: block" if rules.remat.policy in ("none", "dots") else ""
+        fixes = [fused, again, f"microbatches: {2 * rules.microbatches}"]
+    yield Warning(
+        "does-not-fit",
+        f"{human_bytes(memory.peak_bytes)} per device at the peak, {human_bytes(memory.limit_bytes)} are there",
+        ", ".join(filter(None, fixes)),
+    )
 
 
 def _involuntary(notes: Sequence[str]) -> Iterator[Warning]:

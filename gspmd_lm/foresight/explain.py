@@ -96,6 +96,10 @@ def report(
             error = known_error(target.chip.name) if phase == "train" else "not compared with any measurement"
             each = tokens / target.devices
             predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error), ""
+    advised = advice.warnings(
+        config, rules, named, problems, found, least, held, module, program.notes,
+        target.platform, predicted if phase == "train" else None,
+    )  # fmt: skip
     return Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -111,7 +115,7 @@ def report(
         prediction=predicted,
         no_prediction=reason,
         floor=least,
-        warnings=advice.warnings(config, rules, named, problems, found, least, held, module, program.notes),
+        warnings=advised,
         compile_s=program.compile_s,
         versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
         arrays=tuple(named),

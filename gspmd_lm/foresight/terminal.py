@@ -29,6 +29,7 @@ from gspmd_lm.foresight.report import Report
 from gspmd_lm.rules import human_bytes
 
 LINES = 49  # of a screen, the prompt aside
+MOST_WARNINGS = 6  # below layouts side by side
 WIDE = 110  # columns from which nothing needs to be shortened
 PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}  # where room is short
 MORE = "see --json or --html"
@@ -255,6 +256,19 @@ def _side_by_side(reports: Sequence[Report], console: Console) -> None:
     for report, name in zip(reports, names, strict=True):
         if report.prediction is None:
             console.print(Text(f"{name}: no prediction, {report.no_prediction}", style="dim"))
+    found: dict[tuple[str, str], list[str]] = {}
+    for report, name in zip(reports, names, strict=True):
+        for code, fix in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
+            found.setdefault((code, fix), []).append(name)
+    shown = list(found.items())[:MOST_WARNINGS]
+    for (code, fix), where in shown:
+        table = Table.grid(padding=(0, 1))
+        table.add_row(
+            Text(" !", style="yellow"), Text.assemble(f"{code}: {', '.join(where)}; ", (f"fix  {fix}", "dim"))
+        )
+        console.print(table)
+    if len(found) > len(shown):
+        console.print(Text(f" ! and {len(found) - len(shown)} more; {MORE}", style="yellow"))
 
 
 def _width(column: Sequence[str]) -> int:

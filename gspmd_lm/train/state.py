@@ -112,13 +112,8 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
                 "use a divisor of data.batch",
             )
         )
-    model, kernel = config.model, rules.attention[platform]
-    segments = config.data.packing == "documents"
-    lacking = [unsupported(kernel, layer, seq=config.data.seq, segments=segments) for layer in model.layer_kinds]
-    lacking = next(filter(None, lacking), None)
-    if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
-        lacking = "a split sequence (rules for q.seq or k.kv_seq)"
-    if lacking:
+    kernel = rules.attention[platform]
+    if lacking := attention_lacks(kernel, config, rules):
         more.append(
             Problem(
                 f"attention: {kernel} cannot do {lacking}",
@@ -127,6 +122,17 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
             )
         )
     return found, check(more)
+
+
+def attention_lacks(kernel: str, config: Config, rules: Rules) -> str | None:
+    """What training asks of attention that `kernel` cannot do, or None."""
+    if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
+        return "a split sequence (rules for q.seq or k.kv_seq)"
+    segments = config.data.packing == "documents"
+    kinds = config.model.layer_kinds
+    return next(
+        filter(None, (unsupported(kernel, kind, seq=config.data.seq, segments=segments) for kind in kinds)), None
+    )
 
 
 def _count(tree: Any) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from sample import PREDICTION
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules as layouts
@@ -23,10 +24,11 @@ WEIGHT = Array("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336),
 
 
 def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
-          notes=(), config=CONFIG, mesh=None, microbatches=1):  # fmt: skip
-    loaded = layouts.load(rules)
+          notes=(), config=CONFIG, mesh=None, microbatches=1, platform="tpu", attention_s=0.0, **changes):  # fmt: skip
+    loaded = dataclasses.replace(layouts.load(rules), **changes)
+    predicted = dataclasses.replace(PREDICTION, attention_s=attention_s, step_time_s=1.0)
     loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh, microbatches=microbatches)
-    return advice.warnings(config, loaded, arrays, problems, moved, floor, memory, module, notes)
+    return advice.warnings(config, loaded, arrays, problems, moved, floor, memory, module, notes, platform, predicted)
 
 
 def only(warnings, code):
@@ -45,6 +47,31 @@ def test_more_communication_than_is_needed():
     assert "1.10x the necessary communication" in warning.message and "1.0 GB too much over fsdp" in warning.message
     assert "weights.embed" in warning.fix
     assert found(moved=[GATHER, dataclasses.replace(third, bytes_per_device_per_step=GB // 3)]) == ()
+
+
+def test_attention_without_its_fused_kernel():
+    warning = only(found(attention_s=0.4), "unfused-attention")
+    assert "40% of the step" in warning.message and warning.fix == "attention: {tpu: splash}"
+    assert "{gpu: cudnn}" in only(found(attention_s=0.4, platform="gpu"), "unfused-attention").fix
+    assert found(attention_s=0.05) == found(attention_s=0.4, platform="cpu") == ()
+    assert found(attention_s=0.4, attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"}) == ()
+    packed = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, packing="documents"))
+    assert found(attention_s=0.4, config=packed) != () == found(attention_s=0.4, config=packed, platform="gpu")
+
+
+@pytest.mark.parametrize(
+    ("rules", "held", "fix"),
+    [
+        ("tp8", {}, "attention: {tpu: splash}, remat: block, microbatches: 2"),
+        ("fsdp", {}, "microbatches: 2"),
+        ("tp8", {"optimizer_bytes": 20 * GB}, "weights: {embed: fsdp} over more devices"),
+        ("tp8", {"cache_bytes": GB}, "a smaller data.batch or data.seq"),
+    ],
+)
+def test_what_does_not_fit(rules, held, fix):
+    memory = dataclasses.replace(MEMORY, peak_bytes=20 * GB, fits=False, **held)
+    warning = only(found(rules, arrays=(), memory=memory), "does-not-fit")
+    assert warning.fix == fix and "20.0 GB" in warning.message and "16.0 GB" in warning.message
 
 
 @pytest.mark.parametrize("kind", ["all-to-all", "collective-permute", "all-gather"])
