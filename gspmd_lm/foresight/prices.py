@@ -59,7 +59,9 @@ def price(module: Module, instruction: Instruction, chip: Chip) -> Price | None:
     """What an instruction computes, without what it exchanges; None where nothing is known of it."""
     if instruction.opcode in _FREE or instruction.custom_call_target in _FREE_CALLS:
         return NOTHING
-    if instruction.opcode == "custom-call" and (seconds := kernels.price_s(module, instruction, chip)):
+    # A kernel may stand inside a fusion, beside the collective that goes on meanwhile.
+    calls = (i for i in (instruction, *module.inside(instruction)) if i.opcode == "custom-call")
+    if seconds := sum(kernels.price_s(module, call, chip) or 0.0 for call in calls):
         return Price(max(seconds, _memory_s(module, instruction, chip)) + LAUNCH_S[chip.platform], "attention")
     operations = flops.of(module, instruction)
     if operations:

@@ -3,19 +3,22 @@
 
 import pytest
 
-from gspmd_lm.foresight import hlo, kernels
+from gspmd_lm.foresight import hlo, kernels, prices
 from gspmd_lm.foresight.hardware import CHIPS
 
 
-def module(call, operands):
+def module(call, operands, fused=False):
+    """A program of one call, which may stand in a fusion."""
     given = "".join(f"  %p{n} = {shape} parameter({n})\n" for n, shape in enumerate(operands))
     names = ", ".join(f"%p{n}" for n in range(len(operands)))
-    return hlo.parse(
-        f"HloModule test\n\nENTRY %main (p: f32[]) -> f32[] {{\n{given}  ROOT %r = {call.replace('ARGS', names)}\n}}\n"
-    )
+    body = f"(p: f32[]) -> f32[] {{\n{given}  ROOT %r = {call.replace('ARGS', names)}\n}}\n"
+    if not fused:
+        return hlo.parse(f"HloModule test\n\nENTRY %main {body}")
+    outside = f"{given}  ROOT %f = {call.partition(' custom-call')[0]} fusion({names}), kind=kCustom, calls=%inner\n"
+    return hlo.parse(f"HloModule test\n\n%inner {body}\nENTRY %main (p: f32[]) -> f32[] {{\n{outside}}}\n")
 
 
-def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128):
+def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fused=False):
     q, k = f"bf16[{batch},{heads},{seq},{size}]", f"bf16[{batch},{key_heads},{seq},{size}]"
     block = f"s8[1,{blocks},{blocks}]"
     scratch = f"f32[{batch},{seq // blocks},128]"
@@ -26,6 +29,7 @@ def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128):
     return module(
         f'({", ".join(results)}) custom-call(ARGS), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/splash_mha_{part}/pallas_call"}}',
         (block, block, q, k, k, f"s32[{seq},128]"),
+        fused,
     )
 
 
@@ -38,6 +42,13 @@ def test_splash_counts_visited_blocks_steps_and_rows():
     assert seconds == pytest.approx(
         96 * (36 * cycles.visited[2] + 64 * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
     )
+
+
+def test_a_kernel_in_a_fusion_is_priced_as_itself():
+    alone, fused = splash("fwd_residuals", 8), splash("fwd_residuals", 8, fused=True)
+    assert fused.entry.root.opcode == "fusion"
+    prices_s = [prices.price(program, program.entry.root, CHIPS["v6e"]) for program in (alone, fused)]
+    assert prices_s[0] == prices_s[1] and prices_s[0].kind == "attention"
 
 
 @pytest.mark.parametrize("chip", sorted(kernels.SPLASH))
