@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gspmd_lm.foresight.hardware import Chip
 
@@ -315,9 +315,3 @@ def _nccl_s(transfer_s: float, steps: int, network_steps: int) -> float:
         begin_s + steps * step_s + network_steps * network_step_s + transfer_s / share
         for begin_s, step_s, network_step_s, share in NCCL_PROTOCOLS.values()
     )
-
-
-def network(chip: Chip | None, coords: Iterable[Sequence[int]], slices: Iterable[int], hosts: Iterable[int],
-            mesh_shape: Iterable[int], mesh_axes: Iterable[str]) -> Network:  # fmt: skip
-    """A Network from any sequences, such as those of a JSON file."""
-    return Network(chip, tuple(map(tuple, coords)), tuple(slices), tuple(hosts), tuple(mesh_shape), tuple(mesh_axes))

@@ -6,6 +6,7 @@ from gspmd_lm.foresight.advice import Warning
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory, Temporary
+from gspmd_lm.foresight.network import Network
 from gspmd_lm.foresight.report import Array, Report
 from gspmd_lm.foresight.schedule import Prediction, Span
 
@@ -291,3 +292,8 @@ SLICES = dataclasses.replace(
     ),
     warnings=(Warning(HOSTILE, HOSTILE, HOSTILE),),
 )  # fmt: skip
+
+
+def network(chip, coords, slices, hosts, mesh_shape, mesh_axes):
+    """A Network from any sequences."""
+    return Network(chip, tuple(map(tuple, coords)), tuple(slices), tuple(hosts), tuple(mesh_shape), tuple(mesh_axes))

@@ -6,12 +6,12 @@ import gzip
 from pathlib import Path
 
 import pytest
+from sample import network
 
 from gspmd_lm import rules as layouts
 from gspmd_lm.foresight import collectives, hlo, provenance
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.hardware import CHIPS
-from gspmd_lm.foresight.network import network
 from gspmd_lm.rules import Row
 from gspmd_lm.train import state, table
 

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+import sample
 
-from gspmd_lm.foresight import hlo, kernels, network, prices, schedule, traffic
+from gspmd_lm.foresight import hlo, kernels, prices, schedule, traffic
 from gspmd_lm.foresight.hardware import CHIPS
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -308,7 +309,7 @@ def test_what_crosses_slices_is_sent_and_waited_for():
 {matmul("m", 40)}  %in = (u8[60], u32[], token[]) recv(%token), {attributes}
   %got = (u8[60], token[]) recv-done(%in), {attributes}
 """
-    slow = network.network(
+    slow = sample.network(
         dataclasses.replace(CHIP, network_bytes_per_s=1e9), [(0, 0, 0)] * 2, [0, 1], [0, 1], [2], ["data"]
     )
     found = schedule.predict(module(body, devices=1), CHIP, slow, 0.0, 0.0)
@@ -380,7 +381,7 @@ def test_saved_programs_add_up(name):
     places = [(k % 2, k // 2, 0) for k in range(8)]
     if name == "tpu7x":
         places = [(k // 2 % 2, k // 4, 0) for k in range(8)]
-    links = network.network(chip, places, [0] * 8, [0] * 8, mesh.values(), mesh)
+    links = sample.network(chip, places, [0] * 8, [0] * 8, mesh.values(), mesh)
     found = schedule.predict(saved(name), chip, links, 1e9, 1e3)
     parts = (found.matmul_s, found.attention_s, found.other_s, found.exposed_communication_s, found.exposed_host_copy_s)
     assert sum(parts) == pytest.approx(found.step_time_s) and all(part >= 0 for part in parts)
