@@ -50,6 +50,7 @@ def _mixed(fsdp: int, tensor: int, residual: bool = True, **changes) -> dict:
 
 
 _TP8 = {"mesh": {"tensor": 8}, "rules": _TENSOR, "remat": "block", "attention": _SPLASH}
+_DP = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "remat": "block", "attention": _SPLASH}
 _XLA = {"gpu": "xla"}
 
 PAIRS = (
@@ -72,6 +73,12 @@ PAIRS = (
          "every device computes all rows: the forgotten constraint"),
     Pair("fsdp 2 x tensor 4 against tensor 8", "v5p:2x2x2", Side(_mixed(2, 4)), Side(_TP8),
          "fewer pieces of each matmul, fewer bytes of activations"),
+    Pair("with sequence parallelism against without", "v5p:2x2x2",
+         Side(_mixed(2, 4)), Side(_mixed(2, 4, residual=False)),
+         "norms and sums of whole sequences are computed and kept on all four devices"),
+    Pair("optimizer state split against replicated", "v5p:2x2x2",
+         Side({**_DP, "optimizer": {"embed": "data"}}), Side(_DP),
+         "as many bytes, but each device updates all weights"),
     Pair("data across slices against fsdp across slices", "2@v6e:2x4",
          Side({"mesh": {"data": 2, "fsdp": 8}, "dcn": {"data": 2}, **_FSDP, "rules": {"batch": ["data", "fsdp"]}}),
          Side(_fsdp(16, dcn={"fsdp": 2})), "weights cross the slow link in every layer"),
