@@ -128,11 +128,9 @@ def attention_lacks(kernel: str, config: Config, rules: Rules) -> str | None:
     """What training asks of attention that `kernel` cannot do, or None."""
     if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a split sequence (rules for q.seq or k.kv_seq)"
-    segments = config.data.packing == "documents"
-    kinds = config.model.layer_kinds
-    return next(
-        filter(None, (unsupported(kernel, kind, seq=config.data.seq, segments=segments) for kind in kinds)), None
-    )
+    seq, segments = config.data.seq, config.data.packing == "documents"
+    lacking = (unsupported(kernel, kind, seq=seq, segments=segments) for kind in config.model.layer_kinds)
+    return next(filter(None, lacking), None)
 
 
 def _count(tree: Any) -> int:
