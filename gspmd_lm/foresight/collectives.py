@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from gspmd_lm.axes import ACTIVATIONS
 from gspmd_lm.foresight.causes import Causes
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.network import Network
@@ -124,6 +125,9 @@ def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
     known = [pair for pair in names if pair[0].known and not (given and pair[0].phase == "optimizer")]
     nothing = next(iter(names), (read(tensor.instruction.op_name), tensor.instruction))
     name, at = next((pair for pair in known if _speaks_of(given, pair[0])), next(iter(known), nothing))
+    if tensor.kind in GATHERS:
+        users = itertools.islice(origins.consumers(tensor.instruction), NEAR)
+        name = _as_read(name, [read(user.op_name) for user in users if user.op_name != at.op_name])
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
         lines = [*origins.called(tensor.name), *trail]
@@ -135,6 +139,18 @@ def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
         given=given,
         updated=new if result == "params" and name.phase == "optimizer" else "",
     )
+
+
+def _as_read(name: Name, readers: Sequence[Name]) -> Name:
+    """`name` with what those who read the gathered tensor know better: jax 0.12 names it after where it was placed or
+    made, not after who needs it whole."""
+    if name.modules and name.placed and not name.of and name.placed[1] in ACTIVATIONS:
+        reader = next((reader for reader in readers if reader.of and reader.phase == name.phase), name)
+        name = dataclasses.replace(name, of=reader.of)
+    phases = [reader.phase for reader in readers if reader.of == name.of != ()]
+    if name.phase == "forward" and phases and "forward" not in phases:
+        name = dataclasses.replace(name, phase=phases[0])
+    return name
 
 
 def _speaks_of(weight: str, name: Name) -> bool:

@@ -23,8 +23,9 @@ _SAME = {
 _EMPTY = {"constant", "broadcast", "iota", "custom-call"}  # what a loop's accumulator begins as
 _KEYS = re.compile(r"\['(\w+)'\]")
 _NOT_MODULES = {
-    "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "transpose", "jvp",
-    "vmap", "custom_vjp_call", "custom_jvp_call", "pjit", "remat", "core_call", "branch_0_fun", "branch_1_fun",
+    "while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map",
+    "transpose", "jvp", "vmap", "custom_vjp_call", "custom_jvp_call", "pjit", "remat", "core_call", "branch_0_fun",
+    "branch_1_fun",
 }  # fmt: skip
 
 
