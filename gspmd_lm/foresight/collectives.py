@@ -144,7 +144,7 @@ def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
 def _as_read(name: Name, readers: Sequence[Name]) -> Name:
     """`name` with what those who read the gathered tensor know better: jax 0.12 names it after where it was placed or
     made, not after who needs it whole."""
-    if name.modules and name.placed and not name.of and name.placed[1] in ACTIVATIONS:
+    if name.placed and not name.of and name.placed[1] in ACTIVATIONS:
         reader = next((reader for reader in readers if reader.of and reader.phase == name.phase), name)
         name = dataclasses.replace(name, of=reader.of)
     phases = [reader.phase for reader in readers if reader.of == name.of != ()]
