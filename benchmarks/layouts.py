@@ -9,7 +9,7 @@ from gspmd_lm.rules import Rules
 
 _SPLASH = {"tpu": "splash"}
 LLAMA_1B = ("model.embed=2048", "model.heads=16", "model.kv_heads=8", "model.mlp=8192", "model.layers=16",
-       "model.vocab=32000", "data.seq=2048", "model.context=2048")  # fmt: skip
+            "model.vocab=32000", "data.seq=2048", "model.context=2048")  # fmt: skip
 _FSDP = {"rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "remat": "block", "attention": _SPLASH}
 _TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 

@@ -3,9 +3,8 @@
     python -m benchmarks.on_device [--write]
 
 Each model at three batch sizes, with and without recomputation, each in a process of its own, since peaks of memory are
-a process's. The predictions are those of `explain` for the very program that then runs. On a CPU there is nothing to
-predict: only memory is shown (`--cases=gpt2_124m` and `--rows 1` keep that short). A case that is predicted not to fit
-is not run.
+a process's. The predictions are those of `explain` for the very program that then runs. On a CPU no time is predicted
+and no memory measured (`--cases gpt2_124m --rows 1` keeps that short). A case that is predicted not to fit is not run.
 """
 
 import argparse
@@ -47,10 +46,11 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     traced = time.perf_counter()
     compiled = runtime.compile(lowered, options, device.platform, layout.path)
     here = target.of([device])
+    ready = measure.Ours(built, compiled, time.perf_counter() - began)
     program = compile.described(built, compiled, options, here, traced - began, time.perf_counter() - traced)
     found = explain.report(cfg, layout, here, arrays, problems, program)
     predicted_s = found.prediction.step_time_s if found.prediction else None
-    measured_s, used = _run(built, compiled, device) if found.memory.fits else (None, None)
+    measured_s, used = _run(ready, device) if found.memory.fits else (None, None)
     return {
         "device": device.device_kind,
         "case": case,
@@ -66,14 +66,13 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     }
 
 
-def _run(built: step.Step, program: Any, device: Any) -> tuple[float, int | None]:
+def _run(ready: measure.Ours, device: Any) -> tuple[float, int | None]:
     """Seconds per step, and the most bytes that were in use; None where the device does not count them."""
-    batch = measure.random_batch(built.config, jax.random.key(0))
-    batch = {name: jax.device_put(batch[name], like.sharding) for name, like in built.abstract_batch.items()}
-    now, _ = jax.block_until_ready(program(built.lower_init().compile()(), batch))
+    batch = ready.place(measure.random_batch(ready.step.config, jax.random.key(0)))
+    now, _ = jax.block_until_ready(ready.train(ready.start(), batch))
     began = time.perf_counter()
     for _ in range(STEPS):
-        now, _ = program(now, batch)
+        now, _ = ready.train(now, batch)
     jax.block_until_ready(now)
     taken_s = (time.perf_counter() - began) / STEPS
     return taken_s, (device.memory_stats() or {}).get("peak_bytes_in_use")
