@@ -1,28 +1,30 @@
-"""The checkpoints of a run: written in the background with their sha256 sums, restored under any sharding."""
+"""The checkpoints of a run: written in the background with their sha256 sums, restored under any sharding.
+
+A checkpoint counts as good once a later step was finite: its weights then gave a finite loss and finite gradients. The
+newest good one is never rotated away, and one that only steps came after that were not finite is never chosen unasked.
+"""
 
 import dataclasses
-import hashlib
+import glob
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gspmd_lm.config import Config, InputError, Model
+from gspmd_lm import files, trees
+from gspmd_lm.config import Config, InputError, Model, RunFailed
+from gspmd_lm.verdicts import Verdicts
 
-_MANIFEST = "sha256.json"
 _TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half of it in the list
 _ITEMS = ("state", "run")  # the folders of a step: Orbax's arrays; one JSON file with architecture and extra
-_SHOWN = 6  # lines of each kind in a message
 
 _NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own: a committed folder, named by its number
 
@@ -49,6 +51,14 @@ def of_run(
     )
 
 
+class Chosen(NamedTuple):
+    """A checkpoint that agrees with its manifest and with the run's architecture."""
+
+    step: int
+    folder: epath.Path
+    extra: dict[str, Any]
+
+
 class Checkpoints:
     """The checkpoints of one run: numbered folders of an Orbax CheckpointManager, each with a sha256 manifest.
 
@@ -68,11 +78,11 @@ class Checkpoints:
         """Opens `directory`, a local path or a gs:// URL, which need not exist.
 
         keep: how many of the newest steps stay; keep_every: besides them, every multiple of it stays (0: none).
-        architecture: plain values saved with each step; `restore` refuses a step saved with others.
-        report: is told, on the first process, about damaged steps and about steps that a rewind replaces.
+        architecture: plain values saved with each step; `choose` refuses a step saved with others.
+        report: is told, on the first process, about steps that are not used and about steps that a rewind replaces.
 
         Raises:
-            InputError: `directory` is something else than a directory, or its kind of URL cannot be opened.
+            InputError: `directory` is something else than a directory, or its kind of path cannot be opened.
         """
         self.directory = _open_directory(directory)
         self._keep = keep
@@ -80,12 +90,34 @@ class Checkpoints:
         self._architecture = _as_json(architecture)
         self._report = report if jax.process_index() == 0 else lambda message: None
         self._at = -1  # the step last saved (perhaps still being written) or restored
+        self._undamaged = -1  # the step last found to agree with its manifest
         self._opened_for_saving = False
+        self._saved: Any = None  # the shapes of what is being written
+        self._verdicts = Verdicts(self.directory)
+        self._kept_good = _Steps()
         logging.getLogger("absl").addFilter(_is_worth_reading)
 
     def steps(self) -> list[int]:
         """The steps whose writing has finished, oldest first."""
-        return _from_first_process(sorted(found.step for found in _NAMES.find_all(self.directory)))
+        return _from_first_process(self._steps())
+
+    def newest_good(self) -> int | None:
+        """The newest step that a finite step is known to have followed."""
+        good = [step for step in self._steps() if self._verdicts.on(step)] if jax.process_index() == 0 else []
+        return _from_first_process(max(good, default=None))
+
+    def confirm(self, finite_step: int) -> None:
+        """Notes that `finite_step` was finite: the steps before it that were saved or restored here are good."""
+        self._verdicts.confirm(finite_step)
+        if self._verdicts.unwritten and not (self._opened_for_saving and self._manager.is_saving_in_progress()):
+            self._verdicts.write()
+
+    def give_up(self) -> int | None:
+        """Notes that no finite step followed what was saved or restored last, and returns the newest good step."""
+        self.wait()
+        self._verdicts.reject()
+        self._verdicts.write()
+        return self.newest_good()
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Copies `state` (a pytree of arrays) to the host, then writes it in the background, with `extra` (small JSON).
@@ -95,7 +127,7 @@ class Checkpoints:
         first, so that the step saved last is always the newest.
 
         Raises:
-            RuntimeError: the earlier save failed, and nothing is saved now; or this one cannot begin.
+            RunFailed: the earlier save failed, and nothing is saved now; or this one cannot begin.
         """
         run = _as_json({"architecture": self._architecture, "extra": extra})
         self.wait()
@@ -108,7 +140,10 @@ class Checkpoints:
             self._empty_trash()
         for old in left:
             manager.delete(old)
+        self._kept_good.steps = {self.newest_good()}
         self._at = step
+        self._verdicts.ask(step)
+        self._saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         try:
             manager.save(step, args=args, force=True)  # force: when to save is the caller's decision
@@ -116,14 +151,16 @@ class Checkpoints:
             raise self._not_written(error) from error
 
     def wait(self) -> None:
-        """Returns when the save in progress has been written. Raises RuntimeError where it failed."""
+        """Returns when the save in progress has been written. Raises RunFailed where it failed."""
         if not self._opened_for_saving:
             return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
+            self._verdicts.unknown.discard(self._at)
             self._manager.reload()  # it has already forgotten the steps that this save would have replaced
             raise self._not_written(error) from error
+        self._verdicts.write()
 
     def close(self) -> None:
         """Waits as `wait` does, then frees the disk space of deleted steps and the background threads."""
@@ -135,53 +172,16 @@ class Checkpoints:
             self._manager.close()
             self._empty_trash()
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
-        """The step, the state and the extra of the newest undamaged checkpoint, or of `step`; None if there is none.
+    def choose(self, step: int | None = None, abstract_state: Any = None) -> Chosen | None:
+        """The newest undamaged checkpoint, or `step`; None if there is none. Its arrays are not read.
 
-        abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding wanted now. The files are
-        first compared with their manifest. A damaged step is reported and the one before it is tried.
+        Its files are compared with their manifest: a damaged step is reported and the one before it is tried, as is
+        one that only steps came after that were not finite. abstract_state: what `restore` will be asked for.
 
         Raises:
             InputError: `step` does not exist or is damaged, all steps are damaged, or what was saved has another
-                architecture, tree, shape or dtype than `abstract_state`.
+                architecture or, with `abstract_state`, another tree, shape or dtype.
         """
-        found = self._chosen(step)
-        if not found:
-            return None
-        chosen, folder, run = found
-        with closing(ocp.StandardCheckpointHandler()) as reader:
-            saved = reader.metadata(folder / "state").tree
-            if set(saved) == {"params"}:
-                raise InputError(
-                    f"{folder}: holds weights without the state of a training run\n"
-                    f"  fix   train from them in another --workdir, with --set train.init_from={self.directory.parent}"
-                )
-            _check_tree(saved, abstract_state, f"{folder}")
-            state = reader.restore(folder / "state", args=ocp.args.StandardRestore(abstract_state))
-        self._at = chosen
-        return chosen, state, run["extra"]
-
-    def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
-        """The step and the parameters alone, of a checkpoint of a whole state or of {"params": parameters}.
-
-        Chosen, checked and placed as `restore` does, and cast to the dtypes of `abstract_params`; nothing else of the
-        state is read.
-        """
-        found = self._chosen(step)
-        if not found:
-            return None
-        chosen, folder, _ = found
-        wanted = {"params": abstract_params}
-        with closing(ocp.PyTreeCheckpointHandler()) as reader:
-            saved = {name: tree for name, tree in reader.metadata(folder / "state").tree.items() if name == "params"}
-            _check_tree(saved, wanted, f"{folder}", casts=True)
-            args = ocp.args.PyTreeRestore(
-                wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
-            )
-            return chosen, reader.restore(folder / "state", args=args)["params"]
-
-    def _chosen(self, step: int | None) -> tuple[int, epath.Path, dict[str, Any]] | None:
-        """The number and the folder of the checkpoint to restore, with what was saved beside its arrays."""
         self.wait()
         steps = self.steps()
         if step is not None and step not in steps:
@@ -189,21 +189,77 @@ class Checkpoints:
                 f"{self.directory}: there is no checkpoint {step}\n"
                 f"  fix   {f'use one of {_listed(steps)}' if steps else 'give the workdir of a run that has saved one'}"
             )
-        if not steps:
+        candidates = self._not_bad(steps[::-1]) if step is None else [step]
+        if not candidates:
             return None
-        chosen = self._first_undamaged(steps[::-1] if step is None else [step])
+        chosen = self._first_undamaged(candidates)
         folder = self.directory / str(chosen)
         run = json.loads((folder / "run" / "metadata").read_text())
         self._check_architecture(run["architecture"], f"{folder}")
-        return chosen, folder, run
+        if abstract_state is not None:
+            with closing(ocp.StandardCheckpointHandler()) as reader:
+                saved = reader.metadata(folder / "state").tree
+            if set(saved) == {"params"}:
+                raise InputError(
+                    f"{folder}: holds weights without the state of a training run\n"
+                    f"  fix   train from them in another --workdir, with --set train.init_from={self.directory.parent}"
+                )
+            trees.compare(saved, abstract_state, f"{folder}")
+        return Chosen(chosen, folder, run["extra"])
 
-    def _not_written(self, error: Exception) -> RuntimeError:
-        return RuntimeError(f"checkpoint {self._at} was not written to {self.directory}: {error}")
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+        """The step, the state and the extra of what `choose` chooses; None if there is nothing.
+
+        abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding wanted now.
+        Raises InputError as `choose` does.
+        """
+        found = self.choose(step, abstract_state)
+        if not found:
+            return None
+        state = _read(found.folder, abstract_state)
+        self._at = found.step
+        if not _from_first_process(self._verdicts.on(found.step)):
+            self._verdicts.ask(found.step)
+        return found.step, state, found.extra
+
+    def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
+        """The step and the parameters alone, of a checkpoint of a whole state or of {"params": parameters}.
+
+        Chosen, checked and placed as `restore` does, and cast to the dtypes of `abstract_params`; nothing else of the
+        state is read.
+        """
+        found = self.choose(step)
+        if not found:
+            return None
+        with closing(ocp.PyTreeCheckpointHandler()) as reader:
+            saved = reader.metadata(found.folder / "state").tree
+        wanted = {"params": abstract_params}
+        trees.compare({name: tree for name, tree in saved.items() if name in wanted}, wanted, f"{found.folder}", True)
+        return found.step, _read(found.folder, wanted)["params"]
+
+    def _steps(self) -> list[int]:
+        return sorted(found.step for found in _NAMES.find_all(self.directory))
+
+    def _not_bad(self, steps: Sequence[int]) -> list[int]:
+        bad = [step for step in steps if self._verdicts.on(step) is False] if jax.process_index() == 0 else []
+        bad = _from_first_process(bad)
+        if bad:
+            self._report(f"checkpoint {_listed(bad[::-1])} in {self.directory}: no finite step followed, not used")
+        return [step for step in steps if step not in bad]
+
+    def _not_written(self, error: Exception) -> RunFailed:
+        kept = [step for step in self._steps() if step != self._at] if jax.process_index() == 0 else []
+        newest = f"checkpoint {kept[-1]} is the newest and as it was" if kept else "there is no other yet"
+        text = " ".join(str(error).split())
+        return RunFailed(
+            f"checkpoint {self._at} was not written to {self.directory}: {text[:300]}\n"
+            f"  fix   see to the folder (room, permissions, connection), then start the same command: {newest}"
+        )
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
         policies = ocp.checkpoint_managers
-        kept: list[Any] = [policies.LatestN(self._keep)]
+        kept: list[Any] = [policies.LatestN(self._keep), self._kept_good]
         if self._keep_every:
             kept.append(policies.EveryNSteps(self._keep_every))
         options = ocp.CheckpointManagerOptions(
@@ -222,15 +278,14 @@ class Checkpoints:
 
     def _before_commit(self) -> None:
         """Writes the manifest. Orbax calls this on the first process, in the background thread, when all processes
-        have written all files and the folder does not count as a checkpoint yet: none is ever without its manifest.
+        have written all files and the folder does not count as a checkpoint yet: none is ever without its manifest,
+        and none without all of its arrays.
         """
         self._empty_trash()
         (folder,) = [path for path in self.directory.iterdir() if path.name.split(".")[0] == str(self._at)]
-        files = [top / name for item in _ITEMS for top, _, names in (folder / item).walk() for name in names]
-        with ThreadPoolExecutor() as pool:
-            sums = zip(files, pool.map(_sum, files), strict=True)
-            manifest = {str(file.relative_to(folder)): {"bytes": size, "sha256": sha} for file, (size, sha) in sums}
-        (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+        with closing(ocp.StandardCheckpointHandler()) as reader:
+            trees.compare(reader.metadata(folder / "state").tree, self._saved, f"{folder}")
+        files.seal(folder, _ITEMS)
 
     def _empty_trash(self) -> None:
         trash = self.directory / _TRASH
@@ -242,9 +297,9 @@ class Checkpoints:
         damages: dict[int, str] = {}
         chosen = -1
         for step in candidates if jax.process_index() == 0 else ():
-            damage = _damage(self.directory / str(step))
+            damage = "" if step == self._undamaged else files.damage(self.directory / str(step), _ITEMS)
             if not damage:
-                chosen = step
+                chosen = self._undamaged = step
                 break
             damages[step] = damage
             self._report(f"checkpoint {step} in {self.directory} is damaged ({damage}) and is not used")
@@ -276,6 +331,34 @@ class Checkpoints:
             raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
 
 
+class _Steps:
+    """An Orbax preservation policy that keeps given steps."""
+
+    def __init__(self) -> None:
+        self.steps: set[int | None] = set()
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        return [checkpoint.step in self.steps for checkpoint in checkpoints]
+
+
+def _read(folder: epath.Path, wanted: Any) -> Any:
+    """The arrays of a step that have a place in `wanted`, which has been compared with what the step holds.
+
+    They are asked for in the tree that was saved, because Orbax compares the two, their empty branches included: an
+    optimizer without a part that never had arrays would be refused.
+    """
+    with closing(ocp.PyTreeCheckpointHandler()) as reader:
+        saved = reader.metadata(folder / "state").tree
+        arrays = dict(trees.named(wanted))
+        parts = {name.partition(".")[0] for name in arrays}
+        asked: Any = {name: tree for name, tree in saved.items() if name in parts}
+        asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[trees.name_of(path)], asked)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
+        args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
+        found = dict(trees.named(reader.restore(folder / "state", args=args)))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[trees.name_of(path)], wanted)
+
+
 def _open_directory(directory: str) -> epath.Path:
     """The absolute path of `directory`, reached once, so that a wrong one stops the run before it starts."""
     path = epath.Path(directory)
@@ -290,15 +373,21 @@ def _open_directory(directory: str) -> epath.Path:
             path = path.expanduser().absolute()
         is_other = path.exists() and not path.is_dir()
     except ImportError as error:
-        raise InputError(f"{directory}: this kind of path needs a package that is not installed\n  {error}") from error
+        fix = "pip install gcsfs" if scheme == "gs" else f"see to it: {error}"
+        raise InputError(f"{directory}: {scheme}:// needs a package that is not installed\n  fix   {fix}") from error
     if is_other:
         raise InputError(f"{directory}: not a directory\n  fix   give another path for checkpoints")
+    if not is_url and glob.has_magic(str(path)):
+        raise InputError(
+            f"{path}: Orbax takes a path with [, * or ? for a pattern and would find other files, or none\n"
+            "  fix   rename the folder, or give another --workdir"
+        )
     return path
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:
-    """False for Orbax's progress notes: hundreds of lines per run under absl's default verbosity."""
-    return record.levelno >= logging.WARNING or "orbax" not in record.pathname
+    """False for Orbax's progress notes, hundreds of lines per run, and for tracebacks of what `wait` raises anyway."""
+    return "orbax" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,82 +409,6 @@ def _from_first_process(value: Any) -> Any:
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(text, length))).tobytes())
-
-
-def _sum(file: epath.Path) -> tuple[int, str]:
-    """The size in bytes and the sha256 sum of a file."""
-    sha256 = hashlib.sha256()
-    size_bytes = 0
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            sha256.update(block)
-            size_bytes += len(block)
-    return size_bytes, sha256.hexdigest()
-
-
-def _damage(folder: epath.Path) -> str:
-    """What is wrong with the files of a step, or ''."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text()).items()
-        sums = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # whatever a flipped byte can make of it
-        return f"{_MANIFEST} cannot be read: {error}"
-    with ThreadPoolExecutor() as pool:
-        damages = pool.map(lambda name: _damage_of_file(folder / name, *sums[name]), sums)
-        found = [f"{name}: {damage}" for name, damage in zip(sums, damages, strict=True) if damage]
-    return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
-
-
-def _damage_of_file(file: epath.Path, expected_bytes: int, expected_sha256: str) -> str:
-    try:
-        size_bytes, sha256 = _sum(file)
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return str(error)
-    if size_bytes != expected_bytes:
-        return f"{size_bytes} bytes instead of {expected_bytes}"
-    return "" if sha256 == expected_sha256 else "its sha256 has changed"
-
-
-def _check_tree(saved: Any, wanted: Any, place: str, casts: bool = False) -> None:
-    """Raises InputError where the arrays of two trees differ in name, shape or, unless they are cast, dtype."""
-    saved_arrays, wanted_arrays = dict(_arrays(saved)), dict(_arrays(wanted))
-
-    def same(name: str) -> bool:
-        pair = saved_arrays[name], wanted_arrays[name]
-        return pair[0] == pair[1] or (casts and pair[0].partition("[")[2] == pair[1].partition("[")[2])
-
-    problems = {
-        "missing": [f"{name}: {wanted_arrays[name]}" for name in wanted_arrays if name not in saved_arrays],
-        "unexpected": [f"{name}: {saved_arrays[name]}" for name in saved_arrays if name not in wanted_arrays],
-        "different": [
-            f"{name}: {saved_arrays[name]} in the checkpoint, {wanted_arrays[name]} wanted"
-            for name in wanted_arrays
-            if name in saved_arrays and not same(name)
-        ],
-    }
-    lines = [f"{place}: the checkpoint holds another state than this run's (another optimizer?)"]
-    for kind, found in problems.items():
-        lines += [f"  {kind}: {line}" for line in found[:_SHOWN]]
-        lines += [f"  {kind}: {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    if any(problems.values()):
-        raise InputError("\n".join([*lines, "  fix   use the config it was saved with, or another --workdir"]))
-
-
-def _arrays(tree: Any) -> Iterator[tuple[str, str]]:
-    """The dotted name and the dtype[shape] of each array; random keys as the integers that Orbax stores."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.eval_shape(jax.random.key_data, leaf)
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        yield name, f"{np.dtype(leaf.dtype).name}[{', '.join(map(str, leaf.shape))}]"
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """The command line: verbs, their flags, and the order in which a run comes together."""
 
 import ctypes
+import errno
 import importlib
 import os
 import sys
@@ -30,34 +31,49 @@ FORESIGHT = ("explain", "compare")
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one verb. Exits with 0 when it is done, 2 when the input is wrong, 1 or a signal's code otherwise."""
     argv = list(sys.argv if argv is None else argv)
-    several = False
+    code, said = 0, ""
     try:
         code = _run(argv)
-        several = _several_processes()
     except (InputError, flags.Error) as error:
-        print(f"{error}", file=sys.stderr)
-        code = 2
+        code, said = 2, str(error)
+    except RunFailed as error:
+        code, said = 1, str(error)
     except KeyboardInterrupt:
         code = 130
-    except RunFailed as error:
-        several = _several_processes()
-        print(f"{error}", file=sys.stderr)
-        code = 1
-    except Exception:
-        several = _several_processes()
-        traceback.print_exc()
-        code = 1
+    except Exception as error:
+        code, said = 1, _system_error(error)
+        if not said:
+            traceback.print_exc()
+    if said:
+        print(said, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if several and code:
-        os._exit(code)  # the others may never reach jax's shutdown barrier, which a normal exit would wait for
+    if processes := sys.modules.get("gspmd_lm.processes"):  # not imported for what needs no jax
+        processes.leave(code, said)
+        if code and processes.several():
+            os._exit(code)  # the others may never reach jax's shutdown barrier, which a normal exit would wait for
     sys.exit(code)
 
 
-def _several_processes() -> bool:
-    import jax
+_SYSTEM_ERRORS = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room in your quota",
+    errno.EROFS: "give a folder that can be written in",
+    errno.EACCES: "change its permissions, or give another path",
+    errno.EPERM: "change its permissions, or give another path",
+    errno.EIO: "see to the disk",
+    errno.EISDIR: "move the folder away: a file belongs there",
+    errno.ENOTDIR: "move the file away: a folder belongs there",
+    errno.ELOOP: "mend the symbolic link",
+    errno.ENAMETOOLONG: "give a shorter path",
+}
 
-    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+def _system_error(error: Exception) -> str:
+    """What is said of a file that the system refuses, such as one on a full disk; '' for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _SYSTEM_ERRORS or error.filename is None:
+        return ""
+    return f"{error.filename}: {error.strerror}\n  fix   {_SYSTEM_ERRORS[error.errno]}, then start the same command"
 
 
 def _flags(verb: str) -> flags.FlagValues:
@@ -93,8 +109,7 @@ def _flags(verb: str) -> flags.FlagValues:
     whole("num_processes", None, "how many processes there are.")
     whole("process_id", None, "which of them this one is, from 0.")
     text("compile_cache", None, "folder of compiled programs; none switches it off. Default: the user's cache.")
-    if verb != "train":
-        whole("step", None, "which checkpoint. Default: the newest that is undamaged.")
+    whole("step", None, "which checkpoint to begin from. Default: the newest that is good and undamaged.")
     if verb == "train":
         whole("steps", None, "where to stop. The schedule's length is the config's train.steps, also the default.", 1)
         yes_no("dry_run", "print every array and its bytes per device, and stop.")
@@ -158,6 +173,9 @@ def _run(argv: list[str]) -> int:
     if values.help:
         print(_help(verb))
         return 0
+    for name in values:
+        if values[name].present and values[name].value == "":
+            raise InputError(f"--{name}= is empty; a variable that is not set?\n  fix   give a value, or drop the flag")
     if len(rest) > 1 and rest[1] in VERBS:
         raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
     if len(rest) > 1 and verb not in FORESIGHT:

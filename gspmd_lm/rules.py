@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import yaml
-
+from gspmd_lm import core_yaml
 from gspmd_lm.axes import ACTIVATIONS, ARRAYS, AXES, MESH_AXES
 from gspmd_lm.config import InputError, did_you_mean, find_file, parse_yaml, read_text
 
@@ -100,6 +99,13 @@ class Rules:
     def devices(self) -> int:
         """How many devices the mesh has; -1 while a size is still open."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
+
+    def facts(self) -> dict[str, Any]:
+        """What these rules say, as plain values: not where the file lies, or what a comment in it says."""
+        plain = dataclasses.asdict(dataclasses.replace(self, path="", text="", problems=(), rows=()))
+        plain["mesh"] = list(self.mesh.items())  # in the order of devices
+        plain["rows"] = {row.key: row.mesh_axes for row in self.rows}
+        return {name: value for name, value in plain.items() if name not in ("path", "text", "problems")}
 
     def row(self, table: str, path: str, axis: str) -> Row | None:
         """The row that speaks for one axis of an array: a finer table first, in it the row that names the array."""
@@ -424,4 +430,4 @@ def _either(words: Iterable[Any]) -> str:
 
 def _flow(value: Any) -> str:
     """A value as it would stand on one line of YAML."""
-    return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=float("inf")).strip()[1:-1]
+    return core_yaml.dump([value], flow=True).strip()[1:-1]

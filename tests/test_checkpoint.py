@@ -23,7 +23,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gspmd_lm.checkpoint import Checkpoints
-from gspmd_lm.config import InputError
+from gspmd_lm.config import InputError, RunFailed
 
 ARCHITECTURE = {"layers": 4, "embed": 8, "norm": "rmsnorm", "rope_scaling": None}
 SIZES = {"data": 2, "tensor": 4}
@@ -175,6 +175,86 @@ def test_keeps_the_newest_and_every_nth(run):
     assert run.open().steps() == [4, 7, 8]
     assert sorted(path.name for path in run.directory.iterdir()) == ["4", "7", "8"]
     assert run.open().restore(abstract(make_state(4)), step=4)[0] == 4
+
+
+def test_the_newest_good_step_is_never_rotated_away(run):
+    checkpoints = run.open(keep=1)
+    for step in range(1, 7):
+        if step <= 3:
+            checkpoints.confirm(step)  # shows that the steps before it are good
+        checkpoints.save(step, make_state(step), {})
+    assert checkpoints.newest_good() == 2
+    checkpoints.close()
+    assert run.open().steps() == [2, 6] and run.open().newest_good() == 2
+    later = run.open(keep=1)
+    later.restore(abstract(make_state(6)))
+    later.confirm(7)
+    later.save(8, make_state(8), {})
+    later.close()
+    assert run.open().steps() == [6, 8]
+
+
+def test_what_only_failed_steps_followed_is_not_chosen_unasked(run):
+    checkpoints = run.open()
+    checkpoints.save(1, make_state(1), {})
+    checkpoints.confirm(2)
+    checkpoints.save(2, make_state(2), {})
+    checkpoints.save(3, make_state(3), {})
+    assert checkpoints.give_up() == 1
+    checkpoints.close()
+    again = run.open()
+    assert again.steps() == [1, 2, 3] and again.choose().step == 1
+    assert run.reports == [f"checkpoint 2, 3 in {run.directory}: no finite step followed, not used"]
+    assert again.restore(abstract(make_state(3)), step=3)[0] == 3
+    (run.directory / "1" / "verdict.json").write_bytes(b"{\xff")  # damaged: as if it were not known
+    assert again.newest_good() is None and again.choose().step == 1
+    for step in (2, 3):
+        (run.directory / str(step) / "verdict.json").unlink()
+    assert again.choose().step == 3
+
+
+def test_no_step_that_is_good_means_none_at_all(run):
+    checkpoints = run.open()
+    checkpoints.save(1, make_state(1), {})
+    assert checkpoints.give_up() is None
+    assert run.open().choose() is None and run.open().restore(abstract(make_state(1))) is None
+
+
+def test_branches_without_arrays_may_differ(run):
+    """A part of the optimizer that holds no arrays may come or go, as weight decay does when it is set to 0."""
+    mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+    saved, wanted = (
+        make_state(1, optimizer=optax.chain(optax.scale_by_adam(), part))
+        for part in (optax.masked(optax.identity(), mask), optax.identity())
+    )
+    checkpoints = run.open()
+    checkpoints.save(1, saved, {})
+    assert_equal(checkpoints.restore(abstract(wanted))[1], wanted)
+
+
+@pytest.mark.parametrize("name", ["lr[1e-3]", "a*b", "a?b"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
+    with pytest.raises(InputError, match=r"for a pattern .*\n  fix   rename the folder"):
+        Checkpoints(str(tmp_path / name / "checkpoints"), keep=1, keep_every=0, architecture={})
+
+
+def test_no_step_is_committed_whose_arrays_are_not_all_there(run, monkeypatch):
+    """As Orbax left it in a folder that it took for a pattern: the parts of the processes are not put together."""
+    checkpoints = run.open()
+    checkpoints.save(1, make_state(1), {})
+    checkpoints.wait()
+    checkpoints.save(2, make_state(2), {})
+    with monkeypatch.context() as patch:
+        patch.setattr("orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files", unmerged)
+        with pytest.raises(
+            RunFailed, match=r"(?s)checkpoint 2 was not written .*checkpoint 1 is the newest and as it was"
+        ):
+            checkpoints.wait()
+    assert run.open().steps() == [1]
+
+
+async def unmerged(*args, **kwargs):
+    """What Orbax does where its pattern matches nothing."""
 
 
 def test_a_kill_while_deleting_leaves_no_half_step(run, monkeypatch):
@@ -380,7 +460,7 @@ def fail_while_writing(run: Run, checkpoints: Checkpoints, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("gspmd_lm.checkpoint._sum", full)
+        patch.setattr("gspmd_lm.files.sum_of", full)
         checkpoints.save(2, make_state(2), {})
         thread = next(thread for thread in threading.enumerate() if thread.name == "save_finalize")
         threading.Thread.join(thread)  # Orbax's own join would already raise
@@ -421,7 +501,7 @@ def test_a_directory_that_vanished_is_an_error_and_the_process_ends(run):
     command = [sys.executable, "-c", VANISHED, str(run.directory)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert process.returncode == 1
-    assert f"RuntimeError: checkpoint 2 was not written to {run.directory}: [Errno 20] Not a dir" in process.stderr
+    assert f"RunFailed: checkpoint 2 was not written to {run.directory}: [Errno 20] Not a dir" in process.stderr
 
 
 def test_a_file_as_directory_is_refused(tmp_path):
@@ -446,12 +526,13 @@ KILLED = """
 import os, signal, sys
 import jax, numpy as np
 import gspmd_lm.checkpoint as checkpoint
+from gspmd_lm import files
 checkpoints = checkpoint.Checkpoints(sys.argv[1], keep=3, keep_every=0, architecture={})
 state = {"w": jax.numpy.arange(1000)}
 checkpoints.save(1, state, {})
 checkpoints.wait()
 if sys.argv[2] == "before the manifest":
-    checkpoint._sum = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+    files.sum_of = lambda file: os.kill(os.getpid(), signal.SIGKILL)
 else:
     checkpoints._manager._checkpoint_deleter.delete_steps = lambda steps: os.kill(os.getpid(), signal.SIGKILL)
 checkpoints.save(2, state, {})

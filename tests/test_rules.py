@@ -92,7 +92,7 @@ WRONG = {
         DP + "attention: {gpu: cudnn}\n", ("data.packing=stream", "model.attention_softcap=50.0"), platform="gpu"
     ),
     "splash and a short sequence": Case(DP + "attention: {tpu: splash}\n", ("data.seq=96",), platform="tpu"),
-    "compiler options of no platform": Case(DP + "compiler_options: {cuda: {a: 1}, gpu: on}\n"),
+    "compiler options of no platform": Case(DP + "compiler_options: {cuda: {a: 1}, gpu: true}\n"),
     "dcn of no axis": Case(DP + "dcn: {dat: 2}\n"),
     "dcn that is no number": Case(DP + "dcn: {data: 0}\n"),
     "dcn that does not divide": Case(DP + "dcn: {data: 3}\n"),

@@ -4,10 +4,8 @@
 """
 
 import dataclasses
-import functools
 import gzip
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gspmd_lm import config as configs
+from gspmd_lm import versions
 from gspmd_lm.config import Config, InputError, RunFailed
 from gspmd_lm.foresight.target import Target
 from gspmd_lm.rules import Rules, ShardingError
@@ -39,8 +38,9 @@ FORMAT = 1  # raise it when the files of an entry change
 CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
-_SOURCES = ("axes.py", "rules.py", "mesh.py", "placement.py", "runtime.py", "kernels", "model", "train",
-            "infer", "foresight/compile.py", "foresight/target.py", "foresight/hardware.py")  # fmt: skip
+_SOURCES = ("config.py", "core_yaml.py", "axes.py", "rules.py", "mesh.py", "placement.py", "runtime.py",
+            "kernels", "model", "train", "infer", "foresight/compile.py", "foresight/target.py",
+            "foresight/hardware.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]
@@ -65,10 +65,8 @@ class Request:
 
     def key(self) -> str:
         """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
-        plain = dataclasses.asdict(dataclasses.replace(self.rules, path="", text="", problems=(), rows=()))
-        rows = sorted((row.key, row.mesh_axes) for row in self.rules.rows)
-        wanted = [FORMAT, configs.to_dict(self.config) | {"name": ""}, plain, list(plain["mesh"]), rows,
-                  self.target.text, versions(self.target), _source(), self.export, self.phase]  # fmt: skip
+        wanted = [FORMAT, configs.to_dict(self.config) | {"name": ""}, self.rules.facts(), self.target.text,
+                  compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -91,15 +89,10 @@ class Program:
     notes: tuple[str, ...] = ()  # what the partitioner complained of while it compiled
 
 
-def versions(target: Target) -> dict[str, str]:
+def compilers(target: Target) -> dict[str, str]:
     """The packages that decide what is compiled, without importing any."""
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for name in ("jax", "jaxlib", "flax", "optax", *_PACKAGES[target.platform]):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    found = versions.installed(("jax", "jaxlib", "flax", "optax", *_PACKAGES[target.platform]))
+    return {name: version or "not installed" for name, version in found.items()}
 
 
 def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache: str | None = None) -> list[Program]:
@@ -247,17 +240,6 @@ def _environment() -> dict[str, str]:
     }
 
 
-@functools.cache
-def _source() -> str:
-    """A hash of the package's code that decides what is compiled."""
-    package, total = Path(__file__).parents[1], hashlib.sha256()
-    for name in _SOURCES:
-        path = package / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            total.update(file.read_bytes())
-    return total.hexdigest()
-
-
 # The process that compiles
 
 
@@ -342,7 +324,7 @@ def described(
         slices=tuple(getattr(device, "slice_index", None) or 0 for device in ordered),
         hosts=tuple(device.process_index for device in ordered),
         options=dict(options),
-        versions=versions(target),
+        versions=compilers(target),
         trace_s=trace_s,
         compile_s=compile_s,
     )

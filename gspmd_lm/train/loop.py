@@ -4,9 +4,8 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
+import functools
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from gspmd_lm import checkpoint, runtime
+from gspmd_lm import checkpoint, core_yaml, files, processes, runtime, versions
 from gspmd_lm import config as configs
-from gspmd_lm.checkpoint import Checkpoints
+from gspmd_lm.checkpoint import Checkpoints, Chosen
 from gspmd_lm.config import Config, InputError, RunFailed
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.rules import human_bytes
@@ -50,8 +48,7 @@ class Run:
     """One run on one process: what it computes, where it writes, how it speaks."""
 
     step: Step
-    train_rows: Loader
-    held_out_rows: Loader | None
+    open_rows: Callable[[], tuple[Loader, Loader | None]]  # to train on, and to evaluate with; asked for once
     workdir: epath.Path
     machine: runtime.Runtime
     console: Console
@@ -60,36 +57,53 @@ class Run:
     foresee: Foresee | None = None
     foreseen: Foreseen | None = None
     executable: Any = None  # the compiled train step, where it was compiled elsewhere
+    check_lock: Callable[[], None] = lambda: None  # raises RunFailed where another run writes to the workdir by now
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> Config:
         return self.step.config
 
-    def train(self, stop: int) -> dict[str, float]:
-        """Trains to step `stop` from the newest checkpoint; without one from train.init_from, or from scratch.
+    @functools.cached_property
+    def rows(self) -> tuple[Loader, Loader | None]:
+        """The rows to train on, and those that are held out. Every process has the same."""
+        train_rows, held_out_rows = self.open_rows()
+        processes.compare({"data": train_rows.fingerprint}, self.say)
+        return train_rows, held_out_rows
 
-        Returns the last logged values.
+    def train(self, stop: int, step: int | None = None) -> dict[str, float]:
+        """Trains to step `stop` from the newest checkpoint that is good, or from that of `step`; without one from
+        train.init_from, or from scratch.
+
+        Returns the last logged values; none where the checkpoint stands at `stop` already, and then nothing is changed,
+        read or compiled.
 
         Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
         """
         train = self.config.train
         last: dict[str, float] = {}
         with self.checkpoints() as checkpoints, ThreadPoolExecutor(1) as beside:
-            init_from = source.find(self.config) if train.init_from and not checkpoints.steps() else None
+            chosen = checkpoints.choose(step, self.step.abstract_state)
+            if chosen and chosen.step >= stop:
+                self.say(
+                    f"the checkpoint stands at step {chosen.step}, nothing to do up to {stop} (--steps, train.steps)"
+                )
+                return last
+            init_from = source.find(self.config) if train.init_from and not chosen else None
+            train_rows, held_out_rows = self.rows
+            self.say(train_rows.description)
             compiling = beside.submit(self._program, "train step", self.step.lower_train)
             if not self.machine.simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
-            start, state = self._start(checkpoints, init_from)
+            start, state = self._start(checkpoints, chosen, init_from)
             self._write_description()
-            if start >= stop:
-                self.say(f"the checkpoint stands at step {start}, nothing to do up to {stop} (--steps, train.steps)")
-            program, meter, done, interrupted = compiling.result(), _Meter(self, start), start, False
+            program, meter, done, interrupted = compiling.result(), self._meter(start), start, False
+            streak = _Streak(checkpoints, train.max_skipped)
             if self.foreseen:
                 self.say(self.foreseen.paragraph)
             with (
                 contextlib.closing(self._log(start)) as log,
-                contextlib.closing(self.train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
+                contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
                 self._bar(start, stop) as advance,
                 self._trace() as trace,
                 runtime.StopSignal() as signal,
@@ -99,19 +113,26 @@ class Run:
                     state, values = program(state, batch)
                     done = at + 1
                     advance()
+                    self.check_lock()
+                    streak.add(done, values["skipped_in_a_row"])
                     interrupted = signal.requested(done)
                     ending = interrupted or done == stop
-                    if done == start + 1 or _due(done, train.log_every) or ending:
+                    saving = _due(done, train.checkpoint_every) or ending
+                    skipped = streak.skipped_before(done) if saving else 0
+                    if done == start + 1 or _due(done, train.log_every) or ending or streak.failed:
                         last = meter.read(done, values)
                         log.write(done, last)
-                        self._stop_if_skipping(last, done)
-                        meter.show(done, stop, last)
-                    if _due(done, train.checkpoint_every) or ending:
+                        self.say(meter.line(done, stop, last))
+                    if streak.failed:
+                        raise self._failed(streak.failed, checkpoints)
+                    if saving and skipped and not ending:
+                        self.say(f"checkpoint {done} is not saved: the last {skipped} steps changed nothing")
+                    elif saving:
                         self._save(checkpoints, done, state)
                         meter.restart(done)
                     if interrupted:
                         break
-                    if (_due(done, train.eval_every) or done == stop) and self.held_out_rows is not None:
+                    if (_due(done, train.eval_every) or done == stop) and held_out_rows is not None:
                         log.write(done, self._evaluated(state.params, done))
                         meter.restart(done)
             if interrupted:
@@ -124,14 +145,16 @@ class Run:
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """Loss of the held-out rows under the newest checkpoint of the workdir, or that of `step`."""
         with self.checkpoints() as checkpoints:
-            restored = checkpoints.restore_weights(self.step.abstract_state.params, step)
-            if restored is None:
+            if self.config.data.held_out == 0:
+                raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")
+            if checkpoints.choose(step) is None:
                 raise InputError(
                     f"{self.workdir}: no checkpoint to evaluate\n  fix   train there first, with --workdir"
                 )
+            self.say(self.rows[0].description)
+            restored = checkpoints.restore_weights(self.step.abstract_state.params, step)
+            assert restored is not None
             at, params = restored
-        if self.held_out_rows is None:
-            raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")
         return self._evaluated(params, at)
 
     def checkpoints(self) -> Any:
@@ -142,11 +165,14 @@ class Run:
         if self.machine.is_main:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
 
-    def _start(self, checkpoints: Checkpoints, init_from: source.Source | None) -> tuple[int, State]:
-        restored = checkpoints.restore(self.step.abstract_state)
-        if restored is not None:
+    def _start(
+        self, checkpoints: Checkpoints, chosen: Chosen | None, init_from: source.Source | None
+    ) -> tuple[int, State]:
+        if chosen:
+            restored = checkpoints.restore(self.step.abstract_state, chosen.step)
+            assert restored is not None
             at, state, extra = restored
-            if extra["data"] != self.train_rows.fingerprint:
+            if extra["data"] != self.rows[0].fingerprint:
                 self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
             self.say(f"restored step {at} of {self.workdir}")
             return at, state
@@ -207,14 +233,15 @@ class Run:
             self.say("; ".join(parts))
 
     def _save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
-        checkpoints.save(step, state, {"data": self.train_rows.fingerprint, "rules": self.step.rules.path})
+        checkpoints.save(step, state, {"data": self.rows[0].fingerprint, "rules": self.step.rules.path})
 
     def _evaluated(self, params: Any, step: int) -> dict[str, float]:
         """Mean loss over the held-out rows, at most train.eval_batches batches of them."""
-        assert self.held_out_rows is not None
+        _, held_out_rows = self.rows
+        assert held_out_rows is not None
         program = self._program("evaluation", self.step.lower_evaluate)
         totals: collections.Counter[str] = collections.Counter()
-        for _, batch in self.held_out_rows.batches(0, self.step.batch_shardings, self.config.train.eval_batches):
+        for _, batch in held_out_rows.batches(0, self.step.batch_shardings, self.config.train.eval_batches):
             totals.update({name: float(value) for name, value in program(params, batch).items()})
         targets = totals["target_tokens"]
         loss = totals["cross_entropy"] / targets
@@ -228,13 +255,22 @@ class Run:
                  f"accuracy {found['eval_accuracy']:.3f} over {targets:,.0f} tokens")  # fmt: skip
         return found
 
-    def _stop_if_skipping(self, values: Mapping[str, float], step: int) -> None:
-        if values["skipped_in_a_row"] >= self.config.train.max_skipped:
-            raise RunFailed(
-                f"step {step}: the loss or gradient of the last {values['skipped_in_a_row']:.0f} steps was not finite, "
-                f"and they changed nothing\n  fix   lower optimizer.learning_rate, or look at the data; the newest "
-                f"checkpoint is from before"
-            )
+    def _failed(self, failed: tuple[int, int], checkpoints: Checkpoints) -> RunFailed:
+        """What is said when too many steps in a row were not finite; later starts use no checkpoint of theirs."""
+        step, skipped = failed
+        good = checkpoints.give_up()
+        then = f"goes on from checkpoint {good}, the newest that a finite step followed" if good else "begins anew"
+        return RunFailed(
+            f"step {step}: the loss or gradient of the last {skipped} steps was not finite, and they changed nothing\n"
+            f"  fix   lower optimizer.learning_rate, or look at the data; the same command {then}"
+            + (", and --step=N from an older one" if good else "")
+        )
+
+    def _meter(self, start: int) -> metrics.Meter:
+        peak = self.foreseen.peak_flops_per_s if self.foreseen else None
+        arrays, config = self.step.arrays, self.config
+        flops = metrics.flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
+        return metrics.Meter(config.data, flops, peak and peak * self.step.mesh.size, start)
 
     @contextlib.contextmanager
     def _trace(self) -> Iterator[Callable[[int], None]]:
@@ -270,25 +306,60 @@ class Run:
         if not self.machine.is_main:
             return _Silent()
         trackers = self.config.train.trackers
-        return metrics.Log(self.workdir, start, trackers, self.workdir.name, configs.to_dict(self.config))
+        return metrics.Log(self.workdir, start, trackers, configs.to_dict(self.config), self.say)
 
     def _write_description(self) -> None:
         """config.yaml and rules.yaml as resolved, versions.json: enough to do it again."""
         if not self.machine.is_main:
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
-        (self.workdir / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(self.config), sort_keys=False))
-        (self.workdir / "rules.yaml").write_text(self.step.rules.text)
+        files.replace(self.workdir / "config.yaml", core_yaml.dump(configs.to_dict(self.config)))
+        files.replace(self.workdir / "rules.yaml", self.step.rules.text)
         packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
-        versions = {name: _version(name) for name in packages}
-        versions |= {"python": platform.python_version(), "device": self.machine.device_kind}
         about = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "mesh": dict(self.step.rules.mesh),
-            "rows": self.train_rows.description,
-            "versions": versions,
+            "rows": self.rows[0].description,
+            "versions": versions.installed(packages) | {"device": self.machine.device_kind},
         }
-        (self.workdir / "versions.json").write_text(json.dumps(about, indent=2) + "\n")
+        files.replace(self.workdir / "versions.json", json.dumps(about, indent=2) + "\n")
+
+
+class _Streak:
+    """How many steps in a row were not finite, read while later steps are on their way.
+
+    What a step returned is read IN_FLIGHT steps later, of the same step on every process, so that the device never
+    waits for the reading and all processes stop at the same step.
+    """
+
+    IN_FLIGHT = 2
+
+    def __init__(self, checkpoints: Checkpoints, most: int):
+        self.checkpoints, self.most = checkpoints, most
+        self.unread: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self.skipped = 0  # in a row, up to the step last read
+        self.failed: tuple[int, int] | None = None  # the step by which too many were skipped, and how many
+
+    def add(self, step: int, skipped_in_a_row: jax.Array) -> None:
+        """Notes what `step`, just dispatched, returns."""
+        skipped_in_a_row.copy_to_host_async()
+        self.unread.append((step, skipped_in_a_row))
+        while len(self.unread) > self.IN_FLIGHT:
+            self._read()
+
+    def skipped_before(self, step: int) -> int:
+        """How many steps in a row, the last one being `step`, were skipped. Waits for them."""
+        while self.unread and self.unread[0][0] <= step:
+            self._read()
+        return self.skipped
+
+    def _read(self) -> None:
+        step, skipped = self.unread.popleft()
+        self.skipped = int(skipped)
+        if not self.skipped:
+            self.checkpoints.confirm(step)
+        elif self.skipped >= self.most and not self.failed:
+            self.failed = step, self.skipped
 
 
 class _Silent:
@@ -299,71 +370,6 @@ class _Silent:
     def close(self) -> None: ...
 
 
-class _Meter:
-    """Turns what a step returned and the clock into logged values and the line that people watch."""
-
-    def __init__(self, run: Run, start: int):
-        self.run = run
-        self.wait_s = 0.0
-        step = run.step
-        arrays, config = step.arrays, step.config
-        counts = arrays.parameter_count, config.data.seq, arrays.trained_count
-        flops = metrics.flops_per_token(config.model, *counts)
-        peak = run.foreseen and run.foreseen.peak_flops_per_s
-        devices = step.mesh.size
-        self.mfu_of = (lambda tokens_per_s: tokens_per_s * flops / (peak * devices)) if peak else None
-        self.restart(start)
-
-    def restart(self, step: int) -> None:
-        """Begins a new interval, so that evaluation and saving are not counted as steps."""
-        self.began, self.at, self.wait_s = time.perf_counter(), step, 0.0
-
-    def waiting(self, batches: Any) -> Any:
-        """The batches, with the time spent waiting for them noted."""
-        batches = iter(batches)
-        while True:
-            before = time.perf_counter()
-            batch = next(batches, None)
-            self.wait_s += time.perf_counter() - before
-            if batch is None:
-                return
-            yield batch
-
-    def read(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
-        """The values of the step just dispatched, which are waited for, and the speed since the last reading."""
-        found = {name: float(value) for name, value in jax.device_get(values).items()}
-        steps = step - self.at
-        step_time_s = (time.perf_counter() - self.began) / steps
-        data = self.run.config.data
-        found["perplexity"] = float(np.exp(min(found.pop("cross_entropy"), 700.0)))
-        found["step_time_s"] = step_time_s
-        found["tokens_per_s"] = data.batch * data.seq / step_time_s
-        found["data_wait_s"] = self.wait_s / steps
-        if self.mfu_of:
-            found["mfu"] = self.mfu_of(found["tokens_per_s"])
-        self.restart(step)
-        return found
-
-    def show(self, step: int, stop: int, values: Mapping[str, float]) -> None:
-        run = self.run
-        if not run.machine.is_main:
-            return
-        mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
-        skipped = f"  skipped {values['skipped_steps']:.0f}" if values["skipped_steps"] else ""
-        run.say(
-            f"step {step:>{len(str(stop))}}/{stop}  loss {values['loss']:.6f}  accuracy {values['accuracy']:.3f}  "
-            f"|gradient| {values['gradient_norm']:.3f}  lr {values['learning_rate']:.2e}  "
-            f"{values['step_time_s'] * 1e3:.0f} ms/step  {values['tokens_per_s']:,.0f} tokens/s{mfu}{skipped}"
-        )
-
-
 def _due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; 0 means never."""
     return every > 0 and step % every == 0
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

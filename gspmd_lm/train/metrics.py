@@ -1,13 +1,19 @@
 """What a run writes down: metrics.jsonl, trackers, and the line that people watch."""
 
+import importlib
+import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 from etils import epath
 
-from gspmd_lm.config import InputError, Model
+from gspmd_lm import files
+from gspmd_lm.config import Data, InputError, Model
 
 
 def flops_per_token(model: Model, parameter_count: int, seq: int, trained_count: int | None = None) -> float:
@@ -24,6 +30,57 @@ def flops_per_token(model: Model, parameter_count: int, seq: int, trained_count:
     return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.layers * model.heads * model.head_dim * seq
 
 
+class Meter:
+    """Turns what a step returned and the clock into logged values and the line that people watch."""
+
+    def __init__(self, data: Data, flops_per_token: float, peak_flops_per_s: float | None, start: int):
+        """`peak_flops_per_s`: of all devices together; None where it is not known."""
+        self.tokens = data.batch * data.seq
+        self.flops, self.peak = flops_per_token, peak_flops_per_s
+        self.wait_s = 0.0
+        self.restart(start)
+
+    def restart(self, step: int) -> None:
+        """Begins a new interval, so that evaluation and saving are not counted as steps."""
+        self.began, self.at, self.wait_s = time.perf_counter(), step, 0.0
+
+    def waiting(self, batches: Any) -> Any:
+        """The batches, with the time spent waiting for them noted."""
+        batches = iter(batches)
+        while True:
+            before = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_s += time.perf_counter() - before
+            if batch is None:
+                return
+            yield batch
+
+    def read(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
+        """The values of the step just dispatched, which are waited for, and the speed since the last reading."""
+        found = {name: float(value) for name, value in jax.device_get(values).items()}
+        steps = step - self.at
+        step_time_s = (time.perf_counter() - self.began) / steps
+        found["perplexity"] = math.exp(min(found.pop("cross_entropy"), 700.0))
+        found["step_time_s"] = step_time_s
+        found["tokens_per_s"] = self.tokens / step_time_s
+        found["data_wait_s"] = self.wait_s / steps
+        if self.peak:
+            found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
+        self.restart(step)
+        return found
+
+    @staticmethod
+    def line(step: int, stop: int, values: Mapping[str, float]) -> str:
+        """What people watch."""
+        mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
+        skipped = f"  skipped {values['skipped_steps']:.0f}" if values["skipped_steps"] else ""
+        return (
+            f"step {step:>{len(str(stop))}}/{stop}  loss {values['loss']:.6f}  accuracy {values['accuracy']:.3f}  "
+            f"|gradient| {values['gradient_norm']:.3f}  lr {values['learning_rate']:.2e}  "
+            f"{values['step_time_s'] * 1e3:.0f} ms/step  {values['tokens_per_s']:,.0f} tokens/s{mfu}{skipped}"
+        )
+
+
 class Tracker(Protocol):
     """Somewhere that scalars go."""
 
@@ -32,12 +89,24 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+def check_trackers(trackers: Sequence[str]) -> None:
+    """Raises InputError where the package of a tracker is not installed."""
+    for tracker in trackers:
+        package = _PACKAGES[tracker]
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"train.trackers: {tracker} needs the package {package}, which is not installed\n"
+                f"  fix   pip install {package}, or leave {tracker} out of train.trackers"
+            )
+
+
 class _TensorBoard:
     def __init__(self, directory: str):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise InputError(_missing("tensorboard", "tensorboardX")) from error
+        from tensorboardX import SummaryWriter
+
         self.writer = SummaryWriter(directory)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -52,12 +121,7 @@ class _Wandb:
     """Weights & Biases, or trackio, which offers the same functions."""
 
     def __init__(self, package: str, name: str, config: dict[str, Any]):
-        import importlib
-
-        try:
-            self.module = importlib.import_module(package)
-        except ImportError as error:
-            raise InputError(_missing(package, package)) from error
+        self.module = importlib.import_module(package)
         self.run = self.module.init(project="gspmd_lm", name=name, config=config)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -67,41 +131,50 @@ class _Wandb:
         self.module.finish()
 
 
-def _missing(tracker: str, package: str) -> str:
-    return (
-        f"train.trackers: {tracker} needs the package {package}, which is not installed\n"
-        f"  fix   pip install {package}, or leave {tracker} out of train.trackers"
-    )
-
-
 class Log:
     """metrics.jsonl and the trackers of a run. Only the first process makes one."""
 
     def __init__(
-        self, workdir: epath.Path, start_step: int, trackers: Sequence[str], name: str, config: dict[str, Any]
+        self,
+        workdir: epath.Path,
+        start_step: int,
+        trackers: Sequence[str],
+        config: dict[str, Any],
+        say: Callable[[str], None] = lambda _: None,
     ):
-        """Opens the log of a run that stands at `start_step`; rows of later steps belong to a course that was left."""
+        """Opens the log of a run that stands at `start_step`; rows of later steps belong to a course that was left.
+
+        Rows that cannot be read are left out, and `say` hears of them, but for the last one, which a kill may have cut.
+        """
         self.path = workdir / "metrics.jsonl"
-        self.remote = "://" in str(workdir)  # object stores do not append: the file is written whole
-        old = self.path.read_text().splitlines() if self.path.exists() else []
-        self.lines = [line for line in old if _step_of(line) <= start_step]
-        if self.lines != old:
-            self.path.write_text("".join(f"{line}\n" for line in self.lines))
+        if self.path.is_dir():
+            raise InputError(f"{self.path}: a folder, where a file of rows belongs\n  fix   move it away")
+        old = self.path.read_bytes() if self.path.exists() else b""
+        rows = old.splitlines()
+        steps = [_step_of(row) for row in rows]
+        damaged = [number for number, step in enumerate(steps[:-1], 1) if step is None]
+        if damaged:
+            where = ", ".join(map(str, damaged[:5]))
+            say(f"warning: {self.path}: line {where} cannot be read and is left out ({len(damaged)} in all)")
+        kept = [row for row, step in zip(rows, steps, strict=True) if step is not None and step <= start_step]
+        self.lines = [row.decode() for row in kept]
+        if old != (text := self._text()):
+            files.replace(self.path, text)
         self.trackers: list[Tracker] = []
         for tracker in trackers:
             if tracker == "tensorboard":
                 self.trackers.append(_TensorBoard(str(workdir / "tensorboard")))
             else:
-                self.trackers.append(_Wandb(tracker, name, config))
+                self.trackers.append(_Wandb(tracker, workdir.name, config))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one row. Values that are not finite are written as null, which every JSON reader accepts."""
         plain = {key: value if math.isfinite(value) else None for key, value in values.items()}
         self.lines.append(json.dumps({"step": step, **plain}))
-        if self.remote:
-            self.path.write_text("".join(f"{line}\n" for line in self.lines))
+        if files.is_remote(self.path):  # object stores do not append: the file is written whole
+            files.replace(self.path, self._text())
         else:
-            with self.path.open("a") as file:
+            with files.naming(Path(self.path)), self.path.open("a") as file:
                 file.write(self.lines[-1] + "\n")
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         for tracker in self.trackers:
@@ -111,10 +184,13 @@ class Log:
         for tracker in self.trackers:
             tracker.close()
 
+    def _text(self) -> bytes:
+        return "".join(f"{line}\n" for line in self.lines).encode()
 
-def _step_of(line: str) -> float:
-    """The step of a row; infinite, so that it goes, for a row that a kill cut short."""
+
+def _step_of(row: bytes) -> float | None:
+    """The step of a row; None for one that is damaged."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return math.inf
+        return float(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import jax
-import yaml
 from absl import flags
 from etils import epath
 
-from gspmd_lm import checkpoint
+from gspmd_lm import checkpoint, core_yaml
 from gspmd_lm import config as configs
 from gspmd_lm.config import InputError
 from gspmd_lm.convert import export, peft, pretrained
@@ -72,7 +71,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
             remote = "://" in str(workdir)  # tokenizers are read from local files
             kept = found.tokenizer if remote else Path(workdir) / ORIGINAL / found.tokenizer.name
             plain["data"]["tokenizer"] = str(kept.absolute())  # for runs that are started elsewhere
-        (workdir / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
+        (workdir / "config.yaml").write_text(core_yaml.dump(plain))
     with checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
         checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
         checkpoints.wait()

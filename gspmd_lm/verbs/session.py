@@ -14,8 +14,8 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import config as configs
+from gspmd_lm import processes, runtime, versions
 from gspmd_lm import rules as layouts
-from gspmd_lm import runtime
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data.sources import Progress
 from gspmd_lm.rules import Rules
@@ -57,15 +57,15 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
+        log.propagate = False
     workdir = path_of(values.workdir) if values.workdir else None
     if config is None:
         config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
     rules = layouts.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
-    processes = values.num_processes or 1
     wanted = rules.devices if rules.devices > 0 else values.devices
     machine = runtime.start(
         platform=values.platform,
-        simulated_devices=max(1, wanted // processes),
+        simulated_devices=max(1, wanted // (values.num_processes or 1)),
         coordinator=values.coordinator,
         num_processes=values.num_processes,
         process_id=values.process_id,
@@ -77,7 +77,22 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
         devices = devices[:1]
     watched = sys.stderr if stderr else sys.stdout
     console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160)
-    return Session(config, rules.fill(len(devices)), machine, devices, console, workdir)
+    here = Session(config, rules.fill(len(devices)), machine, devices, console, workdir)
+    processes.watch(log.warning)
+    processes.compare(_facts(here, values), here.say)
+    return here
+
+
+def _facts(here: Session, values: flags.FlagValues) -> dict[str, Any]:
+    """What every process of a run must have been given alike, besides its data."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
+    own = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set", "help")
+    return {
+        "config": configs.to_dict(here.config),
+        "rules": here.rules.facts(),
+        "flags": {name: values[name].value for name in values if name not in own},
+        "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
+    }
 
 
 def needs(values: flags.FlagValues, flag: str, example: str) -> str:

@@ -1,8 +1,10 @@
 """train and eval: a run in a workdir, from its data to its checkpoints."""
 
+import contextlib
 import datetime
 import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,12 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import runtime
+from gspmd_lm import checkpoint, files, lock, processes, runtime
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data import loader, sources, tokenizer
 from gspmd_lm.foresight import compile, explain, hardware, target, terminal
 from gspmd_lm.rules import Problem
-from gspmd_lm.train import loop, state, step, table
+from gspmd_lm.train import loop, metrics, state, step, table
 from gspmd_lm.train.loop import Foresee, Foreseen
 from gspmd_lm.train.step import Step
 from gspmd_lm.verbs import session
@@ -25,7 +27,7 @@ def run(verb: str, values: flags.FlagValues) -> int:
     """Trains, or evaluates the held-out rows."""
     profile = _profile(values.profile) if verb == "train" else None
     if verb == "eval":
-        session.needs(values, "workdir", "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
+        session.needs_weights(values, "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
         if values.output:
             raise InputError(
                 f"--output={values.output}: for the results of --continuations=FILE.jsonl\n  fix   drop it"
@@ -45,32 +47,71 @@ def run(verb: str, values: flags.FlagValues) -> int:
         raise InputError(
             "each of several processes would choose its own workdir\n  fix   give all the same --workdir=DIR"
         )
-    cache = runtime.enable_compile_cache(values.compile_cache)
-    workdir = here.workdir or epath.Path("runs") / _fresh_name(config.name, rules.name)
-    train_rows, held_out_rows = loader.open(config, session.progress(console) if machine.is_main else None)
-    if verb == "train":
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{workdir}: cannot be written ({error.strerror})\n  fix   --workdir=DIR") from error
     built = step.build(config, rules, arrays, here.devices)
-    foresee = _foresee(built, warnings) if verb == "train" else None
-    executable = _executable(values.executable, built) if verb == "train" and values.executable else None
-    run = loop.Run(
-        built, train_rows, held_out_rows, workdir, machine, console, cache, profile, foresee, executable=executable
-    )
-    mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-    simulated, several = "simulated " if machine.simulated else "", "s" * (len(here.devices) > 1)
-    run.say(f"{config.name}: {arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
-            f"{len(here.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
-    run.say(train_rows.description)
-    run.say(f"workdir {workdir}")
-    if verb == "eval":
-        run.evaluate(values.step)
-        return 0
-    run.train(config.train.steps if values.steps is None else values.steps)
-    run.say(f"metrics {workdir / 'metrics.jsonl'}, checkpoints {workdir / 'checkpoints'}")
+    with contextlib.ExitStack() as stack:
+        if verb == "train":
+            metrics.check_trackers(config.train.trackers)
+            workdir = here.workdir or _fresh(f"{config.name}-{rules.name}")
+            with checkpoint.of_run(workdir, config):  # a path that cannot hold checkpoints is refused before it is made
+                stack.enter_context(_made(workdir))
+            check_lock = stack.enter_context(lock.held(workdir, here.say)) if machine.is_main else lambda: None
+        else:
+            workdir, check_lock = epath.Path(here.workdir or ""), lambda: None
+        run = loop.Run(
+            step=built,
+            open_rows=lambda: loader.open(config, session.progress(console) if machine.is_main else None),
+            workdir=workdir,
+            machine=machine,
+            console=console,
+            cache=runtime.enable_compile_cache(values.compile_cache),
+            profile=profile,
+            foresee=_foresee(built, warnings) if verb == "train" else None,
+            executable=_executable(values.executable, built) if verb == "train" and values.executable else None,
+            check_lock=check_lock,
+        )
+        mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
+        simulated, several = "simulated " if machine.simulated else "", "s" * (len(here.devices) > 1)
+        run.say(f"{config.name}: {arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
+                f"{len(here.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
+        run.say(f"workdir {workdir}")
+        if verb == "eval":
+            run.evaluate(values.step)
+            return 0
+        processes.last_words(_LAST_WORDS.format(workdir))
+        if run.train(config.train.steps if values.steps is None else values.steps, values.step):
+            run.say(f"metrics {workdir / 'metrics.jsonl'}, checkpoints {workdir / 'checkpoints'}")
     return 0
+
+
+_LAST_WORDS = """this process was ended from outside, or by a fault in a library: what it said last stands above
+  fix   give the same command again: it goes on from the newest checkpoint in {}"""
+
+
+def _fresh(name: str) -> epath.Path:
+    """A folder in runs/ that is not there yet."""
+    began = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    candidates = (epath.Path("runs") / f"{began}{f'-{number}' if number else ''}" for number in itertools.count())
+    return next(path for path in candidates if not path.exists())
+
+
+@contextlib.contextmanager
+def _made(workdir: epath.Path) -> Iterator[None]:
+    """A context in which the workdir exists. One that was made for it and that nothing was put into goes again."""
+    path = Path(workdir)
+    if not files.is_remote(workdir) and path.is_symlink() and not path.exists():
+        raise InputError(
+            f"{workdir}: a symbolic link to {path.readlink()}, which is not there\n  fix   make that folder"
+        )
+    fresh = not workdir.exists()
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
+    try:
+        yield
+    finally:
+        if fresh and {file.name for file in workdir.iterdir()} <= {lock.LOCK}:
+            workdir.rmtree()
 
 
 def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
@@ -100,10 +141,6 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
 def _executable(path: str, built: Step) -> Any:
     here = target.of(list(built.mesh.devices.flat))
     return compile.load(Path(path), compile.Request(built.config, built.rules, here, export=True))
-
-
-def _fresh_name(config: str, rules: str) -> str:
-    return f"{config}-{rules}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _profile(span: str | None) -> tuple[int, int] | None:

@@ -1,8 +1,10 @@
 """Runs: resuming, rewinding, other layouts, steps that are skipped, evaluation, being asked to stop."""
 
+import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 
 import jax
@@ -31,9 +33,16 @@ def run(small, built):
             step = built(config, layout)
             programs[key] = step, {}
         step, compiled = programs[key]
-        rows, held_out = loader.open(config)
-        console = Console(file=io.StringIO())
-        return Run(step, rows, held_out, epath.Path(workdir), CPU, console, None, profile, compiled)
+        console = Console(file=io.StringIO(), width=1000)
+        return Run(
+            step=step,
+            open_rows=lambda: loader.open(config),
+            workdir=epath.Path(workdir),
+            machine=CPU,
+            console=console,
+            profile=profile,
+            compiled=compiled,
+        )
 
     return make
 
@@ -136,9 +145,105 @@ def test_steps_that_are_not_finite_change_nothing(run, small, tmp_path, monkeypa
     with pytest.raises(RunFailed, match="last 3 steps was not finite"):
         doomed.train(12)
     rows = rows_of(tmp_path)
-    assert [row["skipped_in_a_row"] for row in rows[-3:]] == [1, 2, 3]
-    weights = [row["weight_norm"] for row in rows[-3:]]
+    assert [row["skipped_in_a_row"] for row in rows[1:4]] == [1, 2, 3]
+    weights = [row["weight_norm"] for row in rows[1:4]]
     assert weights[0] == weights[1] == weights[2]
+
+
+WILD = {"learning_rate": 1.0e30, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+
+
+@pytest.fixture(scope="module")
+def diverged(run, small, tmp_path_factory):
+    """A workdir whose run was sound up to step 4 and then diverged, what its failure said, and the sound config."""
+    workdir = tmp_path_factory.mktemp("diverged")
+    changes = {"checkpoint_every": 1, "keep_checkpoints": 2, "eval_every": 0, "max_skipped": 5, "log_every": 100}
+    sound, wild = (
+        small(layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | changes | {"steps": 30}, optimizer=optimizer)
+        for optimizer in ({"schedule": "constant", "warmup_steps": 0}, WILD)
+    )
+    run(workdir, "dp8", sound).train(4)
+    with pytest.raises(RunFailed) as failed:
+        run(workdir, "dp8", wild).train(30)
+    return workdir, str(failed.value), sound
+
+
+def test_divergence_does_not_rotate_the_good_checkpoints_away(diverged):
+    """Step 5 is finite and throws the weights to infinity, so that 4 is good; steps 6 to 10 are skipped."""
+    workdir, said, _ = diverged
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["4", "5"]
+    assert "step 10: the loss or gradient of the last 5 steps" in said and "goes on from checkpoint 4," in said
+    last = rows_of(workdir)[-1]
+    assert last["step"] <= 10 + 2 and last["skipped_in_a_row"] >= 5  # the steps in flight, though log_every is 100
+
+
+def test_a_start_after_divergence_goes_on_from_the_newest_good_checkpoint(run, diverged, tmp_path):
+    workdir, _, sound = diverged
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    again = run(tmp_path, "dp8", sound)
+    again.train(7)
+    said = again.console.file.getvalue()
+    assert "checkpoint 5 in" in said and "no finite step followed, not used" in said and "restored step 4 of" in said
+    assert "checkpoint 5 replaces 5" in said
+    assert state_of(again)[0] == 7 and rows_of(tmp_path)[-1]["skipped_steps"] == 0
+    assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 4, 5, 7]
+
+
+def test_a_step_can_be_gone_back_to_on_purpose(run, diverged, tmp_path):
+    workdir, _, sound = diverged
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    run(tmp_path, "dp8", sound).train(7)
+    back = run(tmp_path, "dp8", sound)
+    back.train(9, step=6)
+    assert "restored step 6 of" in back.console.file.getvalue()
+    with pytest.raises(InputError, match="there is no checkpoint 2\n  fix   use one of 8, 9"):
+        run(tmp_path, "dp8", sound).train(9, step=2)
+
+
+def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run, diverged, tmp_path, monkeypatch):
+    workdir, _, sound = diverged
+    config = dataclasses.replace(
+        sound,
+        optimizer=dataclasses.replace(sound.optimizer, learning_rate=1.0e30),
+        train=dataclasses.replace(sound.train, keep_checkpoints=1),
+    )
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(runtime.StopSignal, "requested", lambda self, step: step == 8)
+    run(tmp_path, "dp8", config).train(30)
+    monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
+    with pytest.raises(RunFailed, match="goes on from checkpoint 4,"):  # the streak goes on where it was
+        run(tmp_path, "dp8", config).train(30)
+
+
+def test_nothing_to_do_changes_nothing(run, straight, tmp_path, monkeypatch):
+    workdir, _ = straight
+    contents = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    for name in ("open_rows", "_program", "_write_description"):
+        monkeypatch.setattr(
+            Run, name, lambda *_: pytest.fail("nothing is to be read, compiled or written"), raising=False
+        )
+    idle = run(workdir)
+    idle.open_rows = lambda: pytest.fail("nothing is to be read")
+    assert idle.train(12) == {} and idle.train(3) == {}
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == contents
+
+
+def test_a_damaged_row_of_metrics_is_left_out_and_said(run, straight, tmp_path):
+    workdir, _ = straight
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    rows = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"".join([*rows[:2], b'{"step": \xff3}\n', *rows[3:], b'{"step": 99, "lo'])
+    )
+    again = run(tmp_path)
+    again.train(13)
+    assert "metrics.jsonl: line 3 cannot be read and is left out (1 in all)" in again.console.file.getvalue()
+    assert list(losses_of(tmp_path)) == [1, 2, *range(4, 14)]
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"metrics\.jsonl: a folder, where a file of rows belongs"):
+        run(tmp_path).train(14)
 
 
 def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_path, monkeypatch):

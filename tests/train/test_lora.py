@@ -180,8 +180,14 @@ def run(small, built):
         )
         step, compiled = programs.setdefault(repr(config.model), (built(config, LAYOUT), {}))
         step = dataclasses.replace(step, config=config)
-        rows, held_out = loader.open(config)
-        return Run(step, rows, held_out, epath.Path(workdir), CPU, Console(file=io.StringIO()), compiled=compiled)
+        return Run(
+            step=step,
+            open_rows=lambda: loader.open(config),
+            workdir=epath.Path(workdir),
+            machine=CPU,
+            console=Console(file=io.StringIO()),
+            compiled=compiled,
+        )
 
     return make
 

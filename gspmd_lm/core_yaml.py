@@ -1,0 +1,146 @@
+"""YAML by the core schema of version 1.2, and no more of it than settings need.
+
+PyYAML reads numbers and words as YAML 1.1 has them, where 010 is 8 and 1:30 is 90. It scans the text here; what a word
+means is decided below. Whatever the two versions read differently is refused, as are aliases and tags.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+DEEPEST = 32
+_MOST = 2**63
+# https://yaml.org/spec/1.2.2/#103-core-schema
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+# What YAML 1.1 takes for a number or for yes and no, while 1.2 takes it for another number or for text.
+_ELSE = {
+    re.compile(r"yes|Yes|YES|on|On|ON"): "true",
+    re.compile(r"no|No|NO|off|Off|OFF"): "false",
+    re.compile(r"[-+]?0[0-9]+"): "the number without a 0 before it",
+    re.compile(r"[-+]?0b[01_]+|[-+]0x[0-9a-fA-F]+"): "the number in decimal",
+    re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"): "the number in decimal",
+    re.compile(r"(?=.*_)[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?"): "the number without _",
+    re.compile(r"(?=.*_)[-+]?0x[0-9a-fA-F_]+"): "the number without _",
+    re.compile(r"<<|="): "the keys one by one",
+}
+
+
+class YamlError(ValueError):
+    """A text that is not YAML, or not YAML that is read here. The message names the line."""
+
+
+def load(text: str) -> Any:
+    """The value of one YAML document: None, bool, int, float, str, and lists and dicts of them. Raises YamlError."""
+    try:
+        events = _checked(text)
+        value, event = None, next(events, None)
+        if event is not None:
+            value = _value(event, events)
+        if (event := next(events, None)) is not None:
+            raise _refused(event, "a second document; one is read")
+        return value
+    except yaml.YAMLError as error:
+        raise YamlError(" ".join(str(error).replace('in "<unicode string>", ', "at ").split())) from error
+
+
+def dump(value: Any, flow: bool = False) -> str:
+    """The text of a value; `load` gives it back. flow: on one line."""
+    width = float("inf") if flow else 80
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=flow, allow_unicode=True, width=width)
+
+
+def scalar(text: str) -> Any:
+    """What a word without quotes means. Raises ValueError where that depends on the version of YAML, or is no number
+    that fits 64 bits.
+    """
+    for pattern, instead in _ELSE.items():
+        if pattern.fullmatch(text):
+            raise ValueError(f"{text} means one thing in YAML 1.1 and another in 1.2: write {instead}, or '{text}'")
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        number = int(text, 0) if text[:2] in ("0o", "0x") else int(text) if len(text) < 25 else _MOST
+        if not -_MOST <= number < _MOST:
+            raise ValueError(f"{text[:20]}... does not fit 64 bits")
+        return number
+    if _FLOAT.fullmatch(text):
+        number = float(text.replace(".", "", 1) if text[-1].lower() in "fn" else text)
+        if text[-1].lower() not in "fn" and abs(number) == float("inf"):
+            raise ValueError(f"{text} is beyond what a number can be")
+        return number
+    return text
+
+
+def _checked(text: str) -> Iterator[yaml.Event]:
+    """The events of a text that begin, end or are a value; everything that is not read here is refused."""
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise _refused(event, "anchors and aliases are not read here: write the value out")
+            if isinstance(event, yaml.DocumentStartEvent) and (event.version not in (None, (1, 2)) or event.tags):
+                raise _refused(event, "directives are not read here: drop the line that begins with %")
+            if tag := getattr(event, "tag", None):
+                raise _refused(event, f"tags are not read here: drop {tag}")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise _refused(event, f"more than {DEEPEST} levels")
+            if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent | yaml.CollectionEndEvent):
+                yield event
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, YamlError):
+            raise
+        raise YamlError(f"an escape that stands for no character ({error})") from error
+
+
+def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
+    """The value that begins with `event`."""
+    if isinstance(event, yaml.ScalarEvent):
+        if any(0xD800 <= ord(character) < 0xE000 for character in event.value):
+            raise _refused(event, "half of a character, which stands for nothing")
+        try:
+            return event.value if event.style else scalar(event.value)
+        except ValueError as error:
+            raise _refused(event, str(error)) from error
+    if isinstance(event, yaml.SequenceStartEvent):
+        items = []
+        while not isinstance(item := next(events), yaml.SequenceEndEvent):
+            items.append(_value(item, events))
+        return items
+    found: dict[str, Any] = {}
+    while not isinstance(event := next(events), yaml.MappingEndEvent):
+        key = _value(event, events)
+        if not isinstance(key, str):
+            raise _refused(event, f"a key must be a word, not {key!r}")
+        if key in found:
+            raise _refused(event, f"the key {key!r} stands twice")
+        found[key] = _value(next(events), events)
+    return found
+
+
+def _refused(event: yaml.Event, what: str) -> YamlError:
+    return YamlError(f"line {event.start_mark.line + 1}: {what}")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts words into quotes that would not be read as text without."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        try:
+            plain = scalar(data) == data
+        except ValueError:
+            plain = False
+        return self.represent_scalar("tag:yaml.org,2002:str", data, None if plain else "'")
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)

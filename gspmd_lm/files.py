@@ -1,0 +1,136 @@
+"""Files that are whole or not there at all, and folders that show whether anything in them has changed."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+MANIFEST = "sha256.json"  # of a sealed folder: path of each file in it -> its bytes and its sha256
+
+
+def replace(path: epath.PathLike, content: str | bytes) -> None:
+    """Writes a file in one move: a reader, or a process that was killed, finds the old content or the new one."""
+    content = content.encode() if isinstance(content, str) else content
+    if is_remote(path):
+        epath.Path(path).write_bytes(content)  # an object store shows an object when all of it is there
+        return
+    with replacing(Path(path)) as new:
+        new.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` for a file to be written; the file takes the place of `path`, unless something is raised."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with naming(path):
+            yield new
+            with new.open("rb+") as file:
+                os.fsync(file.fileno())
+            new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context whose system errors name `path`: those of writing, such as a full disk, name no file by themselves."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Writes a JSON value, with its sha256, in one move; `read_json` reads it."""
+    text = json.dumps(value)
+    replace(path, json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "value": text}))
+
+
+def read_json(path: Path) -> Any:
+    """The value that `replace_json` wrote. Raises ValueError where the file is damaged or none of `replace_json`."""
+    raw = json.loads(path.read_bytes())
+    if not isinstance(raw, dict) or not isinstance(raw.get("value"), str):
+        raise ValueError(f"{path}: not a file of this package, or damaged")
+    if raw.get("sha256") != hashlib.sha256(raw["value"].encode()).hexdigest():
+        raise ValueError(f"{path}: its sha256 has changed")
+    return json.loads(raw["value"])
+
+
+def seal(folder: epath.PathLike, names: Sequence[str]) -> None:
+    """Writes down the sums of all files among `names`, files and folders in `folder`; `damage` compares them."""
+    folder = epath.Path(folder)
+    files = _files(folder, names)
+    with ThreadPoolExecutor() as pool:
+        sums = zip(files, pool.map(sum_of, (folder / name for name in files)), strict=True)
+        manifest = {name: {"bytes": size_bytes, "sha256": sha256} for name, (size_bytes, sha256) in sums}
+    replace(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+
+
+def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
+    """What differs from what `seal` saw: a file that changed, is missing or was added; '' where nothing does."""
+    folder = epath.Path(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes()).items()
+        sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest}
+        files = _files(folder, names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what flipped bits can make of it
+        return f"{MANIFEST} cannot be read: {error}"
+    with ThreadPoolExecutor() as pool:
+        found = [*pool.map(lambda name: _damage_of_file(folder, name, *sums[name]), sums)]
+    found += [f"{name}: not in {MANIFEST}" for name in files if name not in sums]
+    found = list(filter(None, found))
+    return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+
+
+def sum_of(file: epath.PathLike) -> tuple[int, str]:
+    """The size in bytes and the sha256 sum of a file."""
+    sha256 = hashlib.sha256()
+    size_bytes = 0
+    with epath.Path(file).open("rb") as stream:
+        while block := stream.read(1 << 20):
+            sha256.update(block)
+            size_bytes += len(block)
+    return size_bytes, sha256.hexdigest()
+
+
+def is_remote(path: epath.PathLike) -> bool:
+    """Whether a path is an object store's, such as gs://bucket/name."""
+    return "://" in os.fspath(path)
+
+
+def reason(error: OSError) -> str:
+    """What the system says of a failure, without Python's number."""
+    return error.strerror or str(error)
+
+
+def _files(folder: epath.Path, names: Sequence[str]) -> list[str]:
+    """The paths, within `folder`, of all files among `names`, sorted."""
+    found = []
+    for name in names:
+        if (folder / name).is_dir():
+            walked = (folder / name).walk()
+            found += [str((top / file).relative_to(folder)) for top, _, files in walked for file in files]
+        elif (folder / name).exists():
+            found.append(name)
+    return sorted(found)
+
+
+def _damage_of_file(folder: epath.Path, name: str, expected_bytes: int, expected_sha256: str) -> str:
+    try:
+        size_bytes, sha256 = sum_of(folder / name)
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: {reason(error)}"
+    if size_bytes != expected_bytes:
+        return f"{name}: {size_bytes} bytes instead of {expected_bytes}"
+    return "" if sha256 == expected_sha256 else f"{name}: its sha256 has changed"

@@ -1,0 +1,174 @@
+"""One run at a time writes to a workdir: a lock that a second run is refused by, and that a dead one does not keep.
+
+On a file system it is the system's own lock, which goes with the process that holds it. An object store has none: there
+it is an object that is made only where there is none, and that its holder writes anew as long as it lives.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.config import InputError, RunFailed
+
+LOCK, HOLDER = "lock", "lock.json"  # in a workdir: what the system locks; who holds it
+BEAT_S = 30.0
+STALE_S = 300.0  # without a beat
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
+    """A context in which this process alone writes to a workdir, which exists. Gives a check that this is still so.
+
+    A lock that a dead process left is taken over, and `say` hears of it. On an object store a start waits for a lock
+    until it is stale, so that a job that is started again finds the one before it ended.
+
+    Raises InputError, naming process, host and since when, where another run holds the lock; the check raises RunFailed
+    where the lock was lost.
+    """
+    if files.is_remote(workdir):
+        with _Beating(f"{workdir}/{HOLDER}", say) as beating:
+            yield beating.check
+        return
+    lock, holder = filelock.FileLock(workdir / LOCK), Path(workdir / HOLDER)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise refused(workdir, _read(holder)) from error
+    except NotImplementedError:  # a file system without locks, which filelock before 4 gives up on
+        with _Beating(str(holder.absolute()), say) as beating:
+            yield beating.check
+        return
+    except OSError as error:
+        raise InputError(f"{workdir}: cannot be written in ({files.reason(error)})\n  fix   --workdir=DIR") from error
+    try:
+        if left := _read(holder):
+            say(f"{workdir}: the lock of {_described(left)} is taken over: that process is gone")
+        files.replace(holder, json.dumps(_me()))
+        yield lambda: None
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def refused(workdir: object, holder: dict[str, Any] | None) -> InputError:
+    """What a second run is told."""
+    who = _described(holder) if holder else "another process"
+    return InputError(f"{workdir}: {who} is writing there\n  fix   wait for it or stop it, or give another --workdir")
+
+
+def _me() -> dict[str, Any]:
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+    }
+
+
+def _described(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('process')} on {holder.get('host')}, since {holder.get('since')},"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class _Beating:
+    """A lock that is an object of a store: made only if absent, written anew every BEAT_S, stale after STALE_S."""
+
+    def __init__(self, url: str, say: Say):
+        import fsspec
+
+        self.store, self.path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self.url, self.say = url, say
+        self.mine = _me() | {"token": secrets.token_hex(8)}
+        self.lost = ""
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "_Beating":
+        self._acquire()
+        self.thread = threading.Thread(target=self._beat, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.ended.set()
+        self.thread.join(BEAT_S)
+        if not self.lost and (held := self._read()) and held.get("token") == self.mine["token"]:
+            self.store.rm_file(self.path)
+
+    def check(self) -> None:
+        """Raises RunFailed where the lock was lost."""
+        if self.lost:
+            raise RunFailed(
+                f"{self.url}: {self.lost}\n  fix   see which of the two runs is to go on, and start it again"
+            )
+
+    def _acquire(self) -> None:
+        waited_from = seen_at = time.monotonic()
+        seen = None
+        while not self._create():
+            holder = self._read()
+            now = time.monotonic()
+            if holder != seen:
+                if seen is None and holder:
+                    self.say(f"{self.url}: {_described(holder)} holds the lock; waiting until it ends or is silent")
+                elif holder and now - waited_from > STALE_S:
+                    raise refused(self.url.rpartition("/")[0], holder)
+                seen, seen_at = holder, now
+            silent_s = now - seen_at
+            if holder and silent_s >= BEAT_S * 1.5 and time.time() - float(holder.get("beat", 0)) > STALE_S:
+                self.say(f"{self.url}: the lock of {_described(holder)} is taken over: it was silent for "
+                         f"{STALE_S / 60:.0f} minutes")  # fmt: skip
+                with contextlib.suppress(FileNotFoundError):
+                    self.store.rm_file(self.path)
+                continue
+            time.sleep(min(BEAT_S / 3, 5.0))
+
+    def _create(self) -> bool:
+        try:
+            self.store.pipe_file(self.path, self._beaten(), mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def _beaten(self) -> bytes:
+        return json.dumps(self.mine | {"beat": time.time()}).encode()
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self.store.cat_file(self.path))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _beat(self) -> None:
+        while not self.ended.wait(BEAT_S):
+            try:
+                holder = self._read()
+                if holder is not None and holder.get("token") != self.mine["token"]:
+                    self.lost = f"the lock was taken over by {_described(holder)} while this process was silent"
+                    return
+                self.store.pipe_file(self.path, self._beaten())
+            except Exception as error:  # a store that does not answer now may do so at the next beat
+                self.say(f"warning: {self.url}: the lock could not be renewed: {error}")

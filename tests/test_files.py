@@ -1,0 +1,91 @@
+"""Files that are replaced whole, and sealed folders in which nothing changes unseen."""
+
+import contextlib
+import errno
+import os
+import random
+
+import pytest
+
+from gspmd_lm import files
+
+
+def test_a_file_is_replaced_or_left_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    files.replace(path, "old")
+    files.replace(path, b"new")
+    assert path.read_text() == "new"
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        files.replace(path, "newer")
+    assert error.value.filename == str(path)  # writing itself names no file
+    assert path.read_text() == "new" and [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.fixture
+def sealed(tmp_path):
+    folder = tmp_path / "entry"
+    (folder / "state").mkdir(parents=True)
+    for name, size in (("state/a", 1000), ("state/b", 0), ("facts", 50), ("loose", 10)):
+        (folder / name).write_bytes(random.Random(name).randbytes(size))
+    files.seal(folder, ("state", "facts"))
+    return folder
+
+
+NAMES = ("state", "facts")
+
+
+def test_what_is_sealed_is_undamaged(sealed):
+    assert files.damage(sealed, NAMES) == ""
+    (sealed / "loose").write_text("not sealed")
+    assert files.damage(sealed, NAMES) == ""
+
+
+def test_every_flipped_bit_is_seen(sealed):
+    draw = random.Random(0)
+    paths = [path for path in sealed.rglob("*") if path.is_file() and path.stat().st_size and path.name != "loose"]
+    for _ in range(200):
+        path = draw.choice(paths)
+        whole = path.read_bytes()
+        bit = draw.randrange(8 * len(whole))
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        if not (path.name == files.MANIFEST and damaged[bit // 8] in b" \n\t\r"):  # between the values of the manifest
+            assert files.damage(sealed, NAMES), (path.name, bit)
+        path.write_bytes(whole)
+    assert files.damage(sealed, NAMES) == ""
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "state/a").unlink(), "state/a: missing"),
+        (lambda folder: (folder / "state/c").touch(), "state/c: not in sha256.json"),
+        (lambda folder: (folder / "facts").write_bytes(b""), "facts: 0 bytes instead of 50"),
+        (lambda folder: (folder / "sha256.json").unlink(), "sha256.json cannot be read"),
+        (lambda folder: (folder / "sha256.json").write_text("{}"), "facts: not in sha256.json, state/a: not in"),
+        (lambda folder: (folder / "sha256.json").write_text("[1]"), "sha256.json cannot be read"),
+    ],
+)
+def test_what_is_damaged_is_named(sealed, harm, message):
+    harm(sealed)
+    assert message in files.damage(sealed, NAMES)
+
+
+def test_json_that_shows_its_damage(tmp_path):
+    path = tmp_path / "progress.json"
+    value = {"tokens": {"train": 12345}, "dtype": "<u2"}
+    files.replace_json(path, value)
+    assert files.read_json(path) == value
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            assert files.read_json(path) == value  # a space became a line break
