@@ -114,6 +114,7 @@ def _flags(verb: str) -> flags.FlagValues:
         whole("steps", None, "where to stop. The schedule's length is the config's train.steps, also the default.", 1)
         yes_no("dry_run", "print every array and its bytes per device, and stop.")
         text("executable", None, "the train step that explain --export compiled, instead of compiling it here.")
+        yes_no("trust", "take an --executable that was exported elsewhere: it can run any code as you.")
         text("profile", None, "START:STOP, the steps to write a trace of into the workdir.")
         text(
             "train_tokenizer", None, "train a BPE tokenizer of model.vocab tokens on data.source, write it here, stop."

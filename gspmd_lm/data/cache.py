@@ -1,10 +1,12 @@
 """The tokens of a source, computed once: one memory-mapped file for training and one for evaluation.
 
-A folder `<key>` is complete, always: it is built as `<key>.partial` under a lock and then renamed. A build that was
-killed goes on where it last wrote down its progress.
+A folder `<key>` is complete, always: it is built as `<key>.partial` under a lock, sealed with the sums of its files,
+and then renamed. A build that was killed goes on where it last wrote down its progress. What does not agree with its
+sums is made anew.
 """
 
 import array
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -12,19 +14,24 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import filelock
 import numpy as np
 
+from gspmd_lm import files
 from gspmd_lm.config import InputError, cache_folder
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.packing import TARGET
 from gspmd_lm.data.sources import Progress, Source
 from gspmd_lm.data.tokenizer import Tokenizer
 
-FORMAT = 1  # raise it when the same source and tokenizer would give other files
+FORMAT = 2  # raise it when the same source and tokenizer would give other files
+_NOTHING = hashlib.sha256().hexdigest()
 SEGMENT_BYTES = 16 * 1024 * 1024  # of documents between two notes of progress
 SPLITS = ("train", "held_out")
+PROGRESS = "progress.json"
+ENTRY = (PROGRESS, *(f"{name}.tokens" for name in SPLITS))  # the files of a folder
 
 
 @dataclasses.dataclass
@@ -41,6 +48,7 @@ class Progressed:
     tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     # Tokens that no target follows: the ends of documents, and in conversations all that are not before an answer's.
     ends: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    sha256: dict[str, str] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, _NOTHING))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +79,7 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     settings = json.dumps([FORMAT, source.fingerprint, tokenizer.fingerprint, held_out])
     folder = cache_folder("data") / hashlib.sha256(settings.encode()).hexdigest()[:24]
     try:
-        cache = _read(folder)
+        cache = _read(folder, progress)
         if cache:
             return cache
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -83,10 +91,10 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
                 progress("waiting for another process to tokenize", 0, 0)
             lock.acquire()
         try:
-            cache = _read(folder)
+            cache = _read(folder, progress)
             if not cache:
                 _build(folder, source, tokenizer, held_out, progress)
-                cache = _read(folder)
+                cache = _read(folder, progress)
         finally:
             lock.release()
     except OSError as error:
@@ -98,48 +106,82 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     return cache
 
 
-def _read(folder: Path) -> Cache | None:
+def _read(folder: Path, progress: Progress | None) -> Cache | None:
     """The cache of a folder, None if there is none or it is damaged."""
-    noted = _noted(folder)
-    if not noted:
+    if not folder.is_dir():
         return None
+    if damage := files.damage(folder, ENTRY):
+        if progress:
+            progress(f"{folder}: damaged ({damage}), the tokens are made anew", 0, 0)
+        return None
+    noted = Progressed(**files.read_json(folder / PROGRESS))
     splits = []
     for name in SPLITS:
-        count = noted.tokens[name]
-        path = folder / f"{name}.tokens"
+        count, path = noted.tokens[name], folder / f"{name}.tokens"
         stream = np.asarray(np.memmap(path, noted.dtype, "r", shape=(count,))) if count else np.empty(0, noted.dtype)
         splits.append(Split(stream, noted.ends[name]))
     return Cache(folder, *splits, replaced_bytes=noted.replaced_bytes)
 
 
-def _noted(folder: Path) -> Progressed | None:
-    """The progress a folder holds, None if there is none, it is damaged, or the files are shorter than it says."""
+@dataclasses.dataclass
+class _File:
+    """The tokens of one split as they are written, with their sum so far."""
+
+    file: BinaryIO
+    sha256: Any
+
+    def add(self, tokens: bytes) -> None:
+        self.file.write(tokens)
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.sha256.update(tokens)
+
+
+def _begun(partial: Path, progress: Progress | None) -> tuple[Progressed, dict[str, _File]] | None:
+    """How far a build came that was killed, and its files; None if there is none, or it is damaged."""
+    opened: dict[str, _File] = {}
     try:
-        noted = Progressed(**json.loads((folder / "progress.json").read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-    for name in SPLITS:
-        path, size_bytes = folder / f"{name}.tokens", noted.tokens[name] * np.dtype(noted.dtype).itemsize
-        if size_bytes and (not path.is_file() or path.stat().st_size < size_bytes):
-            return None
-    return noted
+        noted = Progressed(**files.read_json(partial / PROGRESS))
+        for name in SPLITS:
+            file = (partial / f"{name}.tokens").open("ab+")
+            opened[name] = _File(file, hashlib.sha256())
+            left_bytes = noted.tokens[name] * np.dtype(noted.dtype).itemsize
+            file.truncate(left_bytes)  # what came after the note
+            file.seek(0)
+            while block := file.read(1 << 20):
+                opened[name].sha256.update(block)
+            if opened[name].sha256.hexdigest() != noted.sha256[name]:
+                raise ValueError(f"{name}.tokens has changed")
+        return noted, opened
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        if progress:
+            progress(f"{partial}: damaged ({error}), the tokens are made anew", 0, 0)
+    for one in opened.values():
+        one.file.close()
+    return None
 
 
 def _build(
     folder: Path, source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
 ) -> None:
     partial = folder.with_suffix(".partial")
-    partial.mkdir(exist_ok=True)
-    noted = _noted(partial)
-    if not noted:
+    begun = _begun(partial, progress)
+    if not begun:
+        shutil.rmtree(partial, ignore_errors=True)
         noted = _survey(source, tokenizer, held_out, progress)
-        _note(partial, noted)
-    replaced_before = noted.replaced_bytes - tokenizer.replaced_bytes
-    files = {}
-    try:
+        partial.mkdir()
         for name in SPLITS:
-            files[name] = (partial / f"{name}.tokens").open("ab")
-            files[name].truncate(noted.tokens[name] * np.dtype(noted.dtype).itemsize)  # what came after the note
+            (partial / f"{name}.tokens").touch()
+        files.replace_json(partial / PROGRESS, dataclasses.asdict(noted))
+        begun = _begun(partial, progress)
+        assert begun
+    noted, written = begun
+    replaced_before = noted.replaced_bytes - tokenizer.replaced_bytes
+    with contextlib.ExitStack() as stack:
+        for one in written.values():
+            stack.enter_context(one.file)
         for segment in _segments(source, skip=noted.done_documents):
             parts: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
             for document, ids in zip(segment, tokenizer.encode_all(segment), strict=True):
@@ -152,22 +194,19 @@ def _build(
                     noted.ends[name] += 1 + int(np.count_nonzero(ids == tokenizer.end))
             for name, arrays in parts.items():
                 tokens = np.concatenate(arrays).astype(noted.dtype) if arrays else np.empty(0, noted.dtype)
-                files[name].write(tokens.tobytes())
-                files[name].flush()
-                os.fsync(files[name].fileno())
+                written[name].add(tokens.tobytes())
                 noted.tokens[name] += len(tokens)
+                noted.sha256[name] = written[name].sha256.hexdigest()
             noted.done_documents += len(segment)
             noted.done_bytes += sum(map(len, segment))
             noted.replaced_bytes = replaced_before + tokenizer.replaced_bytes
-            _note(partial, noted)
+            files.replace_json(partial / PROGRESS, dataclasses.asdict(noted))
             if progress:
                 progress("tokenizing", noted.done_bytes, noted.document_bytes)
-    finally:
-        for file in files.values():
-            file.close()
     if (noted.done_documents, noted.done_bytes) != (noted.documents, noted.document_bytes):
         shutil.rmtree(partial)
         raise InputError("data.source: its files changed while they were read\n  fix   start again")
+    files.seal(partial, ENTRY)
     if folder.exists():  # damaged, or it would have been used
         shutil.rmtree(folder)
     partial.rename(folder)
@@ -206,16 +245,6 @@ def _segments(source: Source, skip: int) -> Iterator[list[bytes]]:
             segment, size_bytes = [], 0
     if segment:
         yield segment
-
-
-def _note(folder: Path, noted: Progressed) -> None:
-    """Replaces progress.json in one move, so that it is never half-written."""
-    path = folder / "progress.json"
-    with path.with_suffix(".new").open("w") as file:
-        json.dump(dataclasses.asdict(noted), file)
-        file.flush()
-        os.fsync(file.fileno())
-    path.with_suffix(".new").replace(path)
 
 
 def _hash(document: bytes) -> int:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gspmd_lm import config as configs
-from gspmd_lm import versions
+from gspmd_lm import files, versions
 from gspmd_lm.config import Config, InputError, RunFailed
+from gspmd_lm.foresight import exported
 from gspmd_lm.foresight.target import Target
 from gspmd_lm.rules import Rules, ShardingError
 
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from gspmd_lm.infer.programs import Programs
     from gspmd_lm.train.step import Step
 
-FORMAT = 1  # raise it when the files of an entry change
+FORMAT = 2  # raise it when the files of an entry change
+EXECUTABLE = "executable"
+ENTRY = ("facts.json", "program.txt.gz", "notes.json", EXECUTABLE)  # of a kept program; the last two not always
 CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
@@ -118,26 +121,9 @@ def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache:
         return [found[request.key()] for request in requests]
 
 
-def load(path: Path, request: Request) -> Any:
-    """The exported executable of `request`, ready to run on the devices that are here. Only load files you trust.
-
-    Raises InputError for a file that is none, or one of another config, layout, target, version or code.
-    """
-    from jax.experimental import serialize_executable
-
-    try:
-        exported = pickle.loads(path.read_bytes())
-        name, key = exported["name"], exported["request"]
-    except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
-        raise InputError(
-            f"--executable={path}: cannot be read ({error})\n  fix   make it with explain --export"
-        ) from error
-    if key != request.key():
-        raise InputError(
-            f"--executable={path}: was made for {name}, or by other versions of jax or of this package, than\n"
-            f"{request.name} here\n  fix   make it anew with explain --export, with the same config, rules and packages"
-        )
-    return serialize_executable.deserialize_and_load(*exported["executable"])
+def load(path: Path, request: Request, trust: bool = False) -> Any:
+    """The exported executable of `request`, ready to run on the devices that are here; see exported.load."""
+    return exported.load(path, request.key(), request.name, compilers(request.target), trust)
 
 
 def _side_by_side(wanted: int) -> int:
@@ -160,7 +146,10 @@ def _trim(root: Path, keep: Mapping[str, Any]) -> None:
 
 
 def _program(request: Request, folder: Path, say: Progress) -> Program:
-    if _complete(folder):
+    if folder.exists() and (damage := files.damage(folder, ENTRY)):
+        say(f"the kept program of {request.name} is damaged ({damage}) and is made anew")
+        shutil.rmtree(folder, ignore_errors=True)  # another process may be at it too
+    if folder.exists():
         os.utime(folder)
     else:
         say(f"compiling {request.name} ...")
@@ -170,12 +159,11 @@ def _program(request: Request, folder: Path, say: Progress) -> Program:
             (partial / "request.pickle").write_bytes(pickle.dumps(request))
             _run_compiler(request, partial)
             (partial / "request.pickle").unlink()
-            if folder.exists():  # an incomplete entry
-                shutil.rmtree(folder)
+            files.seal(partial, ENTRY)
             try:
                 partial.rename(folder)
             except OSError:  # somebody else was faster
-                if not _complete(folder):
+                if not folder.exists():
                     raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -183,22 +171,10 @@ def _program(request: Request, folder: Path, say: Progress) -> Program:
     facts = json.loads((folder / "facts.json").read_text())
     text = "" if facts["refusal"] else gzip.decompress((folder / "program.txt.gz").read_bytes()).decode()
     facts["coords"] = tuple(map(tuple, facts["coords"]))
-    executable, notes = folder / "executable.pickle", folder / "notes.json"
+    executable, notes = folder / EXECUTABLE, folder / "notes.json"
     facts["executable"] = executable if executable.exists() else None
     facts["notes"] = tuple(json.loads(notes.read_text())) if notes.exists() else ()
     return Program(text=text, **facts)
-
-
-def _complete(folder: Path) -> bool:
-    """Whether an entry can be read: facts.json is written last."""
-    try:
-        facts = json.loads((folder / "facts.json").read_text())
-        if not facts["refusal"]:
-            with gzip.open(folder / "program.txt.gz") as file:
-                file.read(1)
-    except (OSError, ValueError, EOFError):
-        return False
-    return True
 
 
 def _run_compiler(request: Request, folder: Path) -> None:
@@ -287,11 +263,8 @@ def _compile(request: Request, folder: Path) -> None:
     facts = dataclasses.asdict(program)
     text, _ = facts.pop("text"), facts.pop("executable")
     if request.export and not isinstance(compiled, str):
-        from jax.experimental import serialize_executable
-
-        parts = serialize_executable.serialize(compiled)
-        exported = {"request": request.key(), "name": request.name, "executable": parts}
-        (folder / "executable.pickle").write_bytes(pickle.dumps(exported))
+        packed = exported.pack(compiled, request.key(), request.name, compilers(target))
+        (folder / EXECUTABLE).write_bytes(packed)
     (folder / "program.txt.gz").write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
     (folder / "facts.json").write_text(json.dumps(facts))
 

@@ -1,12 +1,12 @@
 """Reports of layouts: each is checked, compiled for the target, and read."""
 
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gspmd_lm import files
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import advice, collectives, floor, floor_generation, hlo, memory, schedule
+from gspmd_lm.foresight import advice, collectives, exported, floor, floor_generation, hlo, memory, schedule
 from gspmd_lm.foresight.compile import Phase, Program, Progress, Request, programs
 from gspmd_lm.foresight.network import Network
 from gspmd_lm.foresight.report import Array, Report
@@ -42,7 +42,8 @@ def reports(
     found = [_checked(config, rules, target.platform, phase) for rules in filled]
     compiled = programs([Request(config, rules, target, export is not None, phase) for rules in filled], say)
     if export and compiled[0].executable:
-        shutil.copyfile(compiled[0].executable, export)
+        files.replace(export, compiled[0].executable.read_bytes())
+        exported.record(export)
     return [
         report(config, rules, target, arrays, problems, program, phase)
         for rules, (arrays, problems), program in zip(filled, found, compiled, strict=True)

@@ -66,7 +66,7 @@ def run(verb: str, values: flags.FlagValues) -> int:
             cache=runtime.enable_compile_cache(values.compile_cache),
             profile=profile,
             foresee=_foresee(built, warnings) if verb == "train" else None,
-            executable=_executable(values.executable, built) if verb == "train" and values.executable else None,
+            executable=_executable(values, built) if verb == "train" and values.executable else None,
             check_lock=check_lock,
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
@@ -138,9 +138,10 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
     return foresee
 
 
-def _executable(path: str, built: Step) -> Any:
+def _executable(values: flags.FlagValues, built: Step) -> Any:
     here = target.of(list(built.mesh.devices.flat))
-    return compile.load(Path(path), compile.Request(built.config, built.rules, here, export=True))
+    wanted = compile.Request(built.config, built.rules, here, export=True)
+    return compile.load(Path(values.executable), wanted, values.trust)
 
 
 def _profile(span: str | None) -> tuple[int, int] | None:

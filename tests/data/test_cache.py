@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -171,6 +172,44 @@ def test_a_damaged_cache_is_built_again(texts):
             (cached.folder / "progress.json").write_text("{")
         tokens = Counting()
         assert (cache.open(texts, tokens, 0.25).train.stream == expected).all() and tokens.documents == 60
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_said_and_the_tokens_are_made_anew(texts):
+    draw = random.Random(0)
+    cached = cache.open(texts, Counting(), 0.25)
+    expected = [cached.train.stream.copy(), cached.held_out.stream.copy()]
+    for _ in range(30):
+        path = cached.folder / draw.choice(cache.ENTRY)
+        flip(path, draw.randrange(8 * path.stat().st_size))
+        tokens, said = Counting(), []
+        again = cache.open(texts, tokens, 0.25, lambda what, *_, said=said: said.append(what))
+        assert tokens.documents == 60 and f"{cached.folder}: damaged ({path.name}: its sha256 has changed)" in said[0]
+        assert all((a == b).all() for a, b in zip(expected, (again.train.stream, again.held_out.stream), strict=True))
+
+
+@pytest.mark.parametrize("name", cache.ENTRY)
+def test_damage_to_a_build_that_was_stopped_starts_it_over(texts, monkeypatch, name):
+    whole = cache.open(texts, Counting(), 0.25)
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1000)
+    monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")
+
+    def stop(what, *_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.open(texts, Counting(), 0.25, stop)
+    (partial,) = cache_folder("data").glob("*.partial")
+    flip(partial / name, 800)
+    tokens, said = Counting(), []
+    again = cache.open(texts, tokens, 0.25, lambda what, *_: said.append(what))
+    assert tokens.documents == 60 and f"{partial}: damaged" in said[0]
+    assert (again.train.stream == whole.train.stream).all()
 
 
 def test_one_document_cannot_be_split(folder):

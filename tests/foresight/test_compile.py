@@ -1,8 +1,8 @@
 """Compiling for targets: in another process, kept by content, with errors that reach the user."""
 
 import dataclasses
-import gzip
 import os
+import shutil
 
 import pytest
 
@@ -52,17 +52,37 @@ def test_what_decides_a_program_decides_its_key(request_of):
     assert dataclasses.replace(square, rules=swapped).key() != square.key()  # the order of the mesh is device order
 
 
-def test_an_entry_that_cannot_be_read_is_made_anew(request_of, cache, tmp_path):
-    wanted = request_of("fsdp8")
+@pytest.mark.parametrize("harm", ["cut", "flipped", "gone", "facts", "manifest"])
+def test_an_entry_that_is_damaged_is_said_and_made_anew(request_of, cache, tmp_path, monkeypatch, harm):
+    wanted, said = request_of("fsdp8"), []
     (first,) = compile.programs([wanted], cache=str(cache))
     folder = tmp_path / wanted.key()
-    folder.mkdir()
-    source = cache / wanted.key()
-    (folder / "facts.json").write_bytes((source / "facts.json").read_bytes())
-    (folder / "program.txt.gz").write_bytes(b"damaged")
-    (second,) = compile.programs([wanted], cache=str(tmp_path))
-    assert gzip.decompress((folder / "program.txt.gz").read_bytes()).decode() == second.text
-    assert second.memory == first.memory
+    shutil.copytree(cache / wanted.key(), folder)
+    program = folder / "program.txt.gz"
+    if harm == "cut":
+        program.write_bytes(program.read_bytes()[:-10])
+    elif harm == "flipped":
+        content = bytearray(program.read_bytes())
+        content[len(content) // 2] ^= 1
+        program.write_bytes(content)
+    elif harm == "gone":
+        program.unlink()
+    elif harm == "facts":
+        (folder / "facts.json").write_text((folder / "facts.json").read_text().replace("0", "1", 1))
+    else:
+        (folder / "sha256.json").unlink()
+    monkeypatch.setattr(compile, "_run_compiler", lambda request, into: copied(cache / wanted.key(), into))
+    (second,) = compile.programs([wanted], said.append, str(tmp_path))
+    assert "is damaged" in said[0] and "compiling" in said[1]
+    assert (second.text, second.memory) == (first.text, first.memory)
+    assert compile.programs([wanted], said.append, str(tmp_path)) == [second] and len(said) == 3
+
+
+def copied(source, folder):
+    """What the compiler leaves, without compiling again."""
+    for file in source.iterdir():
+        if file.name != "sha256.json":
+            shutil.copyfile(file, folder / file.name)
 
 
 def test_errors_of_the_other_process_reach_the_user(request_of, tmp_path):
