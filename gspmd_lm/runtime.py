@@ -1,4 +1,4 @@
-"""Where a run happens: platform, devices, processes, compile cache, compiler options, and being asked to stop."""
+"""Where a run happens: platform, devices, processes, compiler options, and being asked to stop."""
 
 import dataclasses
 import glob
@@ -7,22 +7,18 @@ import logging
 import os
 import re
 import signal
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 import jax
-from etils import epath
 from jax.experimental import multihost_utils
 
-from gspmd_lm.config import InputError, cache_folder, did_you_mean
+from gspmd_lm.config import InputError, did_you_mean
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
 HEARTBEAT_TIMEOUT_S = 60  # sent by a thread that compiling and saving do not hold up, so only a dead host is silent
-CACHE_LIMIT_BYTES = 8 * 2**30
 
 # What the compiler is told unless a rules file says otherwise; null there removes a row. Each name was accepted by the
 # compilers that come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
@@ -270,104 +266,6 @@ def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, 
         return f"{row}: the compiler knows no such option{did_you_mean(name, defaults)}\n  fix   correct or remove it"
     reason = refused["kind"] or f"cannot be read. {refused['why']}".rstrip()
     return f"{row}: {options[name]!r} {reason}\n  fix   correct the value (true and false are written without quotes)"
-
-
-# Compile cache
-
-
-class CompileCache:
-    """The compile cache of this process, and what it saved since it was enabled."""
-
-    def __init__(self, directory: epath.Path | None):
-        self.directory = directory  # None: switched off
-        self.hits = 0
-        self.saved_s = 0.0  # of compile time, less the time to read; jax notes whole seconds, so rather too little
-        self._requests = 0
-
-    @property
-    def misses(self) -> int:
-        """How many programs had to be compiled."""
-        return self._requests - self.hits
-
-    def _count(self, event: str, **_: Any) -> None:
-        self.hits += event == "/jax/compilation_cache/cache_hits"
-        self._requests += event == "/jax/compilation_cache/compile_requests_use_cache"
-
-    def _add_time(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == "/jax/compilation_cache/compile_time_saved_sec":
-            self.saved_s += max(0.0, duration_secs)
-
-
-def enable_compile_cache(directory: str | None = None) -> CompileCache:
-    """Programs compiled from here on are kept and found again. "none" switches that off.
-
-    By default in $GSPMD_LM_CACHE/compile, else jax's own JAX_COMPILATION_CACHE_DIR, else the user's cache directory.
-    Raises InputError if the folder cannot be written.
-    """
-    if directory == "none":
-        jax.config.update("jax_enable_compilation_cache", False)
-        return CompileCache(None)
-    parent = os.environ.get("GSPMD_LM_CACHE")
-    preset: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    chosen = directory or (None if parent else preset)
-    folder = epath.Path(chosen or cache_folder("compile"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not chosen:  # a folder that somebody else named is theirs to keep small
-            _trim(Path(folder), CACHE_LIMIT_BYTES)
-    except OSError as error:
-        raise InputError(
-            f"{folder}: the compile cache cannot be written ({error})\n"
-            "  fix   set GSPMD_LM_CACHE to a folder that you may write to, or use --compile_cache=none"
-        ) from error
-    for name, value in {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-        "jax_persistent_cache_enable_xla_caches": "none",  # they would put the folder's path into every key
-        "jax_compilation_cache_max_size": -1,  # jax's own limit locks, and writes to, the folder at each read
-    }.items():
-        jax.config.update(name, value)
-    _repair_on_reading(folder)
-    cache = CompileCache(folder)
-    jax.monitoring.register_event_listener(cache._count)
-    jax.monitoring.register_event_duration_secs_listener(cache._add_time)
-    return cache
-
-
-def _trim(folder: Path, limit_bytes: int) -> None:
-    """Deletes the entries that were not used for the longest time until the others fit."""
-    entries = [(max(stat.st_atime, stat.st_mtime), stat.st_size, file) for file in folder.glob("*-cache")
-               if (stat := file.stat())]  # fmt: skip
-    total_bytes = sum(size for _, size, _ in entries)
-    for _, size, file in sorted(entries):
-        if total_bytes <= limit_bytes:
-            break
-        file.unlink(missing_ok=True)
-        total_bytes -= size
-
-
-def _repair_on_reading(folder: epath.Path) -> None:
-    """Has entries that jax cannot read deleted at once, so that the program compiled instead takes their place.
-
-    jax only warns of them and never overwrites an entry. Its warning names the program, not the entry, so the entries
-    of other layouts of the same program go too.
-    """
-    beginning = "Error reading persistent compilation cache entry for "
-    show = warnings.showwarning
-
-    def repair_or_show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        found = re.match(beginning + "'([^']+)'", str(message))
-        if not found:
-            show(message, *args, **kwargs)
-            return
-        for entry in folder.glob(f"{glob.escape(found[1])}-*-cache"):
-            entry.unlink(missing_ok=True)
-        _log.warning("%s: entries of %s could not be read and are made anew", folder, found[1])
-
-    warnings.showwarning = repair_or_show
-    warnings.filterwarnings("always", message=beginning)  # whatever else Python was told to ignore or raise
 
 
 # Being asked to stop

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm import cli, runtime
+from gspmd_lm import cli, compile_cache
 from gspmd_lm.verbs import train
 
 ROOT = Path(__file__).parent.parent
@@ -146,7 +146,7 @@ def test_the_files_of_a_run_are_its_defaults(run, tmp_path):
 
 
 def test_a_workdir_that_cannot_be_made(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "enable_compile_cache", lambda directory: runtime.CompileCache(None))
+    monkeypatch.setattr(compile_cache, "enable", lambda directory: compile_cache.CompileCache(None))
     monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "file").write_text("")
     code, _, err = run("--config=uva", "--rules=tp8", f"--workdir={tmp_path / 'file' / 'run'}")

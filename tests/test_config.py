@@ -145,9 +145,10 @@ def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
     "value",
     [
         "optimizer.b1=7", "optimizer.b2=-3.0", "optimizer.eps=-1", "optimizer.final_fraction=-9",
-        "optimizer.decay_rate=0", "model.norm_eps=-1", "model.init_std=-5", "model.rope_theta=0", "model.logit_softcap=-1",
-        "model.z_loss=-1", "model.query_scale=-1", "model.embedding_scale=0", "model.rope_scaling.factor=0",
-        "train.steps=1180591620717411303424", "data.seed=-1", "train.seed=4294967296", "model.layers=9999999999", "optimizer.learning_rate=.inf",
+        "optimizer.decay_rate=0", "model.norm_eps=-1", "model.init_std=-5", "model.rope_theta=0",
+        "model.logit_softcap=-1", "model.z_loss=-1", "model.query_scale=-1", "model.embedding_scale=0",
+        "model.rope_scaling.factor=0", "train.steps=1180591620717411303424", "data.seed=-1", "train.seed=4294967296",
+        "model.layers=9999999999", "optimizer.learning_rate=.inf",
     ],
 )  # fmt: skip
 def test_values_outside_of_their_domain(load, value):

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "lock": "files config",
     "processes": "config",
     "runtime": "config",
+    "compile_cache": "config",
     "axes": "config",
     "rules": "axes core_yaml config",
     "mesh": "rules config",
@@ -35,12 +36,13 @@ MAY_IMPORT = {
     "data": "files config",
     "verdicts": "files",
     "checkpoint": "verdicts files trees config",
-    "train": "model kernels placement mesh rules axes checkpoint data runtime processes files versions core_yaml config",
+    "train": "model kernels placement mesh rules axes checkpoint data runtime compile_cache processes files versions "
+    "core_yaml config",
     "infer": "train model kernels placement mesh rules axes data runtime config",
     "convert": "model placement checkpoint rules axes data files config",
     "foresight": "train infer placement mesh rules axes data runtime files versions config",
-    "verbs": "foresight train infer convert model placement mesh rules axes checkpoint data runtime processes lock files "
-    "versions core_yaml config",
+    "verbs": "foresight train infer convert model placement mesh rules axes checkpoint data runtime compile_cache "
+    "processes lock files versions core_yaml config",
     "cli": "verbs processes config",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.

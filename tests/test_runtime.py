@@ -1,13 +1,8 @@
 """Platform, processes, compile cache, compiler options and stopping: in fresh processes where a backend must start."""
 
 import importlib.util
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +10,8 @@ import pytest
 
 from gspmd_lm import runtime
 from gspmd_lm.config import InputError
+from tests.launched import free_port, launch, output
 
-ROOT = Path(__file__).parent.parent
-FROM_OUTSIDE = ("JAX_", "PJRT_", "NPROC", "XLA_", "SLURM_", "OMPI_", "GSPMD_", "CUDA_", "KUBERNETES", "JOB_COMPLETION")
 SUM_THEN_TRAIN = """
 import os, sys, time
 import jax, numpy as np
@@ -39,31 +33,6 @@ with runtime.StopSignal() as stop:
         if step == 5 and here.process_index == 1:
             os.kill(os.getpid(), {signal})
 """
-
-
-def launch(code: str, **env: str) -> subprocess.Popen:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(FROM_OUTSIDE)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=clean | {"PYTHONPATH": str(ROOT)} | env, stdout=pipe, stderr=pipe, text=True
-    )
-
-
-def output(process: subprocess.Popen) -> tuple[str, str]:
-    try:
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    # jax's CUDA plugin, which is there to compile with, says that it found no driver.
-    noise = ("cudart_stub", "before absl::InitializeLog()")
-    return out, "".join(line for line in err.splitlines(True) if not any(words in line for words in noise))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -314,62 +283,6 @@ for row in {"xla_foo": True}, {"xla_tpu_scoped_vmem_limit_kib": "many"}:
         "r: compiler_options.tpu.xla_foo: the compiler knows no such option",
         "r: compiler_options.tpu.xla_tpu_scoped_vmem_limit_kib: 'many' cannot be read.",
     ]
-
-
-# Compile cache
-
-
-def test_the_cache_is_found_again_and_repairs_itself(tmp_path):
-    code = """
-import jax, jax.numpy as jnp
-from gspmd_lm import runtime
-runtime.start(platform="cpu", simulated_devices=2)
-cache = runtime.enable_compile_cache()
-def double(x): return x * 2
-def square(x): return x @ x
-for size in (2, 3):
-    for function in (double, square):
-        jax.jit(function).lower(jax.ShapeDtypeStruct((size, size), jnp.float32)).compile()
-print(cache.hits, cache.misses, cache.saved_s >= 0)
-"""
-    env = {"GSPMD_LM_CACHE": str(tmp_path)}
-    assert output(launch(code, **env))[0] == "0 4 True\n"
-    entries = sorted((tmp_path / "compile").glob("*-cache"))
-    assert len(entries) == 4
-    assert output(launch(code, **env)) == ("4 0 True\n", "")
-    for entry in entries:
-        data = bytearray(entry.read_bytes())
-        if "double" in entry.name:  # both sizes
-            entry.write_bytes(data[: len(data) // 2])
-        elif entry == entries[-1]:  # one of the two sizes, and the other goes with it
-            data[len(data) // 2] ^= 0xFF
-            entry.write_bytes(data)
-    out, err = output(launch(code, PYTHONWARNINGS="ignore", **env))
-    hits, misses, _ = out.split()
-    assert int(hits) + int(misses) == 4
-    assert int(misses) >= 3
-    assert "entries of jit_square could not be read and are made anew" in err
-    assert "Error reading" not in err
-    output(launch(code, **env))  # an entry that went with a damaged one, after it had been read, is made again
-    assert output(launch(code, **env)) == ("4 0 True\n", "")
-
-
-def test_the_cache_keeps_the_entries_used_last(tmp_path):
-    for age, name in enumerate(["new-cache", "middle-cache", "old-cache"]):
-        (tmp_path / name).write_bytes(bytes(100))
-        os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    os.utime(tmp_path / "old-cache", (2000, 100))  # read since
-    runtime._trim(tmp_path, 250)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["new-cache", "old-cache"]
-    runtime._trim(tmp_path, 250)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_cache_folder_that_cannot_be(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "file"))
-    with pytest.raises(InputError, match=r"file.compile: the compile cache cannot be written(.|\n)*GSPMD_LM_CACHE"):
-        runtime.enable_compile_cache()
 
 
 # Being asked to stop

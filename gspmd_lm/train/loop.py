@@ -17,7 +17,7 @@ from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from gspmd_lm import checkpoint, core_yaml, files, processes, runtime, versions
+from gspmd_lm import checkpoint, compile_cache, core_yaml, files, processes, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.checkpoint import Checkpoints, Chosen
 from gspmd_lm.config import Config, InputError, RunFailed
@@ -52,7 +52,7 @@ class Run:
     workdir: epath.Path
     machine: runtime.Runtime
     console: Console
-    cache: runtime.CompileCache | None = None
+    cache: compile_cache.CompileCache | None = None
     profile: tuple[int, int] | None = None
     foresee: Foresee | None = None
     foreseen: Foreseen | None = None

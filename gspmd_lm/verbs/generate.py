@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from gspmd_lm import checkpoint, runtime
+from gspmd_lm import checkpoint, compile_cache
 from gspmd_lm.config import InputError
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.infer import generate, lines
@@ -41,7 +41,7 @@ def run(values: flags.FlagValues) -> int:
     ends = chat.stop_ids(config.data.tokenizer)
     for note in notes:
         here.say(note)
-    runtime.enable_compile_cache(values.compile_cache)
+    compile_cache.enable(values.compile_cache)
     params = restored(here, workdir, built.abstract_params, values.step)
     generator = generate.Generator(built, params, tokens, here.say)
     pieces = generator.generate(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from absl import flags
 
-from gspmd_lm import runtime
+from gspmd_lm import compile_cache
 from gspmd_lm.config import InputError, read_text
 from gspmd_lm.data import tokenizer
 from gspmd_lm.infer import generate, score
@@ -32,7 +32,7 @@ def run(values: flags.FlagValues) -> int:
     built, warnings = score.build(config, here.rules, here.devices, here.machine.platform, values.batch, seq)
     for warning in warnings:
         here.say(f"warning: {warning}")
-    runtime.enable_compile_cache(values.compile_cache)
+    compile_cache.enable(values.compile_cache)
     scorer = score.Scorer(built, restored(here, workdir, built.abstract_params, values.step), tokens)
     if values.text:
         found = scorer.text(text)

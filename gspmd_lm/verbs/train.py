@@ -12,7 +12,7 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, files, lock, processes, runtime
+from gspmd_lm import checkpoint, compile_cache, files, lock, processes
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data import loader, sources, tokenizer
 from gspmd_lm.foresight import compile, explain, hardware, target, terminal
@@ -63,7 +63,7 @@ def run(verb: str, values: flags.FlagValues) -> int:
             workdir=workdir,
             machine=machine,
             console=console,
-            cache=runtime.enable_compile_cache(values.compile_cache),
+            cache=compile_cache.enable(values.compile_cache),
             profile=profile,
             foresee=_foresee(built, warnings) if verb == "train" else None,
             executable=_executable(values, built) if verb == "train" and values.executable else None,

@@ -1,0 +1,35 @@
+"""Python code in a process of its own, in an environment without anything that decides where jax runs."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FROM_OUTSIDE = ("JAX_", "PJRT_", "NPROC", "XLA_", "SLURM_", "OMPI_", "GSPMD_", "CUDA_", "KUBERNETES", "JOB_COMPLETION")
+
+
+def launch(code: str, **env: str) -> subprocess.Popen:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(FROM_OUTSIDE)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=clean | {"PYTHONPATH": str(ROOT)} | env, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def output(process: subprocess.Popen) -> tuple[str, str]:
+    try:
+        out, err = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    # jax's CUDA plugin, which is there to compile with, says that it found no driver.
+    noise = ("cudart_stub", "before absl::InitializeLog()")
+    return out, "".join(line for line in err.splitlines(True) if not any(words in line for words in noise))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
