@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from gspmd_lm import files, trees
 from gspmd_lm.config import Config, InputError, Model, RunFailed
+from gspmd_lm.processes import from_first
 from gspmd_lm.verdicts import Verdicts
 
 _TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half of it in the list
@@ -99,12 +98,12 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps whose writing has finished, oldest first."""
-        return _from_first_process(self._steps())
+        return from_first(self._steps())
 
     def newest_good(self) -> int | None:
         """The newest step that a finite step is known to have followed."""
         good = [step for step in self._steps() if self._verdicts.on(step)] if jax.process_index() == 0 else []
-        return _from_first_process(max(good, default=None))
+        return from_first(max(good, default=None))
 
     def confirm(self, finite_step: int) -> None:
         """Notes that `finite_step` was finite: the steps before it that were saved or restored here are good."""
@@ -218,7 +217,7 @@ class Checkpoints:
             return None
         state = _read(found.folder, abstract_state)
         self._at = found.step
-        if not _from_first_process(self._verdicts.on(found.step)):
+        if not from_first(self._verdicts.on(found.step)):
             self._verdicts.ask(found.step)
         return found.step, state, found.extra
 
@@ -242,7 +241,7 @@ class Checkpoints:
 
     def _not_bad(self, steps: Sequence[int]) -> list[int]:
         bad = [step for step in steps if self._verdicts.on(step) is False] if jax.process_index() == 0 else []
-        bad = _from_first_process(bad)
+        bad = from_first(bad)
         if bad:
             self._report(f"checkpoint {_listed(bad[::-1])} in {self.directory}: no finite step followed, not used")
         return [step for step in steps if step not in bad]
@@ -303,7 +302,7 @@ class Checkpoints:
                 break
             damages[step] = damage
             self._report(f"checkpoint {step} in {self.directory} is damaged ({damage}) and is not used")
-        chosen, found = _from_first_process([chosen, list(damages.items())])
+        chosen, found = from_first([chosen, list(damages.items())])
         if chosen < 0:
             lines = "\n".join(f"  {step}: {damage}" for step, damage in found)
             raise InputError(
@@ -400,15 +399,6 @@ _ABSENT = object()
 _DEFAULTS = _as_json(
     {field.name: field.default for field in dataclasses.fields(Model) if field.default is not dataclasses.MISSING}
 )
-
-
-def _from_first_process(value: Any) -> Any:
-    """The JSON value that the first process passed, on every process."""
-    if jax.process_count() == 1:
-        return value
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(np.resize(text, length))).tobytes())
 
 
 def _listed(steps: Sequence[int]) -> str:

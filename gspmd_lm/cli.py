@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 130
     except Exception as error:
         code, said = 1, _system_error(error)
+        if not said and (processes := sys.modules.get("gspmd_lm.processes")):
+            said = processes.cause()
         if not said:
             traceback.print_exc()
     if said:

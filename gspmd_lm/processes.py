@@ -21,12 +21,13 @@ import jax
 from gspmd_lm.config import InputError
 
 CONNECT_S = 20  # for connecting to the first process
-LAST_S = 5  # that the first process stays when it failed, for the others to end
+LAST_S = 3  # that the first process stays when it failed, for the others to end
+CAUSE_S = 2  # for the end of another process to be noticed, when something failed here
 GRACE_S = 10  # for a process to end by its own error, once it has heard that another one failed
 SILENT_HOST_S = 30  # until the connection to a host that vanished counts as closed
 _POLL_MS = 1000
 
-_calls = 0  # of compare, which every process makes in the same order
+_calls = 0  # of compare and from_first, which every process makes in the same order
 _watch: "_Watch | None" = None
 _last_words: "subprocess.Popen[bytes] | None" = None
 
@@ -36,16 +37,28 @@ def several() -> bool:
     return "jax" in sys.modules and jax.distributed.is_initialized() and jax.process_count() > 1
 
 
+def from_first(value: Any, say: Callable[[str], None] = lambda _: None) -> Any:
+    """The JSON value that the first process passed, on every process; what the others pass is not looked at.
+
+    As `compare` it waits as long as it takes: a collective on the CPU is given up after 30 seconds.
+    """
+    if not several():
+        return value
+    key = _next_key("first")
+    if jax.process_index():
+        return json.loads(_value(key, 0, say))
+    _client().key_value_set(key, json.dumps(value))
+    return value
+
+
 def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: None) -> None:
-    """Returns when every process has passed facts (plain values, in mappings) that are equal.
+    """Returns when every process has passed facts (plain values, in mappings) that are equal; none at all will do.
 
     `say` hears of the processes that are waited for. Raises InputError, on all of them, that lists every difference.
     """
-    global _calls
     if not several():
         return
-    _calls += 1
-    name, client = f"gspmd_lm/facts/{_calls}", _client()
+    name, client = _next_key("facts"), _client()
     mine = dict(_flat(facts))
     if jax.process_index():
         client.key_value_set(f"{name}/{jax.process_index()}", json.dumps(mine))
@@ -65,6 +78,13 @@ def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: Non
             "\n".join(["the processes of this run were not given the same", *found[:20]])
             + "\n  fix   start all of them with the same command, files and versions"
         )
+
+
+def _next_key(what: str) -> str:
+    """A key that nothing was said under; every process asks for keys in the same order."""
+    global _calls
+    _calls += 1
+    return f"gspmd_lm/{what}/{_calls}"
 
 
 def _value(key: str, process: int, say: Callable[[str], None]) -> str:
@@ -133,10 +153,13 @@ class _Watch:
     """The first process listens, the others connect; a line is said on leaving, and passed on by the first process."""
 
     def __init__(self) -> None:
+        self.index, self.count = jax.process_index(), jax.process_count()  # jax does not know them at its end
         self.leaving = False
-        self.others: dict[int, socket.socket] = {}
-        me = {"process": jax.process_index(), "host": socket.gethostname(), "pid": os.getpid()}
-        if not jax.process_index():
+        self.cause: dict[str, Any] | None = None  # what another process said when it failed, or what is said of it
+        self.connections: dict[int, socket.socket] = {}
+        self.present: set[int] = set()  # connected, and not known to have ended
+        me = {"process": self.index, "host": socket.gethostname(), "pid": os.getpid()}
+        if self.index == 0:
             listener = socket.create_server(("", 0))
             secret = secrets.token_hex(16)
             _client().key_value_set("gspmd_lm/watch", json.dumps([listener.getsockname()[1], secret, me]))
@@ -148,60 +171,79 @@ class _Watch:
         host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
         connection = socket.create_connection((host, port), timeout=CONNECT_S)
         connection.settimeout(None)
-        _notice_a_vanished_host(connection)
         _send(connection, {"secret": secret, **me})
-        self.others[0] = connection
-        threading.Thread(target=self._listen, args=(connection, first), daemon=True).start()
+        self._begin(connection, connection.makefile("r", encoding="utf-8"), first)
 
     def leave(self, code: int, message: str) -> None:
         self.leaving = True
-        for connection in [*self.others.values()]:
-            _send(connection, {"code": code, "message": message, "process": jax.process_index()})
+        for connection in self.connections.values():
+            _send(connection, {"code": code, "message": message, "process": self.index})
         # jax ends the others where the first process is gone: they may have something to say before.
         deadline = time.monotonic() + LAST_S
-        while code and not jax.process_index() and self.others and time.monotonic() < deadline:
+        while code and self.index == 0 and self.present and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def _accept(self, listener: socket.socket, secret: str) -> None:
-        while len(self.others) < jax.process_count() - 1:
+        while len(self.connections) < self.count - 1:
             connection, _ = listener.accept()
-            _notice_a_vanished_host(connection)
             threading.Thread(target=self._greet, args=(connection, secret), daemon=True).start()
 
     def _greet(self, connection: socket.socket, secret: str) -> None:
-        hello = _line(connection.makefile("r", encoding="utf-8"))
-        if not hello or hello.get("secret") != secret:
+        lines = connection.makefile("r", encoding="utf-8")
+        hello = _line(lines)
+        if hello and hello.get("secret") == secret:
+            self._begin(connection, lines, hello)
+        else:
             connection.close()  # somebody who looks for open ports
-            return
-        self.others[hello["process"]] = connection
-        self._listen(connection, hello)
 
-    def _listen(self, connection: socket.socket, other: Mapping[str, Any]) -> None:
+    def _begin(self, connection: socket.socket, lines: Any, other: Mapping[str, Any]) -> None:
+        _notice_a_vanished_host(connection)
+        self.connections[other["process"]] = connection
+        self.present.add(other["process"])
+        threading.Thread(target=self._listen, args=(lines, other), daemon=True).start()
+
+    def _listen(self, lines: Any, other: Mapping[str, Any]) -> None:
         """Waits until another process says that it leaves, or is gone."""
-        gone = f"process {other['process']} (pid {other['pid']} on {other['host']}) is gone without a word"
-        said = _line(connection.makefile("r", encoding="utf-8"))
+        said = _line(lines)
+        self.present.discard(other["process"])
         if said is None:
+            gone = f"process {other['process']} (pid {other['pid']} on {other['host']}) is gone without a word"
             said = {"code": 1, "message": gone, "process": other["process"], "grace_s": 0}
-        del self.others[other["process"]]
-        if not said["code"]:
+        if not said["code"] or self.leaving:
             return  # done; it waits for the others where jax ends
-        for another in [*self.others.values()] if not jax.process_index() else ():
-            _send(another, said)
-        self._end(**{"grace_s": GRACE_S, **said})
-
-    def _end(self, code: int, message: str, process: int, grace_s: float) -> None:
-        """Ends this process because `process` ended, unless it ends by itself within `grace_s`."""
-        deadline = time.monotonic() + grace_s
+        self.cause = said
+        for process, connection in self.connections.items():
+            if self.index == 0 and process != other["process"]:
+                _send(connection, said)
+        deadline = time.monotonic() + said.get("grace_s", GRACE_S)
         while not self.leaving and time.monotonic() < deadline:
             time.sleep(0.1)
-        if self.leaving:
-            return
-        sys.stdout.flush()
-        what = message if not grace_s else f"process {process} ended with exit code {code}. {message}".rstrip()
-        fix = "" if code == 2 else "\n  fix   start all processes again: they go on from the newest checkpoint"
-        print(f"{what}{fix}", file=sys.stderr, flush=True)
-        leave(code, message)
-        os._exit(code)
+        if not self.leaving:
+            self.leaving = True
+            sys.stdout.flush()
+            print(told(said), file=sys.stderr, flush=True)
+            leave(said["code"], said["message"])
+            os._exit(said["code"])
+
+
+def cause() -> str:
+    """What another process said when it failed, or that it is gone; '' where none is known to have ended so.
+
+    Waits a moment: what fails here because another process is gone may be noticed before that is.
+    """
+    deadline = time.monotonic() + CAUSE_S
+    while _watch and not _watch.cause and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return told(_watch.cause) if _watch and _watch.cause else ""
+
+
+def told(said: Mapping[str, Any]) -> str:
+    """What is said of the end of another process."""
+    if "grace_s" in said:
+        what = said["message"]
+    else:
+        what = f"process {said['process']} ended with exit code {said['code']}. {said['message']}".rstrip()
+    return what if "\n  fix   " in what else f"{what}\n  fix   start all processes again; they resume by themselves"
 
 
 def _line(lines: Any) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from gspmd_lm import processes
 from gspmd_lm.config import InputError, did_you_mean
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
-HEARTBEAT_TIMEOUT_S = 60  # sent by a thread that compiling and saving do not hold up, so only a dead host is silent
+HEARTBEAT_TIMEOUT_S = 3600  # that a process has died is noticed by its connection (processes.py); a stopped one lives
 
 # What the compiler is told unless a rules file says otherwise; null there removes a row. Each name was accepted by the
 # compilers that come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
@@ -272,9 +274,10 @@ def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, 
 
 
 class StopSignal:
-    """Whether this run was asked, by Ctrl-C or SIGTERM, to save and end. The second Ctrl-C interrupts at once.
+    """Whether this run was asked, by Ctrl-C or SIGTERM, to save and end.
 
-    With several processes, a signal to any one stops all of them at the same step.
+    The second Ctrl-C interrupts at once, the third ends the process whatever it waits for. With several processes, a
+    signal to any one stops all of them at the same step.
     """
 
     def __enter__(self) -> "StopSignal":
@@ -284,9 +287,17 @@ class StopSignal:
         # Under jax.distributed jax itself notices SIGTERM and agrees on a step; a handler of ours would disable that.
         numbers = [signal.SIGINT] if self._together else [signal.SIGINT, signal.SIGTERM]
         self._previous = {number: signal.signal(number, self._notice) for number in numbers}
+        # Python calls handlers between its own instructions, so not while it waits in a library. This pipe is written
+        # to at once.
+        reading, self._written = os.pipe()
+        os.set_blocking(self._written, False)
+        self._previous_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+        threading.Thread(target=self._count, args=(reading,), daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._written)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -298,6 +309,17 @@ class StopSignal:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self._asked = True
+
+    @staticmethod
+    def _count(reading: int) -> None:
+        """Ends the process at the third Ctrl-C; returns when the context is left."""
+        interrupts = 0
+        while numbers := os.read(reading, 64):
+            interrupts += numbers.count(signal.SIGINT)
+            if interrupts >= 3:
+                processes.leave(130, "interrupted")
+                os._exit(130)
+        os.close(reading)
 
     def requested(self, step: int) -> bool:
         """Whether to stop after `step`. Every process asks once per step, of the same steps, in the same order."""

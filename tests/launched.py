@@ -18,9 +18,9 @@ def launch(code: str, **env: str) -> subprocess.Popen:
     )
 
 
-def output(process: subprocess.Popen) -> tuple[str, str]:
+def output(process: subprocess.Popen, timeout_s: float = 180) -> tuple[str, str]:
     try:
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
     assert process.returncode == 0, err

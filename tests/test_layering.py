@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "trees": "config",
     "lock": "files config",
     "processes": "config",
-    "runtime": "config",
+    "runtime": "processes config",
     "compile_cache": "config",
     "axes": "config",
     "rules": "axes core_yaml config",
@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "model": "kernels axes config",
     "data": "files config",
     "verdicts": "files",
-    "checkpoint": "verdicts files trees config",
+    "checkpoint": "verdicts processes files trees config",
     "train": "model kernels placement mesh rules axes checkpoint data runtime compile_cache processes files versions "
     "core_yaml config",
     "infer": "train model kernels placement mesh rules axes data runtime config",

@@ -298,6 +298,25 @@ def test_sigterm_stops_and_the_handlers_come_back():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_the_third_interrupt_ends_a_process_that_waits_in_a_library():
+    """Python calls its handlers only when the wait is over; a mutex that is locked already stands for any such wait."""
+    process = launch("""
+import ctypes, os, signal, threading
+from gspmd_lm import runtime
+def interrupt():
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(0.2)
+with runtime.StopSignal():
+    threading.Thread(target=interrupt).start()
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+""")
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
 def test_the_second_interrupt_is_at_once():
     with runtime.StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)

@@ -97,7 +97,7 @@ class Run:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
             start, state = self._start(checkpoints, chosen, init_from)
             self._write_description()
-            program, meter, done, interrupted = compiling.result(), self._meter(start), start, False
+            program, meter, done, interrupted = self._ready(compiling.result()), self._meter(start), start, False
             streak = _Streak(checkpoints, train.max_skipped)
             if self.foreseen:
                 self.say(self.foreseen.paragraph)
@@ -179,8 +179,13 @@ class Run:
         if init_from is not None:
             number, weights = init_from.restore(self.step)
             self.say(f"weights of checkpoint {number} of {init_from.workdir}")
-            return 0, self._program("initial state", self.step.lower_init_from)(weights)
-        return 0, self._program("initial state", self.step.lower_init)()
+            return 0, self._ready(self._program("initial state", self.step.lower_init_from))(weights)
+        return 0, self._ready(self._program("initial state", self.step.lower_init))()
+
+    def _ready(self, program: Any) -> Any:
+        """`program`, once every process has compiled it: a collective on the CPU is given up after 30 seconds."""
+        processes.compare({}, self.say)
+        return program
 
     def _program(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
         """A compiled function of the step, compiled once."""
@@ -239,7 +244,7 @@ class Run:
         """Mean loss over the held-out rows, at most train.eval_batches batches of them."""
         _, held_out_rows = self.rows
         assert held_out_rows is not None
-        program = self._program("evaluation", self.step.lower_evaluate)
+        program = self._ready(self._program("evaluation", self.step.lower_evaluate))
         totals: collections.Counter[str] = collections.Counter()
         for _, batch in held_out_rows.batches(0, self.step.batch_shardings, self.config.train.eval_batches):
             totals.update({name: float(value) for name, value in program(params, batch).items()})
