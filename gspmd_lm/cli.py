@@ -126,6 +126,7 @@ def _flags(verb: str) -> flags.FlagValues:
         text("continuations", None, "JSONL of {prompt, continuation} to score instead.")
         text("output", None, "where their log-likelihoods go, as JSONL. Default: the terminal.")
         whole("batch", 8, "rows at a time.", 1)
+        whole("seq", None, "tokens in a row of --text. Default: data.seq, with which the model was trained.", 1)
     elif verb == "generate":
         several("prompt", "what to go on from; may be repeated.")
         text("prompts", None, "JSONL of {prompt} or {messages} to go on from instead.")

@@ -1,18 +1,22 @@
 """Where a run happens: platform, devices, processes, compiler options, and being asked to stop."""
 
+import contextlib
 import dataclasses
 import glob
 import importlib.util
 import logging
+import mmap
 import os
 import re
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental import multihost_utils
 
 from gspmd_lm import processes
@@ -22,10 +26,16 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
 HEARTBEAT_TIMEOUT_S = 3600  # that a process has died is noticed by its connection (processes.py); a stopped one lives
 
+# How long simulated devices wait for each other before XLA warns, and before it ends the process (20 and 40 seconds by
+# default): other work on the machine may hold one of them up.
+PATIENT_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+}
+
 # What the compiler is told unless a rules file says otherwise; null there removes a row. Each name was accepted by the
 # compilers that come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
 DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
-    # --xla_cpu_collective_call_terminate_timeout_seconds is of use in XLA_FLAGS only; here it is accepted in vain.
     "cpu": {},
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -100,7 +110,7 @@ def start(
     chosen = _choose_platform(platform)
     jax.config.update("jax_platforms", JAX_PLATFORMS[chosen])
     if chosen == "cpu":
-        _prepare_cpu(simulated_devices)
+        prepare_cpu(simulated_devices)
     if not jax.distributed.is_initialized():
         _join(chosen, coordinator, num_processes, process_id)
     try:
@@ -140,17 +150,30 @@ def _choose_platform(asked: str | None) -> str:
     return "cpu"
 
 
-def _prepare_cpu(device_count: int) -> None:
+def prepare_cpu(device_count: int) -> None:
+    """Sets up `device_count` simulated devices, before the first one is touched."""
     # XLA:CPU gives a process as many threads as there are cores or devices. Those of two mesh axes can then all block
     # in different collectives, waiting for devices that no thread is left to run; spare threads cannot be used up.
     threads = str(max(32, 4 * device_count))
     os.environ.setdefault("PJRT_NPROC", threads)
     os.environ.setdefault("NPROC", threads)
+    given = os.environ.get("XLA_FLAGS", "")
+    more = [f"--{name}={value}" for name, value in PATIENT_FLAGS.items() if name not in given and _xla_knows(name)]
+    os.environ["XLA_FLAGS"] = " ".join([given, *more]).strip()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between processes; one process does not use it
     try:
         jax.config.update("jax_num_cpu_devices", device_count)
     except RuntimeError as error:
         raise InputError(_too_late(jax.local_device_count(), device_count)) from error
+
+
+def _xla_knows(flag: str) -> bool:
+    """Whether a flag stands in the library that parses it: an unknown one in XLA_FLAGS ends the process."""
+    library = Path(jaxlib.__file__).with_name("libjax_common.so")
+    if not library.exists():
+        return False
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(f"\0{flag}\0".encode()) >= 0
 
 
 def _check_flags(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -268,6 +291,38 @@ def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, 
         return f"{row}: the compiler knows no such option{did_you_mean(name, defaults)}\n  fix   correct or remove it"
     reason = refused["kind"] or f"cannot be read. {refused['why']}".rstrip()
     return f"{row}: {options[name]!r} {reason}\n  fix   correct the value (true and false are written without quotes)"
+
+
+def check_room(compiled: jax.stages.Compiled, devices: Sequence[Any], what: str, fix: str) -> None:
+    """Raises InputError, saying `what` needs how much, where a program needs more memory than its devices have free.
+
+    Simulated devices share that of this machine.
+    """
+    analysis: Any = compiled.memory_analysis()
+    needed = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    needed += analysis.temp_size_in_bytes
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    if devices[0].platform == "cpu":
+        free, needed, place = _free_bytes(), needed * len(here), "this machine"
+    else:
+        free, place = (here[0].memory_stats() or {}).get("bytes_limit"), "each device"
+    if free is not None and needed > free:
+        sizes = f"needs {needed / 1e9:.3g} GB, and {place} has {free / 1e9:.3g} GB free"
+        raise InputError(f"{what} {sizes}\n  fix   {fix}")
+
+
+def _free_bytes() -> int | None:
+    """The memory that this process may still take, swap included; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+        free = found["MemAvailable"] + found["SwapFree"]
+    except (OSError, KeyError, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" where it has no limit of its own
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return free
 
 
 # Being asked to stop

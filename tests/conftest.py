@@ -4,17 +4,17 @@ import dataclasses
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["PJRT_NPROC"] = os.environ["NPROC"] = "32"  # threads for eight devices: see runtime.py
 
 import jax  # it reads the environment
 import numpy as np
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+from gspmd_lm import config as configs
+from gspmd_lm import rules as layouts
+from gspmd_lm import runtime
+from gspmd_lm.train import state, step
 
-from gspmd_lm import config as configs  # noqa: E402
-from gspmd_lm import rules as layouts  # noqa: E402
-from gspmd_lm.train import state, step  # noqa: E402
+runtime.prepare_cpu(8)
 
 
 @pytest.fixture(scope="session")

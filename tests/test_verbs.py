@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import yaml
 
-from gspmd_lm import cli, config
+from gspmd_lm import cli, config, runtime
 from gspmd_lm.convert import export
 from gspmd_lm.model.transformer import init
-from gspmd_lm.verbs import convert
+from gspmd_lm.verbs import convert, generate
 
 MODEL = config.Model(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
@@ -109,6 +109,31 @@ def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     lines.write_text('{"prompt": "01", "continuation": "23"}\n')
     code, out, _ = verb("eval", f"--workdir={workdir}", f"--continuations={lines}", *PLACE)
     assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
+
+
+def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb, workdir, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789" * 10)
+    long = "--set=model.context=131072", "--set=data.seq=131072"  # of the model; the text has 100 tokens
+    code, out, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *long, *PLACE)
+    assert code == 0 and "over 100 tokens, 100 bytes, in rows of up to 100 tokens" in out, err
+    whole = float(out.split("loss ")[1].split(",")[0])
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=30", *PLACE)
+    assert code == 0 and "rows of up to 30 tokens" in out
+    assert float(out.split("loss ")[1].split(",")[0]) == pytest.approx(whole, abs=0.1)
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=65", *PLACE)
+    assert code == 2 and "--seq=65: longer than model.context=64" in err
+    text.write_text("")
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    assert code == 2 and "empty, there is nothing to score" in err
+    text.write_text("0" * 40)
+    monkeypatch.setattr(runtime, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(generate, "restored", lambda *_: pytest.fail("the weights were read"))
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
+    assert "GB, and this machine has 1e-06 GB free\n  fix   --batch=1" in err
+    code, _, err = verb("generate", f"--workdir={workdir}", "--prompt=a", "--max_new_tokens=5", *PLACE)
+    assert code == 2 and "generating 1 texts of up to 6 tokens needs" in err and "fix   --batch=1" in err
 
 
 def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):

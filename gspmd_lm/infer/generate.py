@@ -140,8 +140,7 @@ class Generator:
         """`params`: placed as `built.abstract_params`; where layers are unrolled, a copy of them is kept instead."""
         self.programs, self.params, self.tokenizer = built, built.split(params), tokenizer
         began = time.perf_counter()
-        self.prefill = programs.compiled(built.lower_prefill(), built.rules, built.mesh)
-        self.decode = programs.compiled(built.lower_decode(), built.rules, built.mesh)
+        self.prefill, self.decode = built.compiled
         say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
         self.figures = Figures(built.cache_bytes_per_device)
 

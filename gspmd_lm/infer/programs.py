@@ -271,6 +271,16 @@ class Programs(Forward):
     def _out(self) -> tuple[Carried, Choice]:
         return jax.tree.map(_where, self.abstract_carried), Choice(self._whole, self._whole)
 
+    @functools.cached_property
+    def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+        """Prefill and decode, compiled. Raises InputError where they need more memory than there is."""
+        sizes = self.sizes
+        what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
+        fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
+        lowered = self.lower_prefill(), self.lower_decode()
+        prefill, decode = (compiled(one, self.rules, self.mesh, what, fix) for one in lowered)
+        return prefill, decode
+
     def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
         with self._traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
@@ -347,12 +357,17 @@ def _carried(model: configs.Model, sizes: Sizes) -> Carried:
     return Carried(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
 
 
-def compiled(lowered: jax.stages.Lowered, rules: Rules, mesh: Mesh) -> jax.stages.Compiled:
-    """The program, compiled with the rules' options for the devices of `mesh`."""
+def compiled(lowered: jax.stages.Lowered, rules: Rules, mesh: Mesh, what: str, fix: str) -> jax.stages.Compiled:
+    """The program, compiled with the rules' options for the devices of `mesh`.
+
+    Raises InputError, which says `what` does not fit and how to mend it, where they have not enough memory for it.
+    """
     device = mesh.devices.flat[0]
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(str(device.platform), str(device.platform))
     options = runtime.compiler_options(platform, rules.compiler_options, rules.path, device.device_kind)
-    return runtime.compile(lowered, options, platform, rules.path)
+    program = runtime.compile(lowered, options, platform, rules.path)
+    runtime.check_room(program, list(mesh.devices.flat), what, fix)
+    return program
 
 
 def _where(like: jax.ShapeDtypeStruct) -> Any:

@@ -15,7 +15,7 @@ from einops import rearrange
 
 from gspmd_lm import mesh as meshes
 from gspmd_lm.axes import like, scope, shard, split, use
-from gspmd_lm.config import Config, InputError
+from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
@@ -117,6 +117,13 @@ class Program(Forward):
         jitted = jax.jit(self._score, out_shardings=Scores(self._whole, self._whole))
         return jitted.trace(self.abstract_params, self.abstract_rows).lower()
 
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The program, compiled. Raises InputError where it needs more memory than there is."""
+        what = f"scoring {self.rows:,} rows of {self.seq:,} tokens at a time"
+        fix = "--batch=1, for a text a smaller --seq, or rules that split more"
+        return compiled(self.lower(), self.rules, self.mesh, what, fix)
+
     def _score(self, params: Any, rows: Rows) -> Scores:
         with self._traced():
             return score(self.config.model, params, rows)
@@ -151,7 +158,7 @@ class Scorer:
     def __init__(self, built: Program, params: Any, tokenizer: Tokenizer):
         """`params`: placed as `built.abstract_params`."""
         self.program, self.params, self.tokenizer = built, params, tokenizer
-        self._run = compiled(built.lower(), built.rules, built.mesh)
+        self._run = built.compiled
 
     def scores(self, requests: Sequence[Request]) -> Iterator[Score]:
         """The score of each request, in order. The next batch is on its way while one is read."""
@@ -165,17 +172,15 @@ class Scorer:
         if pending:
             yield from _read(*pending)
 
-    def text(self, text: str) -> Text:
-        """Loss, perplexity and bits per byte of a text, in windows of the program's length that do not overlap.
+    def text(self, ids: Sequence[int] | np.ndarray, size_bytes: int) -> Text:
+        """Loss, perplexity and bits per byte of a text of `size_bytes`, in windows of the program's length that do not
+        overlap.
 
         Every token is scored once: the first one given what the tokenizer begins texts with, else its end-of-text
         token, the first one of each later window given the token before it.
         """
-        ids = self.tokenizer.encode(text.encode())
-        if not len(ids):
-            raise InputError("the text is empty: there is nothing to score\n  fix   give a text")
         lead = [self.tokenizer.end, *self.tokenizer.encode_prompt("").tolist()][-1]
-        return measures(list(self.scores(windows(ids, lead, self.program.seq))), len(text.encode()))
+        return measures(list(self.scores(windows(ids, lead, self.program.seq))), size_bytes)
 
     def _placed(self, batch: Sequence[Request]) -> Rows:
         shape = self.program.rows, self.program.seq

@@ -209,6 +209,9 @@ class Run:
                 if foresee and "RESOURCE_EXHAUSTED" in str(error):
                     foresee(str(error), options, traced - began, time.perf_counter() - traced)
                 raise
+            if train and machine.simulated:
+                fix = "a smaller data.batch, remat: block, or a smaller model"
+                runtime.check_room(compiled, list(self.step.mesh.devices.flat), "the train step", fix)
             if foresee:
                 self.foreseen = foresee(compiled, options, traced - began, time.perf_counter() - traced)
             self.compiled[name] = compiled

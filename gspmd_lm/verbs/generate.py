@@ -42,6 +42,7 @@ def run(values: flags.FlagValues) -> int:
     for note in notes:
         here.say(note)
     compile_cache.enable(values.compile_cache)
+    _ = built.compiled  # whether it fits is known before the weights are read
     params = restored(here, workdir, built.abstract_params, values.step)
     generator = generate.Generator(built, params, tokens, here.say)
     pieces = generator.generate(

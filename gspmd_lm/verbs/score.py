@@ -6,7 +6,7 @@ from pathlib import Path
 from absl import flags
 
 from gspmd_lm import compile_cache
-from gspmd_lm.config import InputError, read_text
+from gspmd_lm.config import Config, InputError, read_text
 from gspmd_lm.data import tokenizer
 from gspmd_lm.infer import generate, score
 from gspmd_lm.verbs import session
@@ -25,20 +25,29 @@ def run(values: flags.FlagValues) -> int:
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
     generate.check_tokenizer(config, tokens)
-    context = config.model.context
-    lines = score.read(values.continuations, tokens, context) if values.continuations else []
-    text = "\n".join(read_text(path) for path in _files(values.text)) if values.text else ""
-    seq = max((len(line.request.tokens) - 1 for line in lines), default=context)
-    built, warnings = score.build(config, here.rules, here.devices, here.machine.platform, values.batch, seq)
+    if values.text:
+        text = "\n".join(read_text(path) for path in _files(values.text)).encode()
+        ids, lines = tokens.encode(text), []
+        if not len(ids):
+            raise InputError(f"--text={values.text}: empty, there is nothing to score\n  fix   give a text")
+        seq = min(_window(values.seq, config), len(ids))
+        rows = -(-len(ids) // seq)
+    else:
+        text, ids = b"", []
+        lines = score.read(values.continuations, tokens, config.model.context)
+        seq, rows = max(len(line.request.tokens) - 1 for line in lines), len(lines)
+    rows = min(values.batch, rows)
+    built, warnings = score.build(config, here.rules, here.devices, here.machine.platform, rows, seq)
     for warning in warnings:
         here.say(f"warning: {warning}")
     compile_cache.enable(values.compile_cache)
+    _ = built.compiled  # whether it fits is known before the weights are read
     scorer = score.Scorer(built, restored(here, workdir, built.abstract_params, values.step), tokens)
     if values.text:
-        found = scorer.text(text)
+        found = scorer.text(ids, len(text))
         here.say(
-            f"{values.text}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
-            f"{found.bits_per_byte:.4f} bits per byte over {found.tokens:,} tokens, {found.bytes:,} bytes"
+            f"{values.text}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits "
+            f"per byte over {found.tokens:,} tokens, {found.bytes:,} bytes, in rows of up to {seq:,} tokens"
         )
         return 0
     scores = scorer.scores([line.request for line in lines])
@@ -46,6 +55,15 @@ def run(values: flags.FlagValues) -> int:
     if values.output:
         here.say(f"{values.output}: {len(lines):,} lines")
     return 0
+
+
+def _window(asked: int | None, config: Config) -> int:
+    """The tokens that a token of a text is given at most: what was asked for, else what the model was trained with."""
+    if asked is not None and asked > config.model.context:
+        raise InputError(
+            f"--seq={asked}: longer than model.context={config.model.context}\n  fix   --seq={config.model.context}"
+        )
+    return asked or config.data.seq
 
 
 def _files(pattern: str) -> list[Path]:
