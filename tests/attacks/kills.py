@@ -1,0 +1,413 @@
+"""Kills runs at random moments, starts them again, and compares what they leave with a run that nobody disturbed.
+
+    python -m tests.attacks.kills --kind=train --kills=80         # training and saving
+    python -m tests.attacks.kills --kind=tokens --kills=40        # while a corpus is tokenized
+    python -m tests.attacks.kills --kind=compile --kills=40       # while programs are compiled and kept
+    python -m tests.attacks.kills --kind=convert --kills=40       # while a Hugging Face folder is converted, both ways
+    python -m tests.attacks.kills --kind=processes --kills=20     # one of two or four processes; the others must end
+    python -m tests.attacks.kills --kind=signals                  # SIGINT once and twice, SIGTERM; 1, 2, 4 processes
+    python -m tests.attacks.kills --report                        # the table of all that was done so far
+
+A trial is a chain: a run is killed and started again with the same command until it ends by itself, and then compared
+bit for bit. Each trial is a line in --folder/results.jsonl, and the same command goes on where it stopped, so that an
+hour of kills may be done in pieces.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.launched import ROOT, free_port
+
+SMALL = [
+    "--config=bench_4m", "--compile_cache=none",
+    *(f"--set={setting}" for setting in (
+        "model.layers=1", "model.embed=32", "model.mlp=64", "model.heads=4", "model.kv_heads=4", "model.head_dim=8",
+        "data.batch=8", "data.seq=16", "train.log_every=1", "train.trackers=[]", "train.eval_every=0",
+    )),
+]  # fmt: skip
+RANDOM = ["--set=data.source=random:64", "--set=model.vocab=128"]
+ENDS_S = 15.0  # for the other processes, once one is gone
+PATIENCE_S = 600
+
+
+def start(arguments, folder, log, **environment):
+    """A process of the command line whose caches lie in `folder`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PJRT_", "NPROC"))}
+    env |= {"GSPMD_LM_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1", **environment}
+    with log.open("ab") as out:
+        return subprocess.Popen([sys.executable, "main.py", *arguments], cwd=ROOT, env=env, stdout=out, stderr=out)
+
+
+def finished(arguments, folder, log):
+    """Runs the command to its end. Returns its seconds. Raises RuntimeError where it fails."""
+    began = time.monotonic()
+    code = start(arguments, folder, log).wait(PATIENCE_S)
+    if code:
+        raise RuntimeError(f"exit code {code}; see {log}\n{log.read_text()[-2000:]}")
+    return time.monotonic() - began
+
+
+def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT_METADATA")):
+    """The sha256 of each file in a folder; of a checkpoint that of its arrays, whose files may be cut otherwise."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.name == "state" and path.is_dir():
+            found[name] = arrays(path)
+        elif path.is_file() and path.name not in leave_out and "/state/" not in name and path.name != "sha256.json":
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def arrays(folder):
+    """One hash of the values of all arrays of a checkpoint."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    jax.config.update("jax_platforms", "cpu")
+    handler = ocp.PyTreeCheckpointHandler()
+    tree = handler.metadata(folder).tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    restored = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(restored)[0]:
+        total.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
+    return total.hexdigest()
+
+
+class Kind:
+    """What is done, and what must be the same afterwards. `prepare` makes what all trials share, in `self.shared`."""
+
+    def __init__(self, folder):
+        self.folder, self.shared = folder, folder / "shared"
+
+    def prepare(self):
+        self.shared.mkdir(parents=True, exist_ok=True)
+
+    def command(self, trial):
+        raise NotImplementedError
+
+    def left(self, trial):
+        raise NotImplementedError
+
+    def at(self, trial):
+        """What a kill met, for the table."""
+        return ""
+
+
+class Train(Kind):
+    def command(self, trial):
+        return [
+            *SMALL,
+            *RANDOM,
+            "--rules=none",
+            f"--workdir={trial}/run",
+            "--set=train.checkpoint_every=2",
+            "--set=train.steps=200",
+        ]
+
+    def left(self, trial):
+        rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
+        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        # What a kill after the last save left to be deleted stays there: a run with nothing to do changes nothing.
+        steps = sorted(path.name for path in (trial / "run/checkpoints").iterdir() if path.name != "deleted")
+        return {"losses": losses, "steps": steps, "state": arrays(trial / "run/checkpoints/200/state")}
+
+    def at(self, trial):
+        folder = trial / "run/checkpoints"
+        if folder.is_dir() and any("tmp" in path.name for path in folder.iterdir()):
+            return "a save under way"
+        return "training" if folder.is_dir() else "starting"
+
+
+class Tokens(Kind):
+    """A tokenizer of 512 tokens on 40 MB, in segments of 256 kB, so that progress is noted 160 times."""
+
+    def prepare(self):
+        super().prepare()
+        draw = random.Random(0)
+        words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 9))) for _ in range(5000)]
+        if not (self.shared / "text.txt").exists():
+            (self.shared / "text.txt").write_text(
+                "\n".join(" ".join(draw.choices(words, k=12)) for _ in range(500_000))
+            )
+            finished(
+                [*SMALL, "--rules=none", f"--set=data.source={self.shared}/text.txt", "--set=model.vocab=512",
+                 f"--train_tokenizer={self.shared}/tokenizer.json"], self.shared, self.shared / "log.txt"
+            )  # fmt: skip
+
+    def command(self, trial):
+        return [*SMALL, "--rules=none", "--steps=1", f"--workdir={trial}/run", "--set=model.vocab=512",
+                f"--set=data.source={self.shared}/text.txt", f"--set=data.tokenizer={self.shared}/tokenizer.json"]  # fmt: skip
+
+    def left(self, trial):
+        return digest(trial / "cache/data", leave_out=())
+
+    def at(self, trial):
+        partial = list((trial / "cache/data").glob("*.partial"))
+        return "tokenizing" if partial else "before or after"
+
+
+class Compile(Train):
+    def command(self, trial):
+        return [item for item in super().command(trial) if item != "--compile_cache=none"] + ["--steps=4"]
+
+    def left(self, trial):
+        rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
+        entries = sorted(path.name for path in (trial / "cache/compile").iterdir() if path.name.endswith("-cache"))
+        return {"losses": [row["loss"] for row in rows if "loss" in row], "entries": entries}
+
+    def at(self, trial):
+        entries = list((trial / "cache/compile").glob("*-cache")) if (trial / "cache/compile").is_dir() else []
+        return f"{len(entries)} programs kept"
+
+
+class Convert(Kind):
+    """There and back: a folder of 90 MB becomes a workdir, and the workdir a folder."""
+
+    def prepare(self):
+        super().prepare()
+        if (self.shared / "hub").exists():
+            return
+        import flax.linen as nn
+        import jax
+        import numpy as np
+
+        from gspmd_lm import config
+        from gspmd_lm.convert import export
+        from gspmd_lm.model.transformer import init
+
+        model = config.Model(layers=4, embed=512, heads=8, kv_heads=8, head_dim=64, mlp=2048, vocab=16000, context=64,
+                             compute_dtype="float32")  # fmt: skip
+        export.write(self.shared / "hub", model, jax.tree.map(np.asarray, nn.unbox(init(model, jax.random.key(0)))))
+
+    def command(self, trial):
+        if (trial / "imported").exists():
+            return ["convert", f"--workdir={trial}/run", f"--to={trial}/out", "--rules=none"]
+        return [
+            "convert",
+            f"--from={self.shared}/hub",
+            f"--workdir={trial}/run",
+            "--rules=none",
+            "--set=data.source=random:64",
+        ]
+
+    def left(self, trial):
+        (trial / "run/config.yaml").write_text("")  # it names the trial's folder
+        return digest(trial / "run") | digest(trial / "out")
+
+
+KINDS = {"train": Train, "tokens": Tokens, "compile": Compile, "convert": Convert}
+
+
+def chain(kind, name, folder, record, draw, wanted):
+    """One trial: killed again and again, until it ends by itself or `wanted` kills were done; then compared."""
+    reference = folder / name / "reference.json"
+    plain = folder / name / "undisturbed"
+    log = folder / name / "log.txt"
+    if not reference.exists():
+        shutil.rmtree(plain, ignore_errors=True)
+        plain.mkdir(parents=True)
+        seconds = [finished(kind.command(plain), plain, log)]
+        if name == "convert":
+            (plain / "imported").touch()
+            seconds.append(finished(kind.command(plain), plain, log))
+        reference.write_text(json.dumps({"seconds": seconds, "left": kind.left(plain)}))
+    known = json.loads(reference.read_text())
+    trial = folder / name / f"trial{int(time.time() * 1000)}"
+    trial.mkdir()
+    kills = []
+    for stage, seconds in enumerate(known["seconds"]):
+        while True:
+            process = start(kind.command(trial), trial, log)
+            delay = draw.uniform(0.3, 1.05) * seconds if len(kills) < wanted else PATIENCE_S
+            try:
+                code = process.wait(delay)
+            except subprocess.TimeoutExpired:
+                at = kind.at(trial) or ("import", "export")[stage]
+                process.kill()
+                process.wait()
+                kills.append({"after_s": round(delay, 2), "at": at})
+                continue
+            if code:
+                record(
+                    {
+                        "kind": name,
+                        "kills": kills,
+                        "survived": False,
+                        "why": f"exit code {code}: {log.read_text()[-3000:]}",
+                    }
+                )
+                return len(kills)
+            break
+        if name == "convert" and not stage:
+            (trial / "imported").touch()
+    left = json.loads(json.dumps(kind.left(trial)))
+    differ = sorted(key for key in known["left"].keys() | left.keys() if known["left"].get(key) != left.get(key))
+    record({"kind": name, "kills": kills, "survived": not differ, "why": f"differs in {differ}" if differ else ""})
+    if not differ:
+        shutil.rmtree(trial)
+    return len(kills)
+
+
+def together(count, folder, log, workdir, *more):
+    """`count` processes of one run, each with its own log."""
+    port = free_port()
+    run = [*SMALL, *RANDOM, "--rules=dp8", f"--workdir={workdir}", "--set=train.checkpoint_every=20",
+           "--set=train.steps=100000", *more]  # fmt: skip
+    return [
+        start([*run, f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={index}"], folder,
+              log.with_name(f"{log.stem}-{index}.txt"))
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def reached(workdir, step, processes):
+    """Waits until the run has logged `step`. Raises RuntimeError where a process ends before."""
+    began = time.monotonic()
+    path = workdir / "metrics.jsonl"
+    while time.monotonic() - began < PATIENCE_S:
+        if any(process.poll() is not None for process in processes):
+            raise RuntimeError("a process ended before it was killed")
+        if path.exists() and path.read_bytes().count(b"\n") >= step:
+            return time.monotonic() - began
+        time.sleep(0.1)
+    raise RuntimeError("the run does not come forward")
+
+
+def lose_one(folder, record, draw, count, victim, how):
+    """One of `count` processes is killed, or only stopped; then all are started again."""
+    base = folder / "processes" / f"trial{int(time.time() * 1000)}"
+    base.mkdir(parents=True)
+    log, workdir = base / "log.txt", base / "run"
+    processes = together(count, folder, log, workdir)
+    reached(workdir, 30, processes)
+    time.sleep(draw.uniform(0, 2))
+    facts = {"kind": "processes", "kills": [{"at": f"{how} of process {victim} of {count}"}]}
+    processes[victim].send_signal(signal.SIGKILL if how == "SIGKILL" else signal.SIGSTOP)
+    began = time.monotonic()
+    if how == "SIGSTOP":
+        time.sleep(45)
+        alive = all(process.poll() is None for process in processes)
+        processes[victim].send_signal(signal.SIGCONT)
+        rows = (workdir / "metrics.jsonl").read_bytes().count(b"\n")
+        try:
+            reached(workdir, rows + 20, processes)
+            went_on = True
+        except RuntimeError:
+            went_on = False
+        record(
+            facts | {"survived": alive and went_on, "why": "" if alive and went_on else f"alive {alive}, see {base}"}
+        )
+    else:
+        codes = []
+        for process in processes:
+            try:
+                codes.append(process.wait(max(0.1, ENDS_S - (time.monotonic() - began))))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        took_s = time.monotonic() - began
+        rows = (workdir / "metrics.jsonl").read_bytes().count(b"\n")
+        again = together(count, folder, base / "again.txt", workdir)
+        restart_s = reached(workdir, rows + 5, again)
+        good = None not in codes and all(codes)
+        facts |= {"others_ended_after_s": round(took_s, 1), "codes": codes, "back_after_s": round(restart_s, 1)}
+        record(facts | {"survived": good, "why": "" if good else f"see {base}"})
+        processes += again
+    for process in processes:
+        process.kill()
+        process.wait()
+    shutil.rmtree(workdir)
+
+
+def signals(folder, record, count, victim, sent):
+    """Signals to one process of a run: all of them must end, with a checkpoint of the step that they stopped at."""
+    base = folder / "signals" / f"trial{int(time.time() * 1000)}"
+    base.mkdir(parents=True)
+    log, workdir = base / "log.txt", base / "run"
+    processes = together(count, folder, log, workdir)
+    reached(workdir, 30, processes)
+    for number in sent:
+        processes[victim].send_signal(number)
+        time.sleep(0.1)
+    began, codes = time.monotonic(), []
+    for process in processes:
+        try:
+            codes.append(process.wait(max(0.1, 60 - (time.monotonic() - began))))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+            process.kill()
+    names = "+".join(signal.Signals(number).name for number in sent)
+    saved = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    good = all(code == 0 for code in codes) if len(sent) == 1 else None not in codes
+    record({"kind": "signals", "kills": [{"at": f"{names} to process {victim} of {count}"}], "codes": codes,
+            "took_s": round(time.monotonic() - began, 1), "saved": saved[-1:], "survived": good and bool(saved),
+            "why": "" if good else f"see {base}"})  # fmt: skip
+
+
+def report(folder):
+    """The table of what was done so far."""
+    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    print("| kind | kills | trials | survived | where they hit |\n| --- | --- | --- | --- | --- |")
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        mine = [row for row in rows if row["kind"] == kind]
+        places = Counter(kill["at"] for row in mine for kill in row["kills"])
+        where = ", ".join(f"{count} {place}" for place, count in places.most_common())
+        kills = sum(len(row["kills"]) for row in mine)
+        print(f"| {kind} | {kills} | {len(mine)} | {sum(row['survived'] for row in mine)} | {where} |")
+    for row in rows:
+        if not row["survived"]:
+            print(json.dumps(row)[:2000])
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=[*KINDS, "processes", "signals"])
+    parser.add_argument("--kills", type=int, default=20, help="how many in all, earlier ones of this kind counted")
+    parser.add_argument("--folder", type=Path, default=Path("runs/attacks"))
+    parser.add_argument("--report", action="store_true")
+    asked = parser.parse_args(argv)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    folder = asked.folder.absolute()
+    results = folder / "results.jsonl"
+
+    def record(row):
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row)[:300], flush=True)
+
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = sum(len(row["kills"]) for row in rows if row["kind"] == asked.kind)
+    draw = random.Random(f"{asked.kind}{done}")
+    if asked.kind in KINDS:
+        kind = KINDS[asked.kind](folder / asked.kind)
+        kind.prepare()
+        while done < asked.kills:
+            done += chain(kind, asked.kind, folder, record, draw, asked.kills - done)
+    elif asked.kind == "processes":
+        while done < asked.kills:
+            count = (2, 4)[done % 2]
+            lose_one(folder, record, draw, count, draw.randrange(count), "SIGSTOP" if done % 5 == 4 else "SIGKILL")
+            done += 1
+    elif asked.kind == "signals":
+        cases = [(1, 0, [2]), (1, 0, [2, 2]), (1, 0, [15]), (2, 0, [2]), (2, 1, [2]), (2, 0, [2, 2]), (2, 1, [2, 2]),
+                 (2, 1, [15]), (4, 0, [15]), (4, 3, [15]), (4, 2, [2, 2])]  # fmt: skip
+        for count, victim, sent in cases[done:]:
+            signals(folder, record, count, victim, sent)
+    if asked.report or asked.kind:
+        report(folder)
+
+
+if __name__ == "__main__":
+    main()
