@@ -109,13 +109,13 @@ class Checkpoints:
         """Notes that `finite_step` was finite: the steps before it that were saved or restored here are good."""
         self._verdicts.confirm(finite_step)
         if self._verdicts.unwritten and not (self._opened_for_saving and self._manager.is_saving_in_progress()):
-            self._verdicts.write()
+            self._verdicts.write(self._steps())
 
     def give_up(self) -> int | None:
         """Notes that no finite step followed what was saved or restored last, and returns the newest good step."""
         self.wait()
         self._verdicts.reject()
-        self._verdicts.write()
+        self._verdicts.write(self._steps())
         return self.newest_good()
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
@@ -159,7 +159,8 @@ class Checkpoints:
             self._verdicts.unknown.discard(self._at)
             self._manager.reload()  # it has already forgotten the steps that this save would have replaced
             raise self._not_written(error) from error
-        self._verdicts.write()
+        if self._verdicts.unwritten:
+            self._verdicts.write(self._steps())
 
     def close(self) -> None:
         """Waits as `wait` does, then frees the disk space of deleted steps and the background threads."""

@@ -114,12 +114,12 @@ def reason(error: OSError) -> str:
 
 def _files(folder: epath.Path, names: Sequence[str]) -> list[str]:
     """The paths, within `folder`, of all files among `names`, sorted."""
-    found = []
+    found: list[str] = []
     for name in names:
-        if (folder / name).is_dir():
-            walked = (folder / name).walk()
-            found += [str((top / file).relative_to(folder)) for top, _, files in walked for file in files]
-        elif (folder / name).exists():
+        path = folder / name
+        if path.is_dir():  # not by walk(), which etils 1.15 answers with paths of another kind for an object store
+            found += _files(folder, [f"{name}/{inner.name}" for inner in path.iterdir()])
+        elif path.exists():
             found.append(name)
     return sorted(found)
 

@@ -1,6 +1,7 @@
 """Which checkpoints are good: those that a finite step followed. A verdict lies beside what it is about."""
 
 import json
+from collections.abc import Collection
 
 import jax
 from etils import epath
@@ -44,9 +45,9 @@ class Verdicts:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def write(self) -> None:
-        """Writes down what is known of the steps that are there; of those being written, when they are."""
+    def write(self, committed: Collection[int]) -> None:
+        """Writes down what is known of the steps that are there, which are `committed`."""
         for step, good in self.unwritten.items() if jax.process_index() == 0 else ():
-            if (self.directory / str(step)).is_dir():  # not rotated away
+            if step in committed:  # not rotated away
                 files.replace(self.directory / str(step) / VERDICT, json.dumps({"good": good}))
         self.unwritten.clear()

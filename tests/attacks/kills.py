@@ -149,7 +149,8 @@ class Tokens(Kind):
 
     def command(self, trial):
         return [*SMALL, "--rules=none", "--steps=1", f"--workdir={trial}/run", "--set=model.vocab=512",
-                f"--set=data.source={self.shared}/text.txt", f"--set=data.tokenizer={self.shared}/tokenizer.json"]  # fmt: skip
+                f"--set=data.source={self.shared}/text.txt",
+                f"--set=data.tokenizer={self.shared}/tokenizer.json"]  # fmt: skip
 
     def left(self, trial):
         return digest(trial / "cache/data", leave_out=())

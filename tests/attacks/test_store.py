@@ -1,0 +1,134 @@
+"""Runs whose workdir is in a bucket: saved, killed, resumed, locked, and compared with a run on a local disk.
+
+pip install -e ".[dev,gcs]" gcp-storage-emulator && pytest -n 0 -m slow tests/attacks/test_store.py
+"""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.attacks import bucket
+from tests.attacks.kills import RANDOM, SMALL
+from tests.launched import ROOT, free_port
+
+MISSING = [name for name in ("gcsfs", "gcp_storage_emulator") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"not run: {', '.join(MISSING)} not installed"),
+]
+# Locks whose holder is silent after 6 seconds instead of 5 minutes.
+QUICK = "from gspmd_lm import cli, lock; lock.BEAT_S, lock.STALE_S = 1.0, 6.0; cli.main()"
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def store():
+    """The environment of processes that use the emulator."""
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.attacks.bucket", str(port)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    time.sleep(3)
+    yield os.environ | bucket.environment(port)
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def start(store, tmp_path):
+    """Starts a run in a folder of the bucket, or anywhere."""
+    started = []
+
+    def start(workdir, *flags):
+        arguments = [*SMALL, *RANDOM, "--rules=none", f"--workdir={workdir}", *flags]
+        process = subprocess.Popen(
+            [sys.executable, "-c", QUICK, *arguments], cwd=ROOT, env=store | {"GSPMD_LM_CACHE": str(tmp_path / "cache")},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.fixture
+def objects(store, monkeypatch):
+    """The store, as fsspec has it."""
+    import gcsfs
+
+    for name in bucket.environment(0):
+        monkeypatch.setenv(name, store[name])
+    return gcsfs.GCSFileSystem(token="anon", endpoint_url=store["STORAGE_EMULATOR_HOST"], use_listings_cache=False)
+
+
+def losses(text):
+    return [(row["step"], row["loss"]) for row in map(json.loads, text.splitlines()) if "loss" in row]
+
+
+def test_a_run_is_saved_killed_and_resumed(start, objects, tmp_path):
+    flags = "--set=train.checkpoint_every=3", f"--set=train.steps={STEPS}"
+    finish(start(tmp_path / "local", *flags))
+    draw, kills = random.Random(0), 0
+    while True:
+        process = start("gs://bucket/killed", *flags)
+        try:
+            process.communicate(timeout=draw.uniform(8, 25) if kills < 4 else 600)
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            kills += 1
+    assert process.returncode == 0 and kills == 4
+    remote = objects.cat_file("bucket/killed/metrics.jsonl").decode()
+    assert losses(remote) == losses((tmp_path / "local/metrics.jsonl").read_text())  # each step once, bit for bit
+    assert not objects.exists("bucket/killed/lock.json")
+    output = finish(start("gs://bucket/killed", f"--set=train.steps={STEPS}"))
+    assert f"stands at step {STEPS}, nothing to do" in output
+
+
+def test_a_second_run_waits_and_takes_over_from_one_that_ends(start, objects):
+    first = start("gs://bucket/shared", "--set=train.checkpoint_every=50", "--set=train.steps=100000")
+    while not objects.exists("bucket/shared/lock.json"):
+        time.sleep(0.5)
+    time.sleep(8)
+    second = start("gs://bucket/shared", "--steps=100000", "--set=train.steps=100000")
+    time.sleep(4)
+    first.send_signal(signal.SIGTERM)
+    said = finish(first)
+    stopped = int(said.split("stopped at step ")[1].split()[0])
+    time.sleep(10)
+    second.send_signal(signal.SIGTERM)
+    output = finish(second)
+    assert "holds the lock; waiting until it ends or is silent" in output and f"restored step {stopped} of" in output
+
+
+def test_a_living_run_is_not_disturbed(start, objects):
+    first = start("gs://bucket/alive", "--set=train.steps=100000")
+    while not objects.exists("bucket/alive/lock.json"):
+        time.sleep(0.5)
+    output = finish(start("gs://bucket/alive", "--steps=5"), 2)
+    assert f"process {first.pid} on" in output and "is writing there" in output
+    first.send_signal(signal.SIGTERM)
+    finish(first)
+
+
+def test_programs_are_found_again_in_a_bucket(start):
+    flags = "--steps=1", "--compile_cache=gs://bucket/compiled"
+    assert "0 found" in finish(start("gs://bucket/cold", *flags))
+    assert "compile cache gs://bucket/compiled" in (output := finish(start("gs://bucket/warm", *flags)))
+    assert " 0 found" not in output
