@@ -24,7 +24,7 @@ def test_axes_and_arrays():
     wanted += [f"| `{name}` | {meaning} |" for name, meaning in axes.ARRAYS.items()]
     listed = re.findall(r"^\| `\w+` \|.*\|$", RULES[RULES.index("## Logical axes") : RULES.index("## Every key")], re.M)
     assert listed == wanted
-    assert ", ".join(f"`{name}`" for name in axes.MESH_AXES) in RULES
+    assert ", ".join(f"`{name}`" for name in layouts.MESH_AXES) in RULES
 
 
 def test_compiler_options():

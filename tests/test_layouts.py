@@ -136,12 +136,12 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
     adapted = ["model.lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"]
     configs = [config.load(name) for name in CONFIGS]
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
-    seen = set()
+    seen, one = set(), rules.load("single")
     for cfg in configs:
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in state.pairs(arrays.named_params, arrays.params)}
-        seen |= set(state.activations(cfg, arrays, 1))
-        for named in programs.activations(cfg, arrays, programs.whole_context(cfg)).values():
+        seen |= set(state.activations(cfg, arrays, 1, one))
+        for named in programs.activations(cfg, arrays, programs.whole_context(cfg), one).values():
             seen |= set(named)
     assert seen == set(axes.ARRAYS)
 
