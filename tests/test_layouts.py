@@ -121,6 +121,17 @@ def test_the_table_lists_every_array():
     )
 
 
+def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
+    """1024 tokens on each of eight devices: two tokens of each of 512 rows."""
+    cfg = config.load("tiny", ["data.batch=512"])
+    found = rules.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
+    arrays, _ = state.checked(cfg, found, "cpu")
+    shown = table.rows(cfg, found, arrays, state.activations(cfg, arrays, 1, found))
+    (logits,) = (row for row in shown if row.path == "logits")
+    assert (logits.shape, logits.in_use) == ((512, 16, 264), ((), ("context",), ()))
+    assert logits.bytes_per_device == 1024 * 264 * 4
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon"])
 def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
     cfg, found = config.load("tiny", [f"optimizer.name={optimizer}"]), filled("fsdp2_tp4", 8)

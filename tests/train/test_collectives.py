@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm import rules as layouts
+from gspmd_lm.model import loss
 from gspmd_lm.rules import Remat, Row
 
 SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
@@ -87,6 +88,14 @@ def test_data_parallelism_reduces_each_gradient_once_per_microbatch(moved, micro
 def test_no_shipped_layout_reshards_in_the_layers(moved, layout, remat):
     loop = in_layers(moved(layout, remat=remat))
     assert [c for c in loop if c.kind in RESHARDING] == []
+
+
+def test_chunks_of_the_loss_move_no_tokens_of_a_split_sequence(moved, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 32)
+    rules = layouts.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
+    chunks = [c for c in in_layers(moved(rules)) if c.times == 2 != L]  # 64 tokens on a device
+    assert chunks and {c.kind for c in chunks} == {"all-reduce"}
+    assert {c.elements for c in chunks} <= {1, 64 * D}  # sums, and the gradient of the table
 
 
 def test_a_layout_made_to_reshard_is_caught(moved):
