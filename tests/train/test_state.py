@@ -8,6 +8,7 @@ from gspmd_lm import rules as layouts
 from gspmd_lm.config import InputError
 from gspmd_lm.model import loss
 from gspmd_lm.train import state, step
+from tests.convert.ours import QUICK
 
 MESHES = [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"context": 4, "data": 2}, {"fsdp": 2, "tensor": 2, "context": 2}]
 ROWS = [
@@ -15,7 +16,6 @@ ROWS = [
     "residual.embed", "block_input.seq", "block_input.batch", "tokens.seq", "q.seq", "q.heads", "k.kv_seq",
     "attention_out.seq", "hidden.seq", "hidden.mlp", "logits.seq", "logits.batch", "logits.vocab", "unembedding.vocab",
 ]  # fmt: skip
-QUICK = {"xla_backend_optimization_level": 0}  # half the time of a compilation; what is computed is the same
 AT_REST = ["embed", "mlp", "heads", "vocab", "head_dim", "wq.embed", "scale.embed"]
 
 
