@@ -186,20 +186,20 @@ def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Record
 def problems(
     rules: Rules,
     params: list[tuple[Named, Any]],
-    activations: Recorder,
-    optimizer: list[tuple[Named, Any]],
+    activations: Recorder | None = None,
+    optimizer: Sequence[tuple[Named, Any]] = (),
 ) -> list[Problem]:
     """Everything about `rules` that does not fit the arrays of a model, warnings included.
 
-    `activations` are what the model was recorded to name under the same rules.
+    `activations` are what the model was recorded to name under the same rules; None where no model runs.
     """
     found = list(rules.problems)
     tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
     tables += [("optimizer", pair) for pair in optimizer]
     for table, (leaf, like) in tables:
         found += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
-    found += activations.problems
-    found += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes)
+    found += activations.problems if activations else []
+    found += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
     return list(dict.fromkeys(found))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import cli, runtime
+from gspmd_lm.config import RunFailed
 from gspmd_lm.verbs import train
 
 ROOT = Path(__file__).parent.parent
@@ -163,6 +164,14 @@ def test_a_failure_of_the_program_shows_where(capsys, monkeypatch):
         cli.main(["main.py"])
     assert end.value.code == 1
     assert "ZeroDivisionError: ours" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_says_why_and_exits_with_1(run, monkeypatch):
+    def fail(*_):
+        raise RunFailed("step 7: not finite\n  fix   lower it")
+
+    monkeypatch.setattr(train, "run", fail)
+    assert run() == (1, "", "step 7: not finite\n  fix   lower it\n")
 
 
 def test_an_interrupt_has_its_own_code(monkeypatch):

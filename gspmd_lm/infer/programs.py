@@ -323,7 +323,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     found = arrays(config)
     more: list[Problem] = []
     for named in _recorded(config, found, sizes, rules).values():
-        more += problems(rules, pairs(found.named_params, found.params), named, [])
+        more += problems(rules, pairs(found.named_params, found.params), named)
     more += lacking(config, rules, platform, sizes.prompt, segments=True)
     return found, check(dict.fromkeys(more))
 

@@ -133,7 +133,7 @@ def build(
     found, cfg = arrays(config), config.model
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, Rows(one, one))
-    more = problems(rules, pairs(found.named_params, found.params), named, [])
+    more = problems(rules, pairs(found.named_params, found.params), named)
     warnings = check([*more, *lacking(config, rules, platform, seq, segments=False)])
     return Program(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 
