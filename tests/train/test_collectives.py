@@ -36,9 +36,12 @@ def activations(found, rows):
     return [c for c in found if c.elements >= rows * T * D]
 
 
-@pytest.mark.parametrize(("block", "reductions"), [("sequential", 2), ("parallel", 1)])
-def test_tensor_parallelism_reduces_what_megatron_does(moved, block, reductions):
-    found = moved("tp8", block=block)
+@pytest.mark.parametrize(
+    ("block", "reductions", "remat"), [("sequential", 2, None), ("parallel", 1, None), ("sequential", 2, "dots")]
+)
+def test_tensor_parallelism_reduces_what_megatron_does(moved, block, reductions, remat):
+    """Sums are kept where products are (remat: dots), so none is made twice."""
+    found = moved("tp8", block=block, remat=remat)
     loop = in_layers(found)
     forward = [c for c in loop if "transpose" not in c.op_name]
     backward = [c for c in loop if "transpose" in c.op_name]
