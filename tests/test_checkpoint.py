@@ -420,7 +420,7 @@ checkpoints.close()
 
 def test_a_directory_that_vanished_is_an_error_and_the_process_ends(run):
     command = [sys.executable, "-c", VANISHED, str(run.directory)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 1
     assert f"RuntimeError: checkpoint 2 was not written to {run.directory}: [Errno 20] Not a dir" in process.stderr
 
@@ -463,7 +463,7 @@ checkpoints.wait()
 @pytest.mark.parametrize(("moment", "newest"), [("before the manifest", 1), ("after the commit", 2)])
 def test_a_kill_while_saving_leaves_a_usable_step(run, moment, newest):
     command = [sys.executable, "-c", KILLED, str(run.directory), moment]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == -signal.SIGKILL
+    assert subprocess.run(command, capture_output=True, timeout=300).returncode == -signal.SIGKILL
     state = {"w": jnp.arange(1000)}
     restarted = run.open(architecture={})
     assert restarted.steps() == list(range(1, newest + 1))

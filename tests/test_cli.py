@@ -193,7 +193,7 @@ def test_a_pod_in_seconds_on_a_laptop():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "405,853,388,800 parameters, mesh fsdp=128 x tensor=4" in done.stdout

@@ -232,7 +232,7 @@ print(json.dumps([xla_bridge.backends_are_initialized(), changed, settings, left
         text=True,
         cwd=PACKAGE.parent,
         env=environment,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [False, [], [], 0]
