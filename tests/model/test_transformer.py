@@ -187,6 +187,27 @@ def test_norms_of_bfloat16_are_computed_in_float32(kind, small):
     assert found.dtype == jnp.bfloat16 and np.mean(np.asarray(found) == rounded) > 0.99
 
 
+def test_gradients_add_up_in_float32(small):
+    """Those of 1024 equal rows are sums of equal ones: in bfloat16 they would stop growing at 256 of them."""
+    biases = {name: True for name in ("norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias")}
+    exact = small(layers=1, positions="learned", norm="layernorm", embed=16, mlp=16, **biases).model
+    batch = rows(exact, np.tile(np.arange(2), (1024, 1)))
+    rng, abstract = np.random.default_rng(0), nn.unbox(jax.eval_shape(lambda: init(exact, jax.random.key(0))))
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.5, 0.5, x.shape), jnp.bfloat16), abstract)
+
+    def gradients(**dtypes):
+        cfg = dataclasses.replace(exact, **dtypes)
+        weights = jax.tree.map(lambda x: x.astype(cfg.weight_dtype), params)
+        loss = lambda p: hidden(cfg, p, batch)[..., :8].astype(jnp.float32).sum()  # noqa: E731
+        found = jax.jit(jax.grad(loss)).lower(weights).compile({"xla_backend_optimization_level": 0})(weights)
+        return {path[-1].key: np.asarray(x, np.float32) for path, x in jax.tree_util.tree_leaves_with_path(found)}
+
+    found, wanted = gradients(compute_dtype="bfloat16", weight_dtype="bfloat16"), gradients()
+    for name, gradient in wanted.items():
+        if name != "bk":  # which is 0 but for rounding: attention does not change when all keys do
+            assert np.linalg.norm(found[name] - gradient) <= 0.1 * np.linalg.norm(gradient), name
+
+
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, small):
     """Whatever stands in their weights: what is computed is what the other heads alone compute."""
