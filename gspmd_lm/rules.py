@@ -120,8 +120,8 @@ class Rules:
     ) -> tuple[tuple[tuple[str, ...], ...], list[Problem]]:
         """The mesh axes of each dimension of an array, and what does not fit.
 
-        `itemsize` is in bytes and 0 for an activation, whose dimensions of size 1 (a decoded token) are never split;
-        but a batch of one row cannot be shared out, so it does not fit.
+        `itemsize` is in bytes and 0 for an activation. Its dimensions of size 1 (a decoded token) are never split. A
+        batch of one row is the exception: it cannot be shared out, so rules that split it do not fit.
         """
         spec: list[tuple[str, ...]] = []
         problems: list[Problem] = []
