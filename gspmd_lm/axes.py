@@ -32,8 +32,6 @@ AXES = {
     "expert": ("E", "experts"),
 }
 
-MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
-
 # Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
 WEIGHTS = {
     "embedding": "token table",
@@ -143,7 +141,11 @@ class Placement(Protocol):
         ...
 
     def split(self, array: str, axis: str) -> Split:
-        """How one axis of an activation is split."""
+        """How one axis of an activation is split, for sums over its pieces."""
+        ...
+
+    def pieces(self, array: str, axis: str) -> int:
+        """Into how many pieces one axis of an activation is split, for loops that cut it further."""
         ...
 
     def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
@@ -207,6 +209,12 @@ def split(array: str, axis: str) -> Split:
     """How an axis of an activation is split; in one piece on a single device."""
     placement = _placement.get()
     return placement.split(array, axis) if placement else Split()
+
+
+def pieces(array: str, axis: str) -> int:
+    """Into how many pieces an axis of an activation is split: a loop cuts it so that each step has a part of each."""
+    placement = _placement.get()
+    return placement.pieces(array, axis) if placement else 1
 
 
 def remat() -> Remat | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspmd_lm.axes import Remat, Split, placed_by, scope
+from gspmd_lm.axes import ACTIVATIONS, Remat, Split, placed_by, scope
 from gspmd_lm.rules import Problem, Rules, check
 
 
@@ -58,6 +58,9 @@ class MeshPlacement:
 
     def split(self, array: str, axis: str) -> Split:
         return _split(self.rules, array, axis)
+
+    def pieces(self, array: str, axis: str) -> int:
+        return _split(self.rules, array, axis).pieces
 
     def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
         """The sum over the leading dimension of `partials`, which is split as `split` says.
@@ -137,23 +140,33 @@ def remat(rules: Rules) -> Remat | None:
 
 
 class Recorder:
-    """A Placement that places nothing and notes which activations a model names: name -> axes and shape."""
+    """A Placement that places nothing and notes which activations a model names and where its rules do not fit them.
+
+    The rules say how loops are cut and which axes are split alike, as they do when the model runs. Sums are made in one
+    piece, because an axis that does not divide has no equal pieces.
+    """
 
     remat: Remat | None = None
     attention = "xla"
 
-    def __init__(self, split: Rules | None = None) -> None:
-        """`split` are rules that fit the model, by which it cuts its loops; without them everything is in one piece."""
-        self.rules = split
-        self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
+        self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
+        self.problems: list[Problem] = []
 
     def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
-        if table == "rules":
+        if array in ACTIVATIONS:
+            self.problems += self.rules.resolve(table, array, axes, x.shape)[1]
             self.arrays[array] = axes, x.shape
+            self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
         return x
 
     def split(self, array: str, axis: str) -> Split:
-        return _split(self.rules, array, axis) if self.rules else Split()
+        return dataclasses.replace(_split(self.rules, array, axis), pieces=1)
+
+    def pieces(self, array: str, axis: str) -> int:
+        return _split(self.rules, array, axis).pieces
 
     def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
         return self.constrain(partials.sum(0), array, axes, table)
@@ -162,33 +175,31 @@ class Recorder:
         return function
 
 
-def record(
-    function: Callable[..., Any], *abstract: Any, split: Rules | None = None
-) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Logical axes and shape of every array that `function` places, found without computing anything."""
-    recorder = Recorder(split)
+def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:
+    """The activations that `function` names under `rules`, which need not fit them. Nothing is computed."""
+    recorder = Recorder(rules)
     with placed_by(recorder):
         jax.eval_shape(function, *abstract)
-    return recorder.arrays
+    return recorder
 
 
 def problems(
     rules: Rules,
     params: list[tuple[Named, Any]],
-    activations: dict[str, tuple[tuple[str, ...], tuple[int, ...]]],
-    optimizer: list[tuple[Named, Any]],
+    activations: Recorder | None = None,
+    optimizer: Sequence[tuple[Named, Any]] = (),
 ) -> list[Problem]:
-    """Everything about `rules` that does not fit the arrays of a model, warnings included."""
+    """Everything about `rules` that does not fit the arrays of a model, warnings included.
+
+    `activations` are what the model was recorded to name under the same rules; None where no model runs.
+    """
     found = list(rules.problems)
     tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
     tables += [("optimizer", pair) for pair in optimizer]
     for table, (leaf, like) in tables:
         found += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
-    for array, (axes, shape) in activations.items():
-        itemsize = 4 if array == "tokens" else 0  # a batch of one row cannot be shared out, so it must not pass
-        found += rules.resolve("rules", array, axes, shape, itemsize)[1]
-    weights = {leaf.path: leaf.axes for leaf, _ in params}
-    found += rules.unused(weights, {array: axes for array, (axes, _) in activations.items()})
+    found += activations.problems if activations else []
+    found += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
     return list(dict.fromkeys(found))
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspmd_lm import core_yaml
-from gspmd_lm.axes import ACTIVATIONS, ARRAYS, AXES, MESH_AXES
+from gspmd_lm.axes import ACTIVATIONS, ARRAYS, AXES
 from gspmd_lm.config import InputError, did_you_mean, find_file, parse_yaml, read_text
 
+MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
@@ -125,14 +126,16 @@ class Rules:
     ) -> tuple[tuple[tuple[str, ...], ...], list[Problem]]:
         """The mesh axes of each dimension of an array, and what does not fit.
 
-        `itemsize` is in bytes and 0 for an activation, whose dimensions of size 1 (a decoded token) are never split.
+        `itemsize` is in bytes and 0 for an activation. Its dimensions of size 1 (a decoded token) are never split. A
+        batch of one row is the exception: it cannot be shared out, so rules that split it do not fit.
         """
         spec: list[tuple[str, ...]] = []
         problems: list[Problem] = []
         taken: dict[str, Row] = {}
         for axis, size in zip(axes, shape, strict=True):
             row = self.row(table, path, axis)
-            names = () if size == 1 and not itemsize else self.split(table, path, axis)
+            token = size == 1 and not itemsize and axis != "batch"
+            names = () if token else self.split(table, path, axis)
             spec.append(names)
             if row is None or not names:
                 continue

@@ -18,7 +18,7 @@ def launch(code: str, **env: str) -> subprocess.Popen:
     )
 
 
-def output(process: subprocess.Popen, timeout_s: float = 180) -> tuple[str, str]:
+def output(process: subprocess.Popen, timeout_s: float = 300) -> tuple[str, str]:
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:

@@ -11,7 +11,7 @@ import pytest
 from gspmd_lm.train import state
 
 GOLDEN = Path(__file__).parent / "golden"
-_arrays, _activations = {}, {}
+_arrays = {}
 
 
 def same_as_recorded(file: str, title: str, text: str) -> None:
@@ -40,21 +40,12 @@ def _read(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def shapes_once(monkeypatch):
-    """The shapes of a config are found once in a session, instead of once for each of its rules files."""
-    arrays, activations = state.arrays, state.activations
+    """The shapes of a config's weights are found once in a session, instead of once for each of its rules files."""
+    arrays = state.arrays
 
     def arrays_once(config):
         if config not in _arrays:
             _arrays[config] = arrays(config)
         return _arrays[config]
 
-    def activations_once(config, found, microbatches, split=None):
-        if split is not None:
-            return activations(config, found, microbatches, split)
-        key = config, microbatches
-        if key not in _activations:
-            _activations[key] = activations(config, found, microbatches)
-        return _activations[key]
-
     monkeypatch.setattr(state, "arrays", arrays_once)
-    monkeypatch.setattr(state, "activations", activations_once)

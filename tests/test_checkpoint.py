@@ -22,6 +22,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from gspmd_lm import checkpoint, config
 from gspmd_lm.checkpoint import Checkpoints
 from gspmd_lm.config import InputError, RunFailed
 
@@ -499,7 +500,7 @@ checkpoints.close()
 
 def test_a_directory_that_vanished_is_an_error_and_the_process_ends(run):
     command = [sys.executable, "-c", VANISHED, str(run.directory)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 1
     assert f"RunFailed: checkpoint 2 was not written to {run.directory}: [Errno 20] Not a dir" in process.stderr
 
@@ -543,7 +544,7 @@ checkpoints.wait()
 @pytest.mark.parametrize(("moment", "newest"), [("before the manifest", 1), ("after the commit", 2)])
 def test_a_kill_while_saving_leaves_a_usable_step(run, moment, newest):
     command = [sys.executable, "-c", KILLED, str(run.directory), moment]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == -signal.SIGKILL
+    assert subprocess.run(command, capture_output=True, timeout=300).returncode == -signal.SIGKILL
     state = {"w": jnp.arange(1000)}
     restarted = run.open(architecture={})
     assert restarted.steps() == list(range(1, newest + 1))
@@ -579,6 +580,39 @@ def test_the_manifest_lists_every_file_that_restoring_reads(run):
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert present - set(listed) == {"sha256.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
     assert all(len(entry["sha256"]) == 64 and entry["bytes"] > 0 for entry in listed.values())
+
+
+# Another value of every setting of a model: those that make another one of it, and those that do not.
+OTHER = {
+    "layers": 3, "embed": 64, "heads": 16, "kv_heads": 4, "head_dim": 8, "mlp": 128, "vocab": 60, "padded_vocab": 128,
+    "padded_heads": 16, "block": "parallel", "shared_norm": False, "post_norms": True, "norm": "layernorm",
+    "norm_scale": False, "norm_bias": True, "norm_eps": 1e-5, "norm_offset": 1.0, "embedding_norm": True,
+    "embedding_scale": 2.0, "qk_norm": True, "mlp_kind": "plain", "activation": "relu", "positions": "none",
+    "position_offset": 2, "rope_theta": 5e5, "rope_dim": 2, "rope_scaling": config.RopeScaling(), "sliding_window": 4,
+    "sliding_rope_theta": 100.0, "layer_pattern": ("full", "full"), "query_scale": 0.5, "qkv_bias": True,
+    "attention_out_bias": True, "mlp_bias": True, "unembedding_bias": True, "tied_embeddings": True,
+    "attention_softcap": 5.0, "logit_softcap": 3.0, "lora": config.Lora(targets=("wq",)),
+}  # fmt: skip
+SAME = {
+    "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
+    "weight_dtype": "bfloat16", "matmul_precision": "default",
+}  # fmt: skip
+
+
+def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
+    assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.Model))
+    base, weights = small(), {"params": {"w": jnp.ones(3)}}
+    with checkpoint.of_run(tmp_path, base) as checkpoints:
+        checkpoints.save(1, weights, {})
+    for name, value in (OTHER | SAME).items():
+        assert getattr(base.model, name) != value
+        model = config.Model(**{**vars(base.model), name: value})
+        with checkpoint.of_run(tmp_path, dataclasses.replace(base, model=model)) as checkpoints:
+            if name in SAME:
+                checkpoints.restore_weights(abstract(weights["params"]))
+                continue
+            with pytest.raises(InputError, match=f"another architecture\n  {name}: "):
+                checkpoints.restore_weights(abstract(weights["params"]))
 
 
 class Trained(NamedTuple):

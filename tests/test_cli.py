@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import cli, compile_cache
+from gspmd_lm.config import RunFailed
 from gspmd_lm.verbs import train
 
 ROOT = Path(__file__).parent.parent
@@ -165,6 +166,14 @@ def test_a_failure_of_the_program_shows_where(capsys, monkeypatch):
     assert "ZeroDivisionError: ours" in capsys.readouterr().err
 
 
+def test_a_run_that_fails_says_why_and_exits_with_1(run, monkeypatch):
+    def fail(*_):
+        raise RunFailed("step 7: not finite\n  fix   lower it")
+
+    monkeypatch.setattr(train, "run", fail)
+    assert run() == (1, "", "step 7: not finite\n  fix   lower it\n")
+
+
 def test_an_interrupt_has_its_own_code(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -184,7 +193,7 @@ def test_a_pod_in_seconds_on_a_laptop():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "405,853,388,800 parameters, mesh fsdp=128 x tensor=4" in done.stdout

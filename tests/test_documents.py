@@ -16,7 +16,10 @@ from gspmd_lm.train import state
 ROOT = Path(__file__).parent.parent
 FORESIGHT = (ROOT / "docs/foresight.md").read_text()
 RULES = (ROOT / "docs/rules.md").read_text()
-WRONG = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```\n\n```text\n(.*?)\n```", RULES, re.DOTALL)
+MESSAGES = RULES[RULES.index("## What wrong files say") : RULES.index("## What the model does with the rules")]
+WRONG = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```\n\n```text\n(.*?)\n```", MESSAGES, re.DOTALL)
+COMMANDS = re.findall(r"--config=(\w+) --rules=(\w+) --dry_run`:[^`]*```text\n(.*?)\n```", MESSAGES, re.DOTALL)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
 def test_axes_and_arrays():
@@ -24,7 +27,7 @@ def test_axes_and_arrays():
     wanted += [f"| `{name}` | {meaning} |" for name, meaning in axes.ARRAYS.items()]
     listed = re.findall(r"^\| `\w+` \|.*\|$", RULES[RULES.index("## Logical axes") : RULES.index("## Every key")], re.M)
     assert listed == wanted
-    assert ", ".join(f"`{name}`" for name in axes.MESH_AXES) in RULES
+    assert ", ".join(f"`{name}`" for name in layouts.MESH_AXES) in RULES
 
 
 def test_compiler_options():
@@ -46,6 +49,20 @@ def test_every_key_is_explained():
         assert re.search(rf"^### .*`{key}`", RULES, re.M), key
 
 
+def test_no_example_of_a_message_is_missed():
+    assert WRONG and COMMANDS
+    assert MESSAGES.count("```yaml") == len(WRONG)
+    assert MESSAGES.count("```text") == len(WRONG) + len(COMMANDS)
+
+
+@pytest.mark.parametrize(("config", "rules", "message"), COMMANDS)
+def test_wrong_commands(config, rules, message, monkeypatch):
+    monkeypatch.chdir(ROOT)  # messages name rules/<layout>.yaml
+    with pytest.raises(configs.InputError) as found:
+        state.checked(configs.load(config), layouts.load(rules).fill(8), "cpu")
+    assert str(found.value) == message
+
+
 @pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=[name for name, _, _ in WRONG])
 def test_wrong_files(name, text, message, tmp_path, monkeypatch):
     config = configs.load("tiny")
@@ -65,11 +82,29 @@ def test_the_message_in_the_readme():
     assert (ROOT / "rules/tp8.yaml").read_text().rstrip() in text and (ROOT / "rules/tp8.yaml").read_text() in RULES
 
 
-def test_links():
-    pages = ("README.md", "CONTRIBUTING.md", "docs/rules.md", "docs/pods.md", "docs/foresight.md")
-    for page in [ROOT / name for name in pages]:
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def headings(page):
+    """The names by which links find the headings of a page."""
+    words = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in words}
+
+
+def test_links_are_found():
+    """The page about rules begins with links to its own headings, the README links to every other page."""
+    assert {"README", "CHANGELOG", "CONTRIBUTING", "rules", "pods"} <= {page.stem for page in PAGES}
+    text = (ROOT / "README.md").read_text()
+    assert {page.stem for page in PAGES} - {"README"} <= set(re.findall(r"(\w+)\.md\)", text))
+    assert len(re.findall(r"\]\(#", RULES)) >= 8
 
 
 def test_keys_of_the_json():

@@ -3,11 +3,14 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gspmd_lm import axes, rules
 
 PACKAGE = Path(__file__).parent.parent / "gspmd_lm"
 MODULES = sorted(
@@ -47,18 +50,29 @@ MAY_IMPORT = {
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {
-    "model": ("jax.sharding", "jax.experimental.shard_map", "jax.experimental.mesh_utils", "jax.lax.with_sharding"),
-    "kernels": ("jax.sharding", "jax.experimental.shard_map"),
     "data": ("flax", "optax", "jax.sharding", "jax.experimental"),
     "config": ("jax", "flax", "numpy"),
     "rules": ("jax", "flax", "numpy"),
     "cli": ("jax", "flax", "numpy", "orbax", "grain"),  # when it is imported; a verb's code comes when the verb runs
 }
-# Words of jax that say how arrays are split, or count devices: the model has none of them.
-MESH_WORDS = {
-    "PartitionSpec", "NamedSharding", "Mesh", "with_sharding_constraint", "shard_map", "psum", "psum_scatter",
-    "all_gather", "all_to_all", "ppermute", "axis_index", "devices", "device_count", "local_device_count",
-    "process_index", "process_count", "set_mesh", "make_mesh",
+# All that a model and its kernels may know of what is installed: nothing counts devices or says how arrays are split.
+WITHOUT_DEVICES = (
+    "collections.abc.", "dataclasses.", "einops.", "flax.linen.initializers.", "flax.traverse_util.", "gspmd_lm.",
+    "jax.nn.", "jax.numpy.", "jax.random.", "jax.tree.", "math.", "typing.",
+)  # fmt: skip
+SINGLE_DEVICE = {
+    "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
+    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp vjp vmap",
+    "jax.lax": "dynamic_index_in_dim dynamic_update_slice rsqrt scan",
+    "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
+        "BlockSizes SegmentIds make_splash_mha",
+    "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask": "CausalMask LocalMask MultiHeadMask",
+}  # fmt: skip
+KNOWN = {f"{module}.{name}" for module, names in SINGLE_DEVICE.items() for name in names.split()}
+# Attributes of arrays, and arguments of the functions above, that would tell.
+TELLING = {
+    "addressable_data", "addressable_shards", "axis_name", "device", "devices", "global_shards", "in_shardings", "mesh",
+    "out_sharding", "out_shardings", "process_index", "sharding", "spmd_axis_name",
 }  # fmt: skip
 
 
@@ -116,11 +130,71 @@ def test_libraries_that_a_room_must_not_know(module):
             assert f"{name}.".replace("gspmd_lm.", "") != f"{never}." and not f"{name}.".startswith(f"{never}."), name
 
 
+def dotted(node):
+    """'jax.lax.scan' for that chain of attributes; '' for one that does not begin with a name."""
+    if isinstance(node, ast.Attribute):
+        return (before := dotted(node.value)) and f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def told_of_devices(nodes):
+    """Where a program can learn that there are several devices: each word of it that is not known not to tell."""
+    nodes = list(ast.walk(nodes))
+    modules = {}  # as the program calls them -> their names
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    documents = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}  # the beginning of a longer chain
+
+    def harmless(name):
+        return "._" not in name and (name in KNOWN or name.startswith(WITHOUT_DEVICES))
+
+    for name in modules.values():
+        if not harmless(name) and not any(known.startswith(f"{name}.") for known in (*KNOWN, *WITHOUT_DEVICES)):
+            yield name
+    for node in nodes:
+        if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
+            first, _, rest = dotted(node).partition(".")
+            name = f"{modules[first]}.{rest}".rstrip(".") if first in modules else ""
+            if name and not harmless(name):
+                yield name
+        if isinstance(node, ast.Attribute) and node.attr in TELLING:
+            yield node.attr
+        if isinstance(node, ast.keyword) and node.arg in TELLING:
+            yield f"{node.arg}="
+        if isinstance(node, ast.Name) and node.id in ("__import__", "eval", "exec", "globals"):
+            yield node.id
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            words = set(re.split(r"[\s,:()+]+", node.value))
+            yield from sorted(words & {*rules.MESH_AXES} - {*axes.AXES})
+
+
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module) in ("model", "kernels")])
 def test_the_model_reads_as_if_there_were_one_device(module):
-    for node in ast.walk(tree(module)):
-        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        assert word not in MESH_WORDS, f"{module}, line {node.lineno}: {word}"
+    assert list(told_of_devices(tree(module))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "jax.local_devices()", "jax.device_count()", 'jax.lax.psum(x, "tensor")', 'jax.lax.pmean(x, axis)',
+        'jax.lax.axis_size(axis)', "nn.with_partitioning(init, names)", 'getattr(jax, "devices")()', "here = jax",
+        "lax = jax.lax", "from jax import lax; lax.psum(x, axis)", "from jax.lax import psum as total; total(x, axis)",
+        "from jax.sharding import PartitionSpec; PartitionSpec()", "import jax.sharding; jax.sharding.Mesh",
+        "import importlib; importlib.import_module(name)", '__import__("jax")', "x.sharding", "x.devices()",
+        "jnp.zeros(3, device=d)", "jax.vmap(f, spmd_axis_name=n)", 'names = ("data", "fsdp")',
+        'axes.shard(x, "residual: fsdp seq embed")', "axes._placement.get()", "from gspmd_lm.axes import _placement",
+        "jax.experimental.multihost_utils.process_allgather(x)", "jax.jit(f)", "jax.make_mesh((8,), n)",
+    ],
+)  # fmt: skip
+def test_what_tells_of_devices_is_found(line):
+    begin = "import flax.linen as nn\nimport jax\nimport jax.numpy as jnp\nfrom gspmd_lm import axes\n"
+    harmless = 'y = jnp.exp(axes.shard(jax.nn.relu(x), "residual: batch seq embed"))\n'
+    assert list(told_of_devices(ast.parse(begin + harmless))) == []
+    assert list(told_of_devices(ast.parse(begin + harmless + line)))
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -154,7 +228,7 @@ print(json.dumps([xla_bridge.backends_are_initialized(), changed, settings, left
         text=True,
         cwd=PACKAGE.parent,
         env=environment,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [False, [], [], 0]

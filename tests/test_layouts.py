@@ -121,6 +121,17 @@ def test_the_table_lists_every_array():
     )
 
 
+def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
+    """1024 tokens on each of eight devices: two tokens of each of 512 rows."""
+    cfg = config.load("tiny", ["data.batch=512"])
+    found = rules.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
+    arrays, _ = state.checked(cfg, found, "cpu")
+    shown = table.rows(cfg, found, arrays, state.activations(cfg, arrays, 1, found))
+    (logits,) = (row for row in shown if row.path == "logits")
+    assert (logits.shape, logits.in_use) == ((512, 16, 264), ((), ("context",), ()))
+    assert logits.bytes_per_device == 1024 * 264 * 4
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon"])
 def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
     cfg, found = config.load("tiny", [f"optimizer.name={optimizer}"]), filled("fsdp2_tp4", 8)
@@ -136,12 +147,12 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
     adapted = ["model.lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"]
     configs = [config.load(name) for name in CONFIGS]
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
-    seen = set()
+    seen, one = set(), rules.load("single")
     for cfg in configs:
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in state.pairs(arrays.named_params, arrays.params)}
-        seen |= set(state.activations(cfg, arrays, 1))
-        for named in programs.activations(cfg, arrays, programs.whole_context(cfg)).values():
+        seen |= set(state.activations(cfg, arrays, 1, one))
+        for named in programs.activations(cfg, arrays, programs.whole_context(cfg), one).values():
             seen |= set(named)
     assert seen == set(axes.ARRAYS)
 

@@ -1,6 +1,7 @@
 """A published model's way through the command line: converted, generated from, scored, trained on, converted back."""
 
 import json
+import re
 
 import flax.linen as nn
 import jax
@@ -139,12 +140,22 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
 def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
     plain = yaml.safe_load((workdir / "config.yaml").read_text())
     assert plain["model"]["padded_vocab"] == 264 and plain["data"]["tokenizer"] == "bytes"
-    settings = ["data.seq=16", "data.batch=8", "data.source=random:64", "train.steps=1", f"train.init_from={workdir}",
-                "train.trackers=[]"]  # fmt: skip
+    settings = ["data.seq=16", "data.batch=8", "data.source=random:64", "train.steps=2", f"train.init_from={workdir}",
+                "train.trackers=[]", "train.checkpoint_every=1"]  # fmt: skip
     code, out, err = verb("train", f"--config={workdir / 'config.yaml'}", f"--workdir={tmp_path / 'run'}", *PLACE,
                           *(f"--set={setting}" for setting in settings))  # fmt: skip
     assert code == 0, err
-    assert "step 1/1  loss 5.5" in out
+    assert "step 1/2  loss 5.5" in out
+
+    # Not only its last step can be evaluated.
+    last = re.search(r"^step 2: held-out loss (\S+),", out, re.M)
+    code, out, err = verb("eval", f"--workdir={tmp_path / 'run'}", "--step=1", "--compile_cache=none")
+    assert code == 0, err
+    first = re.search(r"^step 1: held-out loss (\S+),", out, re.M)
+    assert first and last and first[1] != last[1]
+    code, _, err = verb("eval", f"--workdir={tmp_path / 'run'}", "--step=3", "--compile_cache=none")
+    assert code == 2 and "there is no checkpoint 3\n  fix   use one of 1, 2" in err
+
     code, _, err = verb("train", f"--workdir={workdir}", *PLACE)
     assert code == 2 and "weights without the state" in err and "train.init_from" in err
 

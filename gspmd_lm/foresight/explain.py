@@ -71,7 +71,7 @@ def report(
     if phase == "train":
         activations = state.activations(config, arrays, rules.microbatches, rules)
     else:
-        activations = generation.activations(config, arrays, sizes)[phase]
+        activations = generation.activations(config, arrays, sizes, rules)[phase]
     named = [Array(*row) for row in table.rows(config, rules, arrays, activations)]
     network = Network(
         target.chip, program.coords, program.slices, program.hosts, tuple(rules.mesh.values()), tuple(rules.mesh)

@@ -22,7 +22,7 @@ from gspmd_lm.kernels.attention import LANES, unsupported
 from gspmd_lm.model.attention import Cache
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import empty_cache, extend
-from gspmd_lm.placement import MeshPlacement, Named, problems, record
+from gspmd_lm.placement import MeshPlacement, Named, Recorder, problems, record
 from gspmd_lm.rules import Problem, Remat, Rules, check
 from gspmd_lm.train.state import Activations, Arrays, arrays, pairs
 
@@ -308,19 +308,20 @@ def build(
     return Programs(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
-def activations(config: Config, found: Arrays, sizes: Sizes) -> dict[str, Activations]:
-    """The activations that the model names in "prefill" and in "decode"."""
+def activations(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
+    """The activations that the model names in "prefill" and in "decode" under `rules`."""
+    return {phase: recorded.arrays for phase, recorded in _recorded(config, found, sizes, rules).items()}
+
+
+def _recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     model, carried = config.model, _carried(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, carried.start_B, carried.number_B)
-    recorded = {
-        "prefill": record(lambda params, prompts: prefill(model, params, prompts, sizes.slots), found.params, prompts),
-        "decode": record(lambda params, carried: decode(model, params, carried), found.params, carried),
-    }
-    paths = {leaf.path for leaf, _ in pairs(found.named_params, found.params)}
     return {
-        phase: {name: array for name, array in arrays.items() if name not in paths}
-        for phase, arrays in recorded.items()
+        "prefill": record(
+            rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), found.params, prompts
+        ),
+        "decode": record(rules, lambda params, carried: decode(model, params, carried), found.params, carried),
     }
 
 
@@ -331,8 +332,8 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     """
     found = arrays(config)
     more: list[Problem] = []
-    for named in activations(config, found, sizes).values():
-        more += problems(rules, pairs(found.named_params, found.params), named, [])
+    for named in _recorded(config, found, sizes, rules).values():
+        more += problems(rules, pairs(found.named_params, found.params), named)
     more += lacking(config, rules, platform, sizes.prompt, segments=True)
     return found, check(dict.fromkeys(more))
 

@@ -14,7 +14,7 @@ import numpy as np
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.axes import like, scope, shard, split, use
+from gspmd_lm.axes import like, scope, shard, use
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def score(cfg: ModelConfig, params: Any, rows: Rows) -> Scores:
     batch = {"tokens": rows.tokens_BT, "positions": positions_BT, "row": jnp.arange(B, dtype=jnp.int32)}
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
-        chunks = loss.chunk_count(T, B // split("block_input", "batch").pieces)
+        chunks = loss.chunk_count(B, T)
         x_CBTD = loss.chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
         vocab_V = jnp.arange(cfg.vocab_rows)
@@ -139,15 +139,8 @@ def build(
     rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform])
     found, cfg = arrays(config), config.model
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
-    paths = {leaf.path for leaf, _ in pairs(found.named_params, found.params)}
-    recorded = record(lambda params, rows: score(cfg, params, rows), found.params, Rows(one, one))
-    # How long a chunk of logits is, is decided when the batch is split.
-    activations = {
-        name: (axes, shape) if name != "logits" else (axes[::2], shape[::2])
-        for name, (axes, shape) in recorded.items()
-        if name not in paths
-    }
-    more = problems(rules, pairs(found.named_params, found.params), activations, [])
+    named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, Rows(one, one))
+    more = problems(rules, pairs(found.named_params, found.params), named)
     warnings = check([*more, *lacking(config, rules, platform, seq, segments=False)])
     return Program(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 

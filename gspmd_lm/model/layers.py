@@ -189,8 +189,9 @@ def look_up(table: Weight, ids_BT: jax.Array) -> jax.Array:
     rows, batch = axes.split(table.path, table.axes[0]), axes.split("block_input", "batch")
     if rows.pieces == 1:
         with scope("of", table.path):
-            # Cast last, so that the gradients of a repeated id add up in the table's own precision.
-            return table.array[ids_BT].astype(table.compute_dtype)
+            # Cast last, so that the gradients of a repeated id add up in float32: in bfloat16, a sum of equal ones
+            # stops growing at 256 of them.
+            return table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
     V, D = table.array.shape
     R = V // rows.pieces
     first_Z = R * jnp.arange(rows.pieces)

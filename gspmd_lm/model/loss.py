@@ -13,7 +13,7 @@ from einops import rearrange
 from einops import reduce as reduce_dimensions
 
 from gspmd_lm import config
-from gspmd_lm.axes import Weight, like, partial_einsum, reduce, scope, shard, split, use
+from gspmd_lm.axes import Weight, like, partial_einsum, pieces, reduce, scope, shard, split, use
 from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL
 
 LOGITS = "logits: batch seq vocab"
@@ -62,8 +62,7 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     """The sums, and with `gradients` also d sums.loss / d (x_BTD, table, bias); None for a frozen weight."""
     rows = split("block_input", "batch")
     columns = split("logits", "vocab")
-    T = x_BTD.shape[1]
-    chunks = chunk_count(T, x_BTD.shape[0] // rows.pieces)
+    chunks = chunk_count(*x_BTD.shape[:2])
     x_CBTD = chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
     targets_CBT = chunked(targets_BT, chunks)
     table_VD, bias_V = use(table), None if bias is None else use(bias)
@@ -92,7 +91,7 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
     (sums, dtable_ZVD, dbias_ZV), dx_CZBTD = end
     if not gradients:
         return sums, None
-    dx_ZBTD = rearrange(dx_CZBTD, "C Z B T D -> Z B (C T) D")
+    dx_ZBTD = rearrange(dx_CZBTD, "C Z B (P T) D -> Z B (P C T) D", P=_seq_pieces(x_BTD.shape[1]))
     dx_BTD = reduce(dx_ZBTD, columns, RESIDUAL)
     if not of_weights:
         return sums, (dx_BTD, None, None)
@@ -148,12 +147,22 @@ def logits_of(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, c
     return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab, capped_BTV, -jnp.inf)
 
 
-def chunk_count(length: int, rows_per_device: int) -> int:
-    """Into how many equal chunks a sequence is cut so that one has at most CHUNK_TOKENS tokens on a device."""
-    wanted = max(1, length * rows_per_device // CHUNK_TOKENS)
-    return next(n for n in range(wanted, length + 1) if length % n == 0) if wanted < length else length
+def chunk_count(rows: int, length: int) -> int:
+    """Into how many equal chunks sequences are cut so that one has at most CHUNK_TOKENS tokens on a device."""
+    most = length // _seq_pieces(length)
+    wanted = -(-rows * most // (pieces("logits", "batch") * CHUNK_TOKENS))
+    return next((n for n in range(wanted, most) if most % n == 0), most)
 
 
 def chunked(x: jax.Array, chunks: int) -> jax.Array:
-    """[B, T, ...] as [chunks, B, T / chunks, ...]."""
-    return rearrange(x, "B (C T) ... -> C B T ...", C=chunks)
+    """[B, T, ...] as [chunks, B, T / chunks, ...]. A chunk has an equal part of each piece of a split sequence."""
+    return rearrange(x, "B (P C T) ... -> C B (P T) ...", C=chunks, P=_seq_pieces(x.shape[1]))
+
+
+def _seq_pieces(length: int) -> int:
+    """Into how many equal pieces the rules split the sequence of the logits; a loop cuts each of them further.
+
+    Rules that split it unequally are refused. For them it is one piece per token, so that nothing is cut.
+    """
+    found = pieces("logits", "seq")
+    return length if length % found else found

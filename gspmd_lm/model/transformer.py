@@ -98,7 +98,9 @@ class Decoder(nn.Module):
         if cfg.positions == "learned":
             rows = cfg.position_offset + cfg.context
             table = matrix(self, "position_embedding", "positions embed", (rows, cfg.embed), cfg)
-            x_BTD += axes.use(table)[cfg.position_offset + batch["positions"]]
+            # Looked up in float32, so that the gradients of a position, of which every row has one, add up in it.
+            table_PD = axes.use(table).astype(jnp.float32)
+            x_BTD += table_PD[cfg.position_offset + batch["positions"]].astype(dtype)
         elif cfg.positions == "sinusoidal":
             x_BTD += sinusoids(batch["positions"], cfg.embed).astype(dtype)
         if cfg.embedding_norm:

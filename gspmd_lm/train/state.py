@@ -13,7 +13,7 @@ from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import losses
 from gspmd_lm.model.transformer import decode, init
-from gspmd_lm.placement import Named, problems, record
+from gspmd_lm.placement import Named, Recorder, problems, record
 from gspmd_lm.rules import Problem, Rules, check
 from gspmd_lm.train import optimizer
 
@@ -75,17 +75,18 @@ def arrays(config: Config) -> Arrays:
     return Arrays(named, params, named_trained, trained, named_optimizer, state, transform)
 
 
-def activations(config: Config, found: Arrays, microbatches: int, split: Rules | None = None) -> Activations:
-    """The activations that the model names in one microbatch, with the chunks of `split`, rules that were checked."""
+def activations(config: Config, found: Arrays, microbatches: int, rules: Rules) -> Activations:
+    """The activations that the model names in one microbatch under `rules`."""
+    return _recorded(config, found, microbatches, rules).arrays
 
+
+def _recorded(config: Config, found: Arrays, microbatches: int, rules: Rules) -> Recorder:
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         x_BTD, table, bias = decode(config.model, params, batch)
         return losses(x_BTD, table, bias, batch["targets"], config.model).loss
 
     batch = abstract_batch(config, max(config.data.batch // microbatches, 1))
-    paths = {leaf.path for leaf, _ in pairs(found.named_params, found.params)}
-    recorded = record(forward, found.params, batch, split=split)
-    return {name: array for name, array in recorded.items() if name not in paths}
+    return record(rules, forward, found.params, batch)
 
 
 def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[Problem]]:
@@ -95,13 +96,10 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
     """
     found = arrays(config)
     whole = config.data.batch % rules.microbatches == 0
-    named = activations(config, found, rules.microbatches if whole else 1)
-    (batch, _, vocab), (rows, _, columns) = named["logits"]
-    chunk = {"logits": ((batch, vocab), (rows, columns))}  # how long it is, is decided when the batch is split
     more = problems(
         rules,
         pairs(found.named_params, found.params),
-        named | chunk,
+        _recorded(config, found, rules.microbatches if whole else 1, rules),
         pairs(found.named_optimizer, found.optimizer),
     )
     if not whole:

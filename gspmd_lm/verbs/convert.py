@@ -119,7 +119,7 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
 def _placed(here: session.Session, config: configs.Config) -> step.Step:
     """What says where weights rest. Raises ShardingError where they do not divide; batches are no matter here."""
     arrays = state.arrays(config)
-    check(problems(here.rules, state.pairs(arrays.named_params, arrays.params), {}, []))
+    check(problems(here.rules, state.pairs(arrays.named_params, arrays.params)))
     return step.build(config, here.rules, arrays, here.devices)
 
 

@@ -221,6 +221,30 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+# What a config.json means that gives sizes alone, as transformers 5 has it (test_live.py asks it): the norms' eps,
+# rope_theta, tied tables, the activation, the size of a head.
+DEFAULTS = {
+    "llama": (1e-6, 1e4, False, "silu", 128), "mistral": (1e-6, 1e4, False, "silu", 128),
+    "qwen2": (1e-6, 1e4, False, "silu", 128), "qwen3": (1e-6, 1e4, False, "silu", 128),
+    "gemma": (1e-6, 1e4, True, "gelu_tanh", 256), "gemma2": (1e-6, 1e4, True, "gelu_tanh", 256),
+    "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
+    "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
+    "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
+    "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),
+    "glm": (1.5625e-7, 1e4, False, "silu", 128),
+}  # fmt: skip
+SIZES = {
+    "model_type", "vocab_size", "hidden_size", "n_embd", "n_embed", "num_hidden_layers", "n_layer",
+    "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "intermediate_size", "ffn_dim",
+    "max_position_embeddings", "n_positions", "seq_length", "rotary_dim",
+}  # fmt: skip
+
+
+def sizes_alone(raw):
+    """A config.json without what has a default."""
+    return {name: value for name, value in raw.items() if name in SIZES}
+
+
 def model_of(raw):
     row = architecture.family(raw, "config.json")
     values = architecture.settings(row, raw, "config.json")
@@ -240,6 +264,13 @@ def test_a_published_config(name):
     raw, wanted = PUBLISHED[name]
     model = model_of(raw)
     assert {setting: getattr(model, setting) for setting in wanted} == wanted
+
+
+def test_what_is_meant_by_fields_that_are_not_there():
+    published = {raw["model_type"]: raw for raw, _ in reversed(PUBLISHED.values())}
+    models = {kind: model_of(sizes_alone(raw)) for kind, raw in published.items()}
+    names = "norm_eps", "rope_theta", "tied_embeddings", "activation", "head_dim"
+    assert {kind: tuple(getattr(model, name) for name in names) for kind, model in models.items()} == DEFAULTS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

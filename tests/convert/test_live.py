@@ -6,6 +6,7 @@ import pytest
 
 from gspmd_lm.convert import export
 from tests.convert import ours, references
+from tests.convert import test_architecture as published
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # what torch and transformers warn of is theirs
 
@@ -58,6 +59,16 @@ def test_all_gradients(case, computed, tmp_path):
     nothing = 1e-6 * np.linalg.norm([np.linalg.norm(gradient) for gradient in by_disk.values()])
     for name, want in by_disk.items():
         assert np.linalg.norm(written[name] - want) <= 1e-3 * np.linalg.norm(want) + nothing, name
+
+
+@pytest.mark.parametrize("name", published.PUBLISHED)
+def test_defaults_are_those_of_transformers(name):
+    import transformers
+
+    sizes = published.sizes_alone(published.PUBLISHED[name][0])
+    theirs = transformers.CONFIG_MAPPING[sizes["model_type"]](**sizes).to_dict()
+    theirs.pop("transformers_version")
+    assert published.model_of(sizes) == published.model_of(theirs)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["original config.json", "config.json of ours"])

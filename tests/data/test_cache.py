@@ -138,7 +138,7 @@ def _start(mode, texts):
 
 def test_a_killed_build_leaves_no_lock_and_nothing_that_looks_complete(texts):
     dying = _start("die", texts)
-    dying.communicate("\n", timeout=60)
+    dying.communicate("\n", timeout=300)
     assert dying.returncode == -signal.SIGKILL
     assert [path.suffix for path in cache_folder("data").iterdir() if path.is_dir()] == [".partial"]
     tokens = Counting()
@@ -154,7 +154,7 @@ def test_of_two_processes_one_builds(texts):
     for process in both:
         assert process.stdin
         print(file=process.stdin, flush=True)
-    results = [process.communicate(timeout=60)[0].split() for process in both]
+    results = [process.communicate(timeout=300)[0].split() for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sorted(int(built) > 0 for built, *_ in results) == [False, True]
     assert results[0][1:] == results[1][1:]

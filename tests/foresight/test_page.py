@@ -210,7 +210,7 @@ def visit(tmp_path_factory):
         command = [browser, "--headless", "--disable-gpu", "--window-size=1500,1000", "--virtual-time-budget=5000",
                    f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--dump-dom", "--no-sandbox",
                    (folder / "frame.html").as_uri()]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
         (told,) = Reader(done.stdout).find("pre")
         return json.loads(told["text"])

@@ -30,9 +30,11 @@ LAYOUTS = {
     "kv_heads on every device": (GROUPED, {
         "mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "kv_heads": None},
     }),
-    "slots split": (GROUPED, {
+    "prompts and slots split": (GROUPED, {
         "mesh": {"context": 2, "tensor": 4},
-        "rules": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "cache.kv_seq": "context"},
+        "rules": {
+            "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "seq": "context", "cache.kv_seq": "context",
+        },
     }),
 }  # fmt: skip
 

@@ -56,6 +56,14 @@ def test_equal_scores_at_the_border_are_all_kept():
         assert np.isfinite(filtered(scores, sampling.settings)).tolist() == [[False, True, True, False]]
 
 
+def test_what_the_better_tokens_reach_exactly_is_enough():
+    """Half of the probability is that of the best token: no other is needed to reach one half."""
+    scores = jnp.log(jnp.asarray([[0.25, 0.5, 0.25, 0.0]]))
+    assert jax.nn.softmax(scores).tolist() == [[0.25, 0.5, 0.25, 0.0]]
+    for top_p, left in ((0.5, [False, True, False, False]), (0.51, [True, True, True, False])):
+        assert np.isfinite(filtered(scores, Sampling(1.0, top_p=top_p).settings)).tolist() == [left]
+
+
 def test_greedy_takes_the_first_best_and_says_how_far_the_next_one_is():
     choice = best(jnp.asarray([[0.0, 3.0, 1.0], [2.0, 2.0, -np.inf], [5.0, -np.inf, -np.inf]]))
     assert choice.tokens_B.tolist() == [1, 0, 0]

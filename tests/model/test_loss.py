@@ -17,8 +17,11 @@ def arrays(cfg, dtype=jnp.float32):
     x = jax.random.normal(keys[0], (B, T, D), dtype)
     table = jax.random.normal(keys[1], (cfg.vocab_rows, D))
     bias = jax.random.normal(keys[2], (cfg.vocab_rows,))
-    targets = jax.random.randint(keys[3], (B, T), -1, cfg.vocab)  # some have none
-    return x, table, bias, targets
+    targets = jax.random.randint(keys[3], (B, T), 0, cfg.vocab)
+    likely = _logits(cfg, x, table, bias).argmax(-1)
+    targets = jnp.where(jnp.arange(T) % 3 == 0, likely, targets)  # one in three is right
+    # Many tokens have no target. Those of a whole row have no logit above 0 either, if there is no bias.
+    return x.at[1].set(0), table, bias, targets.at[1].set(-1).at[0, :5].set(-1).at[2:, ::4].set(-1)
 
 
 def chunked(cfg, x, table, bias, targets):
@@ -27,29 +30,34 @@ def chunked(cfg, x, table, bias, targets):
     return loss.losses(x, weight, held, targets, cfg)
 
 
-def plain(cfg, x, table, bias, targets):
+def _logits(cfg, x, table, bias):
     logits = jnp.einsum("btd,vd->btv", x, table) + (0 if bias is None else bias)
     if cfg.logit_softcap:
         logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
-    logits = logits[..., : cfg.vocab]
-    counted = targets >= 0
+    return logits[..., : cfg.vocab]
+
+
+def plain(cfg, x, table, bias, targets):
+    logits, counted = _logits(cfg, x, table, bias), targets >= 0
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     total = cross_entropy + cfg.z_loss * jax.nn.logsumexp(logits, -1) ** 2
     correct = (logits.argmax(-1) == targets) & counted
     return jnp.where(counted, total, 0).sum(), jnp.where(counted, cross_entropy, 0).sum(), correct.sum()
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 10**6])
+@pytest.mark.parametrize(("chunk_tokens", "chunks"), [(24, 4), (10**6, 1)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"logit_softcap": 3.0}, {"z_loss": 0.01}, {"logit_softcap": 3.0, "z_loss": 0.01}]
 )
-def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunk_tokens, small, monkeypatch):
+def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunk_tokens, chunks, small, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk_tokens)
     cfg = small(**options).model
     x, table, bias, targets = arrays(cfg)
     bias = bias if with_bias else None
+    assert loss.chunk_count(B, T) == chunks
     got, want = chunked(cfg, x, table, bias, targets), plain(cfg, x, table, bias, targets)
+    assert 0 < want[2] < (targets >= 0).sum() < B * T
     np.testing.assert_allclose(jnp.stack(got), jnp.stack(want).astype(jnp.float32), rtol=1e-5)
     inputs = (x, table, bias) if with_bias else (x, table)
 
@@ -60,6 +68,15 @@ def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunk_t
 
     for got, want in zip(of(chunked)(*inputs), of(plain)(*inputs), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "rows", "length", "chunks"),
+    [(7, 4, 24, 24), (24, 4, 24, 4), (25, 4, 24, 4), (23, 4, 24, 6), (96, 4, 24, 1), (95, 4, 24, 2), (1, 1, 7, 7)],
+)
+def test_chunks_are_equal_and_no_longer_than_they_may_be(chunk_tokens, rows, length, chunks, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk_tokens)
+    assert loss.chunk_count(rows, length) == chunks
 
 
 def test_rows_of_padding_are_never_predicted(small):

@@ -1,6 +1,7 @@
 """What the decoder computes, on one device."""
 
 import dataclasses
+import math
 
 import flax.linen as nn
 import jax
@@ -132,12 +133,106 @@ def test_dropout_masks_belong_to_rows(small):
     assert layers.dropout(x, 0.25, None, 1) is x
 
 
+@pytest.mark.parametrize(("block", "writes"), [("sequential", 5), ("parallel", 3)])
+def test_every_dropout_of_a_model_has_a_mask_of_its_own(block, writes, small):
+    """Where all that is written to the residual stream is 1, an entry counts the writes that their masks have kept.
+
+    Masks of their own give a binomial distribution; two equal ones would give only even counts of theirs.
+    """
+    cfg = small(block=block, dropout=0.5, embed=64, layers=2, attention_out_bias=True, mlp_bias=True).model
+    written = 1.0 if block == "sequential" else 0.5  # by each of attention and MLP, which a parallel block adds up
+
+    def value(path, x):
+        return jnp.full_like(x, {"bo": written, "b_down": written, "scale": 1, "embedding": 1}.get(path[-1].key, 0))
+
+    params = jax.tree_util.tree_map_with_path(value, nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0)))))
+    batch = rows(cfg, np.zeros((8, T), int))
+    x_BTD, *_ = jax.jit(lambda: Decoder(cfg).apply({"params": params}, batch, jax.random.key(7))[:1])()
+    found = np.asarray(x_BTD).reshape(-1, 64)
+    one = np.where(found > 0, found, np.inf).min(-1, keepdims=True)  # the last norm has scaled each token
+    share = np.bincount(np.rint(found / one).astype(int).ravel(), minlength=writes + 1) / found.size
+    np.testing.assert_allclose(share, [math.comb(writes, kept) / 2**writes for kept in range(writes + 1)], atol=0.02)
+
+
 def test_dropout_changes_training_only(small):
     cfg = small(dropout=0.5).model
     params, batch = weights(cfg), rows(cfg, np.arange(T))
     plain = hidden(cfg, params, batch)
     np.testing.assert_array_equal(plain, hidden(dataclasses.replace(cfg, dropout=0.0), params, batch))
     assert not np.allclose(plain, Decoder(cfg).apply({"params": params}, batch, jax.random.key(0))[0])
+
+
+def test_matrices_that_write_to_the_residual_stream_start_smaller_with_depth(small):
+    cfg = small(layers=8, embed=64, mlp=128, init_std=0.05, tied_embeddings=False).model
+    params = jax.jit(lambda key: nn.unbox(init(cfg, key)))(jax.random.key(0))
+    attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
+    for name, x in ({"embedding": params["embedding"], "unembedding": params["unembedding"]} | attention | mlp).items():
+        std = 0.05 / math.sqrt(2 * 8) if name in ("wo", "w_down") else 0.05
+        assert float(x.std()) == pytest.approx(std, rel=0.05), name
+        assert abs(float(x.mean())) < 0.1 * std, name
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norms_of_bfloat16_are_computed_in_float32(kind, small):
+    """What comes out is the exact result, rounded once."""
+    cfg = small(norm=kind, norm_bias=kind == "layernorm", norm_eps=1e-5, compute_dtype="bfloat16").model
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(30.0, 1.0, (64, 32)), jnp.bfloat16)
+    params = {name: rng.normal(1.0, 0.1, 32).astype(np.float32) for name in ("scale", "bias")[: 1 + cfg.norm_bias]}
+    found = layers.Norm(cfg).apply({"params": params}, x)
+    y = np.asarray(x, np.float64)
+    y -= y.mean(-1, keepdims=True) * (kind == "layernorm")
+    y = y / np.sqrt(np.square(y).mean(-1, keepdims=True) + 1e-5) * params["scale"] + params.get("bias", 0)
+    rounded = np.asarray(jnp.asarray(y, jnp.bfloat16))
+    assert found.dtype == jnp.bfloat16 and np.mean(np.asarray(found) == rounded) > 0.99
+
+
+def test_gradients_add_up_in_float32(small):
+    """Those of 1024 equal rows are sums of equal ones: in bfloat16 they would stop growing at 256 of them."""
+    biases = {name: True for name in ("norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias")}
+    exact = small(layers=1, positions="learned", norm="layernorm", embed=16, mlp=16, **biases).model
+    batch = rows(exact, np.tile(np.arange(2), (1024, 1)))
+    rng, abstract = np.random.default_rng(0), nn.unbox(jax.eval_shape(lambda: init(exact, jax.random.key(0))))
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.5, 0.5, x.shape), jnp.bfloat16), abstract)
+
+    def gradients(**dtypes):
+        cfg = dataclasses.replace(exact, **dtypes)
+        weights = jax.tree.map(lambda x: x.astype(cfg.weight_dtype), params)
+        loss = lambda p: hidden(cfg, p, batch)[..., :8].astype(jnp.float32).sum()  # noqa: E731
+        found = jax.jit(jax.grad(loss)).lower(weights).compile({"xla_backend_optimization_level": 0})(weights)
+        return {path[-1].key: np.asarray(x, np.float32) for path, x in jax.tree_util.tree_leaves_with_path(found)}
+
+    found, wanted = gradients(compute_dtype="bfloat16", weight_dtype="bfloat16"), gradients()
+    for name, gradient in wanted.items():
+        if name != "bk":  # which is 0 but for rounding: attention does not change when all keys do
+            assert np.linalg.norm(found[name] - gradient) <= 0.1 * np.linalg.norm(gradient), name
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, small):
+    """Whatever stands in their weights: what is computed is what the other heads alone compute."""
+    cfg = small(layers=1, kv_heads=kv_heads, qkv_bias=True).model
+    padded = dataclasses.replace(cfg, padded_heads=12)
+    wanted = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
+    rng, batch = np.random.default_rng(0), rows(cfg, np.arange(T))
+    params = jax.tree.map(
+        lambda x: 0.3 * rng.standard_normal(x.shape, np.float32),
+        nn.unbox(jax.eval_shape(lambda: init(padded, jax.random.key(0)))),
+    )
+    real = jax.tree.map(lambda x, like: x[tuple(map(slice, like.shape))], params, wanted)
+    assert real["layers"]["attention"]["wo"].size < params["layers"]["attention"]["wo"].size
+
+    def of(params, cfg):
+        x_BTD = hidden(cfg, params, batch)
+        return jnp.sin(x_BTD).sum(), x_BTD
+
+    run = jax.jit(jax.grad(of, has_aux=True), static_argnums=1)
+    with jax.default_matmul_precision("highest"):
+        (gradients, found), (real_gradients, real_found) = run(params, padded), run(real, cfg)
+    np.testing.assert_allclose(found, real_found, atol=1e-5)
+    for g, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(real_gradients), strict=True):
+        filled = np.pad(want, [(0, size - kept) for size, kept in zip(g.shape, want.shape, strict=True)])
+        np.testing.assert_allclose(g, filled, atol=1e-4 * np.abs(want).max())
 
 
 def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm import rules as layouts
+from gspmd_lm.model import loss
 from gspmd_lm.rules import Remat, Row
 
 SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
@@ -35,9 +36,12 @@ def activations(found, rows):
     return [c for c in found if c.elements >= rows * T * D]
 
 
-@pytest.mark.parametrize(("block", "reductions"), [("sequential", 2), ("parallel", 1)])
-def test_tensor_parallelism_reduces_what_megatron_does(moved, block, reductions):
-    found = moved("tp8", block=block)
+@pytest.mark.parametrize(
+    ("block", "reductions", "remat"), [("sequential", 2, None), ("parallel", 1, None), ("sequential", 2, "dots")]
+)
+def test_tensor_parallelism_reduces_what_megatron_does(moved, block, reductions, remat):
+    """Sums are kept where products are (remat: dots), so none is made twice."""
+    found = moved("tp8", block=block, remat=remat)
     loop = in_layers(found)
     forward = [c for c in loop if "transpose" not in c.op_name]
     backward = [c for c in loop if "transpose" in c.op_name]
@@ -87,6 +91,14 @@ def test_data_parallelism_reduces_each_gradient_once_per_microbatch(moved, micro
 def test_no_shipped_layout_reshards_in_the_layers(moved, layout, remat):
     loop = in_layers(moved(layout, remat=remat))
     assert [c for c in loop if c.kind in RESHARDING] == []
+
+
+def test_chunks_of_the_loss_move_no_tokens_of_a_split_sequence(moved, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 32)
+    rules = layouts.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
+    chunks = [c for c in in_layers(moved(rules)) if c.times == 2 != L]  # 64 tokens on a device
+    assert chunks and {c.kind for c in chunks} == {"all-reduce"}
+    assert {c.elements for c in chunks} <= {1, 64 * D}  # sums, and the gradient of the table
 
 
 def test_a_layout_made_to_reshard_is_caught(moved):

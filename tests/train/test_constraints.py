@@ -6,27 +6,58 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import rules
-from gspmd_lm.rules import Rules
+from gspmd_lm import axes
+from gspmd_lm import rules as layouts
+from gspmd_lm.config import Lora
+from gspmd_lm.infer import programs
 from gspmd_lm.train import state
 
-# A mesh on which every activation that the model names is split somewhere.
-EVERYWHERE = """\
-mesh: {data: 2, tensor: 4}
-rules:
-  batch: data
-  vocab: tensor
-  heads: tensor
-  kv_heads: tensor
-  mlp: tensor
-  residual.seq: tensor
-"""
+# What each dimension of an activation is, in words of its own: the model is compared with this table.
+ARRAYS = {
+    "tokens": "batch seq",
+    "residual": "batch seq embed",
+    "block_input": "batch seq embed",
+    "q": "batch seq heads head_dim",
+    "k": "batch kv_seq kv_heads head_dim",
+    "v": "batch kv_seq kv_heads head_dim",
+    "attention_out": "batch seq heads head_dim",
+    "hidden": "batch seq mlp",
+    "low_rank": "batch seq rank",
+    "logits": "batch seq vocab",
+    "cache": "layers batch kv_seq kv_heads head_dim",
+}
+SIZES = {
+    "batch": 40, "seq": 16, "kv_seq": 16, "embed": 32, "heads": 12, "kv_heads": 6, "head_dim": 10, "mlp": 64,
+    "vocab": 62, "rank": 4, "layers": 2,
+}  # fmt: skip
+# How often a forward pass names each: the layers' body, which stands once in a program, and what is around it.
+FORWARD = {
+    "tokens": 1,
+    "residual": 3,  # after the table, after attention and after the MLP
+    "block_input": 3,  # of attention, of the MLP, of the loss
+    "q": 2,  # before and after rotary positions
+    "k": 2,
+    "v": 1,
+    "attention_out": 1,
+    "hidden": 3,  # gate, up and their product
+    "low_rank": 5,  # of each adapter of what reads a block's input
+    "logits": 1,
+}
+# What a backward pass names besides.
+BACKWARD = {
+    "block_input": 2
+    + 2
+    + 1,  # gathered again; cotangents of what attention and the MLP write; that of the table's rows
+    "low_rank": 5 + 2,  # made again; cotangents of what writes to the residual stream
+    "logits": 1,  # their cotangent
+}
 
 
-@pytest.fixture
-def everywhere(tmp_path) -> Rules:
-    (tmp_path / "everywhere.yaml").write_text(EVERYWHERE)
-    return rules.load(str(tmp_path / "everywhere.yaml"))
+@pytest.fixture(scope="module")
+def sized(small):
+    """A config whose sizes are all different, so that no dimension passes for another one."""
+    model = {name: SIZES[name] for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")}
+    return lambda **more: small(**model, **more, padded_vocab=62, data={"batch": 40, "seq": 16})
 
 
 def equations(jaxpr):
@@ -41,32 +72,76 @@ def equations(jaxpr):
                     yield from equations(inner)
 
 
-def test_every_shard_is_a_constraint_of_the_program(small, built, everywhere):
-    """Each named activation comes out of a constraint with the sharding that the rules resolve to, and each of
-    those constraints reaches the text that the compiler reads."""
-    step = built(small(layers=2), everywhere)
-    traced = jax.jit(step._train).trace(step.abstract_state, step.abstract_batch)
-    axes_of = {name: axes for name, (axes, _) in state.activations(step.config, step.arrays, 1).items()}
-    seen = collections.Counter()
+def constraints(traced):
+    """Each named activation of a program that comes out of a constraint: its name, shape, split and what makes it."""
     for equation, made in equations(traced.jaxpr.jaxpr):
-        if equation.primitive.name == "name":
-            name, value = equation.params["name"], equation.invars[0]
-            constraint = made.get(value)
-            if constraint is None or constraint.primitive.name == "name":
-                continue  # a layer's input, which was placed at the end of the layer before
-            assert constraint.primitive.name == "sharding_constraint", name
-            resolved, problems = step.rules.resolve("rules", name, axes_of[name], value.aval.shape)
-            assert not problems
-            spec = constraint.params["sharding"].spec
-            assert [names or None for names in resolved] == [
-                (names,) if isinstance(names, str) else names
-                for names in (*spec, *[None] * (len(resolved) - len(spec)))
-            ], name
-            seen[name] += any(resolved)
-    assert seen.keys() == {"tokens", "residual", "block_input", "q", "k", "v", "attention_out", "hidden", "logits"}
-    assert min(seen.values()) >= 1
-    constraints = sum(equation.primitive.name == "sharding_constraint" for equation, _ in equations(traced.jaxpr.jaxpr))
-    assert traced.lower().as_text().count("sdy.sharding_constraint") >= constraints - 2  # the compiler's own merging
+        if equation.primitive.name != "name":
+            continue
+        name, value = equation.params["name"], equation.invars[0]
+        constraint = made.get(value)
+        if constraint is None or constraint.primitive.name == "name":
+            continue  # a layer's input, which was placed at the end of the layer before
+        assert constraint.primitive.name == "sharding_constraint", name
+        spec = constraint.params["sharding"].spec
+        split = [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec]
+        split += [()] * (value.aval.ndim - len(split))
+        maker = made.get(constraint.invars[0])
+        yield name, value.aval.shape, tuple(split), maker and maker.primitive.name
+
+
+def test_the_dimensions_of_activations(sized):
+    config, one = sized(lora=Lora(rank=4, targets=("wq",))), layouts.load("single")
+    arrays = state.arrays(config)
+    found = state.activations(config, arrays, 1, one)
+    found["cache"] = programs.activations(config, arrays, programs.whole_context(config), one)["prefill"]["cache"]
+    assert found.keys() == ARRAYS.keys() == axes.ACTIVATIONS.keys()
+    for name, (names, shape) in found.items():
+        assert names == tuple(ARRAYS[name].split()), name
+        assert shape == tuple(SIZES[axis] for axis in names), name
+
+
+@pytest.mark.parametrize("axis", ["batch", "seq", "kv_seq", "embed", "heads", "head_dim", "mlp", "vocab"])
+def test_a_forward_pass_names_every_activation_where_it_is_made(axis, sized, built):
+    """Under rules for one axis, just the dimensions that are this axis are split, besides the batch."""
+    wanted = {"batch": "data", axis: "tensor"}
+    if axis == "heads":
+        wanted["kv_heads"] = "tensor"  # or keys would be repeated for each device's heads
+    step = built(sized(), layouts.from_dict({"mesh": {"data": 4, "tensor": 2}, "rules": wanted}, "here.yaml"))
+    seen = collections.Counter()
+    traced = jax.jit(step._evaluate).trace(step.abstract_state.params, step.abstract_batch)
+    for name, shape, split, maker in constraints(traced):
+        names = ARRAYS[name].split()
+        assert shape == tuple(SIZES[axis] for axis in names), name
+        assert split == tuple((wanted[axis],) if axis in wanted else () for axis in names), name
+        seen[name, maker == "add" if name == "residual" else None] += 1
+    assert seen.pop(("residual", True)) == 2, "the residual stream is a sum"
+    assert seen.pop(("residual", False)) == 1
+    assert {name: count for (name, _), count in seen.items()} == {
+        name: count for name, count in FORWARD.items() if name not in ("residual", "low_rank")
+    }
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))])
+def test_every_constraint_of_training_reaches_the_compiler(lora, sized, built):
+    """On a mesh on which every activation is split somewhere."""
+    rows = {"batch": "data", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+    raw = {"mesh": {"data": 4, "tensor": 2}, "rules": rows | {"residual.seq": "tensor"}}
+    step = built(sized(lora=lora), layouts.from_dict(raw, "here.yaml"))
+    traced = jax.jit(step._train).trace(step.abstract_state, step.abstract_batch)
+    seen = collections.Counter()
+    for name, shape, split, _ in constraints(traced):
+        resolved, problems = step.rules.resolve("rules", name, ARRAYS[name].split(), shape)
+        assert (split, problems) == (resolved, []), name
+        assert any(split), name
+        seen[name] += 1
+    wanted = collections.Counter(FORWARD) + collections.Counter(BACKWARD)
+    if lora:
+        wanted["block_input"] -= 1  # the table is frozen: it needs no cotangent
+    else:
+        del wanted["low_rank"]
+    assert seen == wanted
+    made = sum(equation.primitive.name == "sharding_constraint" for equation, _ in equations(traced.jaxpr.jaxpr))
+    assert traced.lower().as_text().count("sdy.sharding_constraint") >= made - 2  # the compiler's own merging
 
 
 def test_new_rules_are_not_mistaken_for_old_ones(small, built):

@@ -1,0 +1,81 @@
+"""What is checked before anything is compiled: a layout that is accepted also becomes a program, and no other does."""
+
+import jax
+import numpy as np
+import pytest
+
+from gspmd_lm import rules as layouts
+from gspmd_lm.config import InputError
+from gspmd_lm.model import loss
+from gspmd_lm.train import state, step
+from tests.convert.ours import QUICK
+
+MESHES = [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"context": 4, "data": 2}, {"fsdp": 2, "tensor": 2, "context": 2}]
+ROWS = [
+    "batch", "seq", "kv_seq", "heads", "kv_heads", "mlp", "vocab", "head_dim", "embed", "residual.seq",
+    "residual.embed", "block_input.seq", "block_input.batch", "tokens.seq", "q.seq", "q.heads", "k.kv_seq",
+    "attention_out.seq", "hidden.seq", "hidden.mlp", "logits.seq", "logits.batch", "logits.vocab", "unembedding.vocab",
+]  # fmt: skip
+AT_REST = ["embed", "mlp", "heads", "vocab", "head_dim", "wq.embed", "scale.embed"]
+
+
+def drawn(rng):
+    """A random rules file; its rows name what every model has, but need not fit it or each other."""
+    mesh = MESHES[rng.integers(len(MESHES))]
+    targets = [None, [*mesh][::-1], *mesh, *mesh]
+
+    def table(keys, most):
+        chosen = rng.choice(keys, rng.integers(1, most), replace=False).tolist()
+        return {key: targets[rng.integers(len(targets))] for key in chosen}
+
+    return {
+        "mesh": mesh, "rules": table(ROWS, 6), "weights": table(AT_REST, 3),
+        "remat": str(rng.choice(["none", "block"])), "microbatches": int(rng.choice([1, 1, 2, 3])),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_what_is_accepted_can_be_built_and_what_is_refused_cannot(part, small, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 16)
+    accepted = 0
+    for at in range(10):
+        rng = np.random.default_rng([part, at])
+        raw, sizes = drawn(rng), {"batch": int(rng.choice([4, 12, 32])), "seq": int(rng.choice([4, 8, 12, 20, 24]))}
+        options = {"kv_heads": int(rng.choice([4, 8])), "block": str(rng.choice(["sequential", "parallel"]))}
+        config, rules = small(layers=1, data=sizes, **options), layouts.from_dict(raw, "here.yaml").fill(8)
+        refused = built = ""
+        try:
+            state.checked(config, rules, "cpu")
+        except InputError as error:
+            refused = str(error)
+        try:
+            step.build(config, rules, state.arrays(config), jax.devices()).lower_train()
+        except Exception as error:  # whatever it is that goes wrong
+            built = str(error)
+        assert bool(refused) == bool(built), (raw, sizes, options, refused, built)
+        accepted += not refused
+    assert 0 < accepted < 10
+
+
+def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(small, built, batch_of, monkeypatch):
+    """Many short rows on each device, so that a chunk has fewer tokens of a row than devices would have without it."""
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 64)
+    config = small(layers=1, optimizer={"clip_norm": 0.0, "warmup_steps": 0})
+    split = {"mesh": {"context": 4, "data": 2}, "rules": {"seq": "context"}}
+
+    def course(layout, tokens):
+        """Losses of three steps; the second and the third tell of the gradients. A chunk has `tokens` of each row."""
+        one = built(config, layout)
+        assert state.activations(config, one.arrays, 1, one.rules)["logits"][1] == (32, tokens, 64)
+        carried, program = (lowered.compile(QUICK) for lowered in (one.lower_init(), one.lower_train()))
+        carried, batch, losses = carried(), batch_of(one), []
+        for _ in range(3):
+            carried, values = program(carried, batch)
+            losses.append(float(values["loss"]))
+        return losses
+
+    wanted = course("single", 2)
+    assert wanted[2] < wanted[0] - 1e-2
+    for rows, tokens in (({}, 8), ({"logits.seq": None}, 2), ({"logits.seq": "data"}, 4)):
+        rules = layouts.from_dict({**split, "rules": split["rules"] | rows}, "here.yaml")
+        assert course(rules, tokens) == pytest.approx(wanted, abs=1e-5), rows
