@@ -1,7 +1,7 @@
 """Predicted step times beside published ones, and the order of good and bad layouts: the tables of docs/foresight.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
-    python -m benchmarks.foresight order [--write]
+    python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
     python -m benchmarks.foresight bytes [--write]
     python -m benchmarks.foresight compilation [--write]
 
@@ -29,7 +29,7 @@ from gspmd_lm.foresight import explain, target
 from gspmd_lm.foresight.report import Report
 
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
-         "as_known": "in the known direction"}  # fmt: skip
+         "as_known": "in the known direction", "date": "on"}  # fmt: skip
 
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
@@ -96,6 +96,7 @@ def order(pair: Any) -> dict[str, Any]:
         "bad_ms": round(bad_s * tokens * 1e3, 1),
         "ratio": round(bad_s / good_s, 2),
         "as_known": "yes" if bad_s > good_s else "no",
+        "date": datetime.date.today().isoformat(),
     }
 
 
@@ -137,11 +138,13 @@ def compilation(layout: str, name: str, where: str, *sets: str) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("times", "order", "bytes", "compilation"))
-    parser.add_argument("--rows", type=int, nargs="*", help="published rows to compile, from 0; default: all")
+    parser.add_argument("--rows", type=int, nargs="*", help="rows or pairs to compile, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
     if arguments.what == "order":
-        rows = [order(pair) for pair in PAIRS]
+        wanted = range(len(PAIRS)) if arguments.rows is None else arguments.rows
+        kept = measure.read("foresight_order")
+        rows = [order(pair) if number in wanted else kept[number] for number, pair in enumerate(PAIRS)]
         print(measure.markdown(rows, ORDER))
     elif arguments.what == "bytes":
         rows = [sent(layout, "h100:8", "data.batch=16") for layout in ("tp8", "fsdp8", "fsdp2_tp4")]

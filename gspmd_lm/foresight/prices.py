@@ -33,6 +33,7 @@ _FREE_CALLS = {
     "MoveToDevice", "annotate_device_placement", "AsyncCollectiveStart", "AsyncCollectiveDone",
     "PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked",
 }  # fmt: skip
+_CALLS_BY_BYTES = ("ZeroCrop",)  # of libtpu
 _FREE_KERNELS = ("ragged-dot-metadata",)  # of XLA's own, by their op_name: a few integers on the scalar unit
 # What takes as long as its bytes, or less time than can be seen.
 _BY_BYTES = {
@@ -96,6 +97,8 @@ def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
         return Price(seconds, "attention")
     if call.op_name.endswith(_FREE_KERNELS):
         return NOTHING
+    if call.custom_call_target in _CALLS_BY_BYTES:
+        return Price(_memory_s(module, call, chip))
     if call.cost_estimate is None:
         return None
     operations, moved_bytes = call.cost_estimate

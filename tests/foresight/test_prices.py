@@ -82,6 +82,13 @@ def test_a_kernel_that_says_nothing_takes_its_bytes_at_least_and_is_told(fused):
     assert list(alone(module, V5E).unpriced) == ["custom-call Mystery at layers.mlp"]
 
 
+def test_a_call_of_the_compiler_that_only_moves_takes_its_bytes():
+    moved = 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
+    assert price(called(target="ZeroCrop")) == prices.Price(
+        pytest.approx(moved / (prices.HBM_SHARE["tpu"] * 819e9)), "other"
+    )
+
+
 def test_an_estimate_of_nothing_is_none():
     assert price(called(estimate(0, 0))).unknown == "custom-call tpu_custom_call"
 
