@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
 
 from gspmd_lm.foresight import flops, kernels, traffic
 from gspmd_lm.foresight.hardware import Chip
 from gspmd_lm.foresight.hlo import Instruction, Module
 
-# What is no public fact of the hardware stands here; FITTED of benchmarks/foresight.py says what was fitted to which
-# published steps.
+# What is no public fact of the hardware stands here; FITTED of benchmarks/published_errors.py says what was fitted
+# to which published steps.
 #
 # Share of HBM bandwidth that operations reach. TPU: fitted to v6e steps. GPU: a device copy on one H200 moved 4.3 of
 # 4.8 TB/s.
@@ -33,8 +32,8 @@ _FREE_CALLS = {
     "MoveToDevice", "annotate_device_placement", "AsyncCollectiveStart", "AsyncCollectiveDone",
     "PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked",
 }  # fmt: skip
-_CALLS_BY_BYTES = ("ZeroCrop",)  # of libtpu
-_FREE_KERNELS = ("ragged-dot-metadata",)  # of XLA's own, by their op_name: a few integers on the scalar unit
+# Kernels of the compiler's own, by call target or op_name, that move no more than their bytes.
+_MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata")
 # What takes as long as its bytes, or less time than can be seen.
 _BY_BYTES = {
     "abs", "add", "and", "atan2", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "convert",
@@ -72,15 +71,18 @@ def price(module: Module, instruction: Instruction, chip: Chip) -> Price:
     calls = kernels_of(module, instruction)
     told = [_kernel(module, call, chip) for call in calls]
     unknown = next((CALL + call.custom_call_target for call, price in zip(calls, told, strict=True) if not price), "")
-    if told and not unknown:
-        found = _together([price for price in told if price], _memory_s(module, instruction, chip))
-    elif operations := flops.of(module, instruction):
+    kernels_s = sum(price.seconds for price in told if price)
+    if operations := flops.of(module, instruction):
         found = _matmul(module, instruction, chip, operations)
+        found = dataclasses.replace(found, seconds=found.seconds + kernels_s)
+    elif kernels_s:
+        kind = max((price for price in told if price), key=lambda price: price.seconds).kind
+        found = Price(max(kernels_s, _memory_s(module, instruction, chip) if kind == "attention" else 0.0), kind)
     elif chip.platform == "tpu" and _only_scalars(module, instruction):
         found = NOTHING  # the scalar unit works beside the others
     else:
         found = _moving(module, instruction, chip)
-        unknown = unknown or ("" if instruction.opcode in _BY_BYTES else instruction.opcode)
+        unknown = unknown or ("" if told or instruction.opcode in _BY_BYTES else instruction.opcode)
     launch_s = LAUNCH_S[chip.platform] if found is not NOTHING else 0.0
     return dataclasses.replace(found, seconds=found.seconds + launch_s, unknown=unknown)
 
@@ -95,24 +97,13 @@ def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
     """An attention kernel that is known by name, or another by what it says that it takes; None if it says nothing."""
     if seconds := kernels.price_s(module, call, chip):
         return Price(seconds, "attention")
-    if call.op_name.endswith(_FREE_KERNELS):
-        return NOTHING
-    if call.custom_call_target in _CALLS_BY_BYTES:
-        return Price(_memory_s(module, call, chip))
+    if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
+        return NOTHING  # its bytes are counted where nothing else is
     if call.cost_estimate is None:
         return None
     operations, moved_bytes = call.cost_estimate
     moving_s = moved_bytes / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)
     return Price(max(_multiplying_s(module, call, chip, operations), moving_s), "matmul" if operations else "other")
-
-
-def _together(told: Sequence[Price], memory_s: float) -> Price:
-    """Of several kernels in one instruction."""
-    kinds = {price.kind for price in told if price is not NOTHING}
-    seconds = sum(price.seconds for price in told)
-    if "attention" in kinds:
-        return Price(max(seconds, memory_s), "attention")
-    return Price(seconds, "matmul" if "matmul" in kinds else "other") if kinds else NOTHING
 
 
 def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: float) -> Price:

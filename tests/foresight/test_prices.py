@@ -89,6 +89,25 @@ def test_a_call_of_the_compiler_that_only_moves_takes_its_bytes():
     )
 
 
+def test_kernels_and_products_in_one_fusion_add_up():
+    both = """%inner (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  %k = bf16[1024,1024]{1,0} custom-call(%x), custom_call_target="KERNEL", backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000000000000"}}}
+  ROOT %d = bf16[1024,1024]{1,0} dot(%k, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  ROOT %f = bf16[1024,1024]{1,0} fusion(%x), kind=kCustom, calls=%inner
+}
+"""
+    rate = prices.MATMUL_SHARE["tpu"] * 197e12
+    found = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'tpu_custom_call')}"))
+    assert found == prices.Price(pytest.approx((1e12 + 2 * 1024**3) / rate), "matmul")
+    alone = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'ZeroCrop')}"))
+    assert alone.kind == "matmul" and alone.seconds == pytest.approx(2 * 1024**3 / rate) and not alone.unknown
+
+
 def test_an_estimate_of_nothing_is_none():
     assert price(called(estimate(0, 0))).unknown == "custom-call tpu_custom_call"
 
