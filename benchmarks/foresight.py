@@ -1,7 +1,7 @@
 """Predicted step times beside published ones, and the order of good and bad layouts: the tables of docs/foresight.md.
 
-    python -m benchmarks.foresight times [--rows 4 6 8] [--write]
-    python -m benchmarks.foresight order [--write]
+    python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
+    python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
     python -m benchmarks.foresight bytes [--write]
     python -m benchmarks.foresight compilation [--write]
 
@@ -11,33 +11,25 @@ first run takes long (rows of a published table that offload to the host: many m
 
 import argparse
 import dataclasses
+import datetime
 import os
 import resource
-import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 from benchmarks import measure, step_times
+from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config
 from gspmd_lm import rules as layouts
 from gspmd_lm.foresight import explain, target
-from gspmd_lm.foresight.hardware import CHIPS
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.train.metrics import flops_per_token
-from gspmd_lm.train.state import arrays
 
-FITTED = ("llama3.1-8b on v6e:2x4",)  # the rows that a constant of foresight/prices.py was fitted to
-ONE_CONSTANT = 0.55  # of peak: the baseline that any prediction must be seen beside
-TIMES = {"row": "published row", "published_s": "published s", "predicted_s": "predicted s", "error": "error",
-         "fitted": "fitted to", "baseline_error": "FLOPs / 55% of peak", "exposed": "exposed", "fits": "fits",
-         "compile_s": "compiled in s"}  # fmt: skip
-ERRORS = {"chip": "chip", "mean": "mean error", "largest": "largest", "rows": "rows that nothing was fitted to",
-          "baseline": "FLOPs / 55% of peak, mean"}  # fmt: skip
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
-         "as_known": "in the known direction"}  # fmt: skip
+         "as_known": "in the known direction", "date": "on"}  # fmt: skip
 
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
@@ -46,53 +38,44 @@ COMPILATION = {"program": "program", "compile_s": "compiled in s", "most_gb": "m
                "fits": "fits", "step_time_s": "predicted step, s"}  # fmt: skip
 
 
-def times(number: int) -> dict[str, Any]:
-    """One published row: what is predicted for it, and by how much that misses."""
-    row = step_times.rows()[number]
+def predicted(row: step_times.Row) -> dict[str, Any]:
+    """What is predicted for a published row, compiled now."""
     (found,) = explain.reports(row.config(), [row.rules()], target.parse(row.target), print)
-    chip = target.parse(row.target).chip
-    assert chip
-    cfg = row.config()
-    flops = flops_per_token(cfg.model, arrays(cfg).parameter_count, cfg.data.seq) * row.per_device_batch * row.seq
-    baseline_s = flops / (ONE_CONSTANT * chip.peak_bf16_flops_per_s)
-    predicted = found.prediction
+    told = found.prediction
     return {
         "row": row.name,
-        "source": row.source,
-        "published_s": row.step_time_s,
-        "predicted_s": predicted and round(predicted.step_time_s, 3),
-        "error": predicted and f"{predicted.step_time_s / row.step_time_s - 1:+.1%}",
-        "fitted": "yes" if row.name in FITTED else "",
-        "baseline_error": f"{baseline_s / row.step_time_s - 1:+.1%}",
-        "exposed": predicted and f"{predicted.exposed_communication_s / predicted.step_time_s:.1%}",
+        "predicted_s": told and round(told.step_time_s, 3),
+        "exposed": told and f"{told.exposed_communication_s / told.step_time_s:.1%}",
         "fits": found.memory.fits,
         "peak_gb": round(found.memory.peak_bytes / 1e9, 1),
         "host_gb": round(found.memory.host_bytes / 1e9, 1),
         "compile_s": round(found.compile_s),
-        "parts_s": predicted
-        and {name: round(getattr(predicted, name), 3) for name in
+        "date": datetime.date.today().isoformat(),
+        "parts_s": told
+        and {name: round(getattr(told, name), 3) for name in
              ("matmul_s", "attention_s", "other_s", "exposed_communication_s", "exposed_host_copy_s")},
         "versions": dict(found.versions),
     }  # fmt: skip
 
 
-def errors(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Absolute errors per chip, of all TPUs and of all, without the rows that something was fitted to."""
-    chips = [row["row"].rpartition(" on ")[2].partition(":")[0] for row in rows]
-    groups = {chip: (chip,) for chip in chips}
-    groups |= {"all TPUs": tuple(chip for chip in groups if CHIPS[chip].platform == "tpu"), "all": tuple(groups)}
-    found = []
-    for name, members in groups.items():
-        told = [
-            row for row, chip in zip(rows, chips, strict=True) if chip in members and row["error"] and not row["fitted"]
-        ]
-        if told:
-            missed, baseline = (
-                [abs(float(row[key].rstrip("%"))) for row in told] for key in ("error", "baseline_error")
-            )
-            found.append({"chip": name, "mean": f"{statistics.mean(missed):.1f}%", "largest": f"{max(missed):.1f}%",
-                          "rows": len(told), "baseline": f"{statistics.mean(baseline):.1f}%"})  # fmt: skip
-    return found
+def times(numbers: Sequence[int] | None) -> list[dict[str, Any]]:
+    """All published rows beside what is predicted: for those of `numbers` anew, for the others as it was kept."""
+    published = step_times.rows()
+    kept = {row["row"]: row for row in measure.read("foresight_times")}
+    wanted = range(len(published)) if numbers is None else numbers
+    kept |= {published[n].name: predicted(published[n]) for n in wanted}
+    return [errors.compared(number, row, kept[row.name]) for number, row in enumerate(published)]
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The tables of docs/foresight.md that say how far predictions were off."""
+    return [
+        measure.markdown(errors.constants(), errors.CONSTANTS),
+        measure.markdown([row for row in rows if row["fitted"]], errors.FITTED_TIMES),
+        measure.markdown([row for row in rows if not row["fitted"]], errors.TIMES),
+        measure.markdown(errors.errors(rows), errors.ERRORS),
+        errors.doubts(step_times.rows()),
+    ]
 
 
 def order(pair: Any) -> dict[str, Any]:
@@ -113,6 +96,7 @@ def order(pair: Any) -> dict[str, Any]:
         "bad_ms": round(bad_s * tokens * 1e3, 1),
         "ratio": round(bad_s / good_s, 2),
         "as_known": "yes" if bad_s > good_s else "no",
+        "date": datetime.date.today().isoformat(),
     }
 
 
@@ -154,11 +138,13 @@ def compilation(layout: str, name: str, where: str, *sets: str) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("times", "order", "bytes", "compilation"))
-    parser.add_argument("--rows", type=int, nargs="*", help="numbers of published rows, from 0; default: all")
+    parser.add_argument("--rows", type=int, nargs="*", help="rows or pairs to compile, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
     if arguments.what == "order":
-        rows = [order(pair) for pair in PAIRS]
+        wanted = range(len(PAIRS)) if arguments.rows is None else arguments.rows
+        kept = measure.read("foresight_order")
+        rows = [order(pair) if number in wanted else kept[number] for number, pair in enumerate(PAIRS)]
         print(measure.markdown(rows, ORDER))
     elif arguments.what == "bytes":
         rows = [sent(layout, "h100:8", "data.batch=16") for layout in ("tp8", "fsdp8", "fsdp2_tp4")]
@@ -172,10 +158,8 @@ def main() -> None:
                 compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
     else:
-        chosen = range(len(step_times.rows())) if arguments.rows is None else arguments.rows
-        rows = [times(number) for number in chosen]
-        print(measure.markdown(rows, TIMES))
-        print(measure.markdown(errors(rows), ERRORS))
+        rows = times(arguments.rows)
+        print("\n\n".join(tables(rows)))
     if arguments.write:
         measure.write(f"foresight_{arguments.what}", rows)
 

@@ -64,6 +64,11 @@ def one(name: str) -> dict[str, Any]:
     }
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/foresight.md."""
+    return measure.markdown([{**row, "error": f"{row['error']:+.1%}"} for row in rows], COLUMNS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
@@ -77,7 +82,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.foresight_memory", f"--one={name}"]
         rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
         print(rows[-1], flush=True)
-    print(measure.markdown(rows, COLUMNS))
+    print(table(rows))
     if arguments.write:
         measure.write("foresight_memory", rows)
 

@@ -19,6 +19,8 @@ from gspmd_lm import config
 from gspmd_lm import rules as layouts
 from gspmd_lm.train import state, step
 
+RESULTS = Path(__file__).parent / "results"
+
 
 def simulate(devices: int) -> None:
     """Makes this process see `devices` devices on the CPU; call it before anything touches one."""
@@ -104,8 +106,13 @@ def markdown(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def read(name: str) -> list[dict[str, Any]]:
+    """The rows of results/<name>.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
 def write(name: str, rows: list[dict[str, Any]]) -> None:
     """Keeps `rows` and where they were measured as results/<name>.json."""
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -23,19 +23,36 @@ PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"
 _KEPT = {"block_input": "layer_input", "attention_out": "attention_out", "q": "q", "k": "k", "v": "v"}
 _OUT_PROJ = "training/trillium"
 _POLICIES = {"full": "block", "minimal": "dots"}
-_KERNELS = {"splash": ("tpu", "splash"), "flash": ("tpu", "splash"), "cudnn": ("gpu", "cudnn")}
+_KERNELS = {"splash": ("tpu", "splash"), "flash": ("tpu", "splash"), "unfused": ("tpu", "xla"),
+            "cudnn": ("gpu", "cudnn")}  # fmt: skip
 
-# What the recipes tell the compiler otherwise than this project's defaults do, where it changes the program and today's
+# What a run told the compiler otherwise than this project's defaults do, where it changes the program and today's
 # compiler takes it. Sources: the run_recipe.sh of AI-Hypercomputer/tpu-recipes, and AI-Hypercomputer/maxtext,
-# benchmarks/xla_flags_library.py and configs/a3/llama_2_7b/1vm.sh.
+# benchmarks/xla_flags_library.py.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "v5p": dict.fromkeys(runtime.DEFAULT_OPTIONS["tpu 3d"]),  # those runs, of 2023, had none of these
-    "v6e": {
+    "": {},
+    "2023": dict.fromkeys(runtime.DEFAULT_OPTIONS["tpu 3d"]),  # of later years
+    "trillium": {
         "xla_tpu_scoped_vmem_limit_kib": 98304,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
         "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
         "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
         "xla_tpu_assign_all_reduce_scatter_layout": True,
+    },
+    "ironwood": {
+        "xla_tpu_scoped_vmem_limit_kib": 65536,
+        "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
+        "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": None,
+        "xla_tpu_use_single_sparse_core_for_all_gather_offload": True,
+        "xla_tpu_enable_all_gather_offload_tracing": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+        "xla_tpu_use_tc_device_shape_on_sc": True,
+        "xla_sc_disable_megacore_partitioning": True,
     },
 }
 
@@ -63,11 +80,17 @@ class Row:
     attention: str
     step_time_s: float
     source: str
+    measured: str
     activation: str = "silu"
+    block: str = "sequential"
+    shared_norm: bool = True
     weights: str = "float32"
     tflops_per_device: float | None = None
     derived: bool = False
     causal_attention_flops: bool = False
+    options: str = ""  # of _OPTIONS
+    doubtful: Sequence[str] = ()  # what was assumed of the run
+    differs: Sequence[str] = ()  # what this project does otherwise
 
     @property
     def chip(self) -> str:
@@ -86,6 +109,7 @@ class Row:
                 "layers": self.L, "embed": self.D, "heads": self.N, "kv_heads": self.K, "head_dim": self.H,
                 "mlp": self.F, "vocab": self.V, "context": self.seq, "mlp_kind": "gated" if self.gated else "plain",
                 "activation": self.activation, "tied_embeddings": self.tied, "weight_dtype": self.weights,
+                "block": self.block, "shared_norm": self.shared_norm,
             },
             "data": {"packing": "stream", "batch": self.per_device_batch * self.devices, "seq": self.seq},
             "train": {"steps": 1000},
@@ -105,7 +129,7 @@ class Row:
             "remat": self._remat(),
             "attention": {platform: kernel},
         }
-        if options := _OPTIONS.get(self.chip):
+        if options := _OPTIONS[self.options]:
             raw["compiler_options"] = {platform: options}
         return layouts.from_dict(raw, self.name)
 

@@ -4,6 +4,7 @@ A text that changed on purpose is recorded anew with GSPMD_LM_RECORD=1 pytest; r
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def same_as_recorded(file: str, title: str, text: str) -> None:
         (GOLDEN / file).write_text(joined, encoding="utf-8")
     assert title in sections, f"{file} has no section {title}; record it with GSPMD_LM_RECORD=1 pytest"
     assert text == sections[title]
+
+
+def same_figures_as_recorded(file: str, title: str, figures: Mapping[str, float]) -> None:
+    """Fails unless `figures` are those of a section of a golden file, one a line, to a millionth."""
+    same = _read(GOLDEN / file).get(title, "")
+    recorded = {name: float(value) for name, _, value in (line.rpartition(" ") for line in same.splitlines())}
+    if os.environ.get("GSPMD_LM_RECORD") or recorded != pytest.approx(figures, rel=1e-6):
+        same_as_recorded(file, title, "\n".join(f"{name} {value:.9g}" for name, value in figures.items()))
 
 
 def titles(file: str) -> set[str]:

@@ -12,6 +12,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
+from gspmd_lm.foresight.prices import CALL
 from gspmd_lm.rules import KERNELS, Problem, Rules, human_bytes
 from gspmd_lm.train.state import attention_lacks
 
@@ -51,15 +52,17 @@ def warnings(
     notes: Sequence[str] = (),
     platform: str = "cpu",
     predicted: "Prediction | None" = None,
+    phase: str = "train",
 ) -> tuple[Warning, ...]:
     """Findings about a layout, in the order in which they are worth reading.
 
     problems: the warnings of its check. moved: its collectives. module: None where there is no program. notes: what
-    the compiler said while it worked. platform: what it would run on. predicted: of a train step.
+    the compiler said while it worked. platform: what it would run on. predicted: None where there is no prediction.
     """
-    fused = _fused_kernel(config, rules, platform)
+    fused = _fused_kernel(config, rules, platform) if phase == "train" else ""
     found = [
         *_too_large(rules, memory, fused),
+        *_unpriced(predicted),
         *_above_floor(config, moved, floor),
         *_reshards(moved),
         *_slow_links(config, rules, moved),
@@ -168,6 +171,28 @@ def _unfused(fused: str, predicted: "Prediction | None") -> Iterator[Warning]:
             "unfused-attention",
             f"attention takes {share:.0%} of the step: XLA's own writes all scores to memory",
             fused,
+        )
+
+
+def _unpriced(predicted: "Prediction | None") -> Iterator[Warning]:
+    """What the predicted time leaves out. The bytes of a kernel do not tell how long it computes."""
+    if predicted is None:
+        return
+    kernels = [name for name in predicted.unpriced if name.startswith(CALL)]
+    if kernels or predicted.unpriced_share > TRIFLE:
+        most = kernels or sorted(predicted.unpriced, key=predicted.unpriced.__getitem__, reverse=True)
+        names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
+        yield Warning(
+            "unpriced",
+            f"nothing is known of how long this takes: {names} ({predicted.unpriced_share:.0%} of the program's bytes)",
+            "read the predicted time as a lower bound; a Pallas kernel for TPU is priced by its cost_estimate",
+        )
+    if predicted.missing_flops_share > TRIFLE:
+        yield Warning(
+            "unpriced",
+            f"no matmul or attention kernel that is priced does {predicted.missing_flops_share:.1%} of what the model "
+            "must multiply",
+            "read the predicted time as a lower bound",
         )
 
 

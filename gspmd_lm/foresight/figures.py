@@ -100,16 +100,41 @@ def above_floor(report: Report) -> float | None:
     return sent_bytes(report) / report.floor.communication_bytes
 
 
+def other_width(report: Report) -> str:
+    """'52% in bf16': what is sent in another width than the floor counts; '' where the two can be compared.
+
+    The TPU compiler narrows some float32 products that it gathers, XLA:CPU widens all that is bfloat16.
+    """
+    if report.floor.dtype == "float32":
+        other = [found for found in report.collectives if found.dtype in ("bf16", "f16")]
+    else:
+        other = [found for found in report.collectives if found.dtype == "f32" and not report.chip]
+    share = sum(found.bytes_per_device_per_step for found in other) / max(sent_bytes(report), 1)
+    return f"{share:.0%} in {other[0].dtype}" if share >= 0.005 else ""
+
+
+def of_floor(report: Report) -> str:
+    """'1.20x the floor', '0.76x the floor, which counts float32: 52% in bf16'; '' where there is nothing to compare."""
+    ratio, other = above_floor(report), other_width(report)
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}x the floor" + (f", which counts {report.floor.dtype}: {other}" if other else "")
+
+
 def communication(report: Report) -> str:
     """'31.2 GB, 1.20x the floor'"""
-    ratio = above_floor(report)
-    return human_bytes(sent_bytes(report)) + (f", {ratio:.2f}x the floor" if ratio is not None else "")
+    return ", ".join(filter(None, (human_bytes(sent_bytes(report)), of_floor(report))))
 
 
 def split(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
     """'embed/fsdp heads/tensor'; 'replicated' where nothing is split."""
     named = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
     return " ".join(named) or "replicated"
+
+
+def errors(reports: Sequence[Report]) -> list[str]:
+    """How wrong the predicted times of several layouts may be, each thing said once."""
+    return list(dict.fromkeys(report.prediction.error for report in reports if report.prediction))
 
 
 def ranked(reports: Sequence[Report]) -> list[Report]:
@@ -140,6 +165,9 @@ def compared(reports: Sequence[Report]) -> list[Row]:
     def compiled(value: Callable[[Report], float]) -> Callable[[Report], float | None]:
         return lambda report: None if report.memory.refusal else value(report)
 
+    others = [other_width(report) if above_floor(report) is not None else "" for report in reports]
+    of_floors = line("sent / floor", "counted", above_floor, "{:.2f}x".format)
+    told = tuple(", ".join(filter(None, pair)) for pair in zip(of_floors.cells, others, strict=True))
     rows = [Row("mesh", "", tuple(mesh(report.mesh) for report in reports))]
     for label in ("config", "target"):
         cells = tuple(getattr(report, label) for report in reports)
@@ -153,6 +181,6 @@ def compared(reports: Sequence[Report]) -> list[Row]:
         line("MFU", "predicted", predicted("mfu"), percent, -1),
         line("exposed comm.", "predicted", predicted("exposed_communication_s"), human_seconds),
         line("sent", "compiled", compiled(sent_bytes), human_bytes),
-        line("sent / floor", "counted", above_floor, "{:.2f}x".format),
+        dataclasses.replace(of_floors, cells=told, best=frozenset() if any(others) else of_floors.best),
         line("warnings", "", lambda report: len(report.warnings), "{:.0f}".format),
     ]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gspmd_lm.axes import ADAPTED, ADAPTERS
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.floor_traffic import ACTIVATION_AXES, Traffic, itemsize_of, model_sizes, piece_count
 from gspmd_lm.foresight.hardware import Chip
@@ -24,6 +25,7 @@ class Floor:
     communication_bytes: int  # what one device must send
     communication_by_axis: Mapping[str, int]  # of one mesh axis, or several at once: fsdp, fsdp+tensor
     flops: float  # of the model, of one device, recomputation not counted
+    dtype: str  # in which activations, and weights in use, are counted to be sent
 
 
 def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None) -> Floor:
@@ -41,7 +43,33 @@ def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None) -
         communication_bytes=round(sum(sent.values())),
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
+        dtype=config.model.compute_dtype,
     )
+
+
+def least_flops(config: Config, rules: "Rules", arrays: "Arrays") -> float:
+    """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
+
+    Less than the model's FLOPs: attention counts what its mask leaves, and weights only where they are multiplied.
+    """
+    from gspmd_lm.train.state import pairs
+
+    model, seq = config.model, config.data.seq
+    trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
+    per_token = 0.0
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        name = leaf.path.rpartition(".")[2]
+        if name in _MULTIPLIED or (name == "embedding" and model.tied_embeddings):
+            # The derivative to the first layer's input is left out where nothing before it is trained.
+            needed = 6.0 if leaf.path in trained else 4.0 - 2.0 / model.layers
+            per_token += needed * math.prod(like.shape)
+    kinds = model.layer_kinds
+    seen = sum(min(kind.sliding_window or seq, seq / 2) for kind in kinds) / len(kinds)
+    per_token += 12.0 * model.layers * model.heads * model.head_dim * seen
+    return per_token * config.data.batch * seq / rules.devices
+
+
+_MULTIPLIED = (*ADAPTED, *ADAPTERS, "unembedding")
 
 
 def memory_bytes(config: Config, rules: "Rules", arrays: "Arrays") -> float:

@@ -40,6 +40,7 @@ def floor(
         communication_bytes=round(sum(sent.values())),
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
+        dtype=config.model.compute_dtype,
     )
 
 

@@ -5,12 +5,15 @@ Rates and memory are those of one jax device, links those of one chip. Sources i
   book: "How to Scale Your Model", jax-ml.github.io/scaling-book: its chapter on TPUs, or on GPUs
   paper: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433
   libtpu: what libtpu 0.0.42.1 answers when it refuses a program: "exceeds available HBM (31.25G)"
+  jax: the table of chips in jax 0.10.2, jax/_src/pallas/mosaic/tpu_info.py
   sheet: NVIDIA's data sheet of the SXM module, without sparsity
   xla: openxla/xla, xla/backends/gpu/target_config/specs
 """
 
 import dataclasses
 from collections.abc import Sequence
+
+from gspmd_lm.foresight.instruction import bits
 
 _GIB = 2**30
 
@@ -43,6 +46,9 @@ class Chip:
     chips_per_host: int
     host_link_bytes_per_s: float  # PCIe, of each chip
     network_bytes_per_s: float  # between slices or hosts, the share of each chip
+    peak_int8_ops_per_s: float = 0  # 0 where int8 is multiplied no faster than bf16
+    peak_fp8_flops_per_s: float = 0  # likewise
+    tensor_cores: int = 1  # of one jax device, sharing its work
     devices_per_chip: int = 1  # jax devices that a compile-only topology lists
     torus_dimensions: int = 0
     wraps_multiples_of: int = 0  # see `wraps`
@@ -50,6 +56,18 @@ class Chip:
     die_link_bytes_per_s: float = 0  # between the two devices of a chip
     nvlink_bytes_per_s: float = 0  # of each GPU into the switches of its host
     gpu: Gpu | None = None
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """The peak of matmuls whose operands have a dtype, as programs write it: bf16, f8e4m3fn, s4.
+
+        What a chip does not multiply is widened to what it does: int4 to int8, and 8 bit to bf16. GPUs multiply float32
+        as TF32 by default, half as fast as bf16.
+        """
+        width = bits(dtype)
+        if width > 16:
+            return self.peak_bf16_flops_per_s * 16 / width
+        narrow = self.peak_fp8_flops_per_s if dtype.startswith("f") else self.peak_int8_ops_per_s
+        return narrow if 0 < width <= 8 and narrow else self.peak_bf16_flops_per_s
 
     def wraps(self, topology: Sequence[int]) -> tuple[bool, ...]:
         """Which dimensions of a slice of `topology` chips are rings.
@@ -67,6 +85,7 @@ _TPUS = (
         kinds=("TPU v4",),
         platform="tpu",
         peak_bf16_flops_per_s=275e12,  # cloud; both TensorCores, which jax sees as one device ("megacore")
+        tensor_cores=2,  # cloud; int8 is no faster: 275 TOP/s
         clock_hz=275e12 / 262_144,  # inferred, 1.05 GHz: FLOP per cycle of 2 x 4 matrix units, 128 x 128 multiply-adds
         hbm_bytes=32 * _GIB,  # cloud
         usable_hbm_bytes=int(30.5 * _GIB),  # libtpu: 15.25 GiB for each of two cores
@@ -83,6 +102,7 @@ _TPUS = (
         kinds=("TPU v5 lite", "TPU v5e"),
         platform="tpu",
         peak_bf16_flops_per_s=197e12,  # cloud
+        peak_int8_ops_per_s=393e12,  # cloud
         clock_hz=197e12 / 131_072,  # inferred, 1.50 GHz: 4 matrix units, 128 x 128 multiply-adds; book says 1.5 GHz
         hbm_bytes=16 * _GIB,  # cloud
         usable_hbm_bytes=int(15.75 * _GIB),  # libtpu
@@ -99,6 +119,8 @@ _TPUS = (
         kinds=("TPU v5p", "TPU v5"),
         platform="tpu",
         peak_bf16_flops_per_s=459e12,  # cloud
+        peak_int8_ops_per_s=918e12,  # book, jax; fp8 is no faster than bf16: cloud, 459 TFLOP/s
+        tensor_cores=2,  # cloud
         clock_hz=459e12 / 262_144,  # inferred, 1.75 GHz: 2 x 4 matrix units, 128 x 128 multiply-adds
         hbm_bytes=96 * _GIB,  # book (cloud: 95)
         usable_hbm_bytes=int(95.74 * _GIB),  # libtpu
@@ -115,12 +137,13 @@ _TPUS = (
         kinds=("TPU v6 lite", "TPU v6e"),
         platform="tpu",
         peak_bf16_flops_per_s=918e12,  # cloud
+        peak_int8_ops_per_s=1836e12,  # cloud; fp8 is no faster than bf16: cloud, 918 TFLOP/s
         clock_hz=918e12 / 524_288,  # inferred, 1.75 GHz: FLOP per cycle fitted to the compiler's cycles of matmuls
         hbm_bytes=32 * _GIB,  # cloud
         usable_hbm_bytes=int(31.25 * _GIB),  # libtpu
         hbm_bytes_per_s=1638e9,  # cloud
         chips_per_host=8,  # cloud; machines of a slice of several hosts have 4
-        host_link_bytes_per_s=64e9,  # cloud: PCIe Gen5; 16 lanes are inferred, 64 fits published steps (book: 32)
+        host_link_bytes_per_s=64e9,  # fitted to published steps (book: 32); it would be PCIe Gen5, 16 lanes
         network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
@@ -132,6 +155,7 @@ _TPUS = (
         platform="tpu",
         devices_per_chip=2,  # cloud: two chiplets, each one a jax device
         peak_bf16_flops_per_s=2307e12 / 2,  # cloud: 2307 TFLOP/s per chip
+        peak_fp8_flops_per_s=4614e12 / 2,  # cloud: 4614 TFLOP/s per chip; no figure for int8 is published
         clock_hz=2307e12 / 2 / 524_288,  # inferred, 2.2 GHz: FLOP per cycle fitted to the compiler's cycles of matmuls
         hbm_bytes=96 * _GIB,  # cloud: 192 GiB per chip
         usable_hbm_bytes=int(94.75 * _GIB),  # libtpu
@@ -155,6 +179,7 @@ _GPUS = (
         kinds=("A100",),
         platform="gpu",
         peak_bf16_flops_per_s=312e12,  # sheet
+        peak_int8_ops_per_s=624e12,  # sheet: 1248 with sparsity; no fp8
         clock_hz=1.41e9,  # xla, and sheet: boost clock
         hbm_bytes=85_100_068_864,  # xla: A100-SXM4-80GB
         usable_hbm_bytes=int(_JAX_TAKES * 85_100_068_864),
@@ -178,6 +203,8 @@ _GPUS = (
         kinds=("H100",),
         platform="gpu",
         peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
+        peak_int8_ops_per_s=1979e12,  # sheet: 3958 with sparsity
+        peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
         clock_hz=1.98e9,  # xla: boost clock
         hbm_bytes=84_978_434_048,  # seen on H100 SXM (xla: 84,942,979,072)
         usable_hbm_bytes=int(_JAX_TAKES * 84_978_434_048),
@@ -201,6 +228,8 @@ _GPUS = (
         kinds=("H200",),
         platform="gpu",
         peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
+        peak_int8_ops_per_s=1979e12,  # sheet: 3958 with sparsity
+        peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
         clock_hz=1.98e9,  # xla: boost clock
         hbm_bytes=151_397_597_184,  # xla
         usable_hbm_bytes=int(_JAX_TAKES * 151_397_597_184),
@@ -224,6 +253,8 @@ _GPUS = (
         kinds=("B200",),
         platform="gpu",
         peak_bf16_flops_per_s=2250e12,  # sheet: 4500 with sparsity
+        peak_int8_ops_per_s=4500e12,  # sheet: 9000 with sparsity
+        peak_fp8_flops_per_s=4500e12,  # sheet: 9000 with sparsity
         clock_hz=1.965e9,  # xla: boost clock
         hbm_bytes=191_514_411_008,  # xla
         usable_hbm_bytes=int(_JAX_TAKES * 191_514_411_008),

@@ -135,6 +135,13 @@ class Instruction:
         return None if cycles is None else int(cycles)
 
     @functools.cached_property
+    def cost_estimate(self) -> tuple[float, float] | None:
+        """(FLOPs, bytes read and written) that a custom call says it takes: Pallas kernels, and XLA's own on TPU."""
+        told = self.config.get("custom_call_config", {}).get("cost_estimate") or self.config.get("cost_estimate", {})
+        found = float(told.get("flops", 0)), float(told.get("bytes_accessed", 0))
+        return found if any(found) else None
+
+    @functools.cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
         """Role (calls, to_apply, body, condition, branch_computations, ...) -> names of computations."""
         roles = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation")

@@ -16,7 +16,6 @@ from gspmd_lm.foresight.hlo import Instruction, Module
 CUDNN_SHARE = (0.55, 0.45)
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
-_CORES = {"v5p": 2}  # of one jax device; the heads are shared out between them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,7 @@ def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
     steps = splash.blocks[0] * splash.blocks[1]
     rows = splash.blocks[0] * splash.rows / 512
     total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)
-    return total / _CORES.get(chip.name, 1) / chip.clock_hz
+    return total / chip.tensor_cores / chip.clock_hz  # the cores of a device share the heads out
 
 
 def flops(module: Module, call: Instruction) -> float:

@@ -11,9 +11,11 @@ each line (whose ends have one neighbour). Source: "How to Scale Your Model", ja
 "Case 2" and "Our final communication primitive" of the chapter on sharding, "How Do Collectives Work on GPUs?" of the
 one on GPUs. XLA does the same: its programs say 2DAllGather, StrategyND{colors:3 phases:3}.
 
-A group that crosses slices (or hosts of GPUs) first exchanges between them, each device its own share, then within
-each; on TPU one after the other, on GPU at once, since NCCL runs one ring through all. All devices take part, so each
-has its share of its host's network. How long a first byte takes from slice to slice is published nowhere, and left out.
+A group that crosses slices first exchanges between them, each device its own share, then within each. All devices take
+part, so each has its share of its host's network. How long a first byte takes from slice to slice is published nowhere,
+and left out. GPUs do both at once, since NCCL runs rings through all devices of all hosts, one ring for each network
+card that a host has for the group. Each carries its share of the tensor, and what leaves a host is what any device
+passes on: all but one of n pieces.
 """
 
 import collections
@@ -303,7 +305,7 @@ def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
         passes = _REDUCTIONS[kind]
         steps = passes * (size - 1)
         within_bytes = size_bytes * (size - 1) / size if inner > 1 else 0.0
-        between_bytes = size_bytes / inner * (outer - 1) / outer
+        between_bytes = size_bytes / inner * (size - 1) / size if outer > 1 else 0.0
     nvlink_s = within_bytes / (NVLINK_SHARE * chip.nvlink_bytes_per_s)
     across = min(steps, passes * (outer - 1))
     return _nccl_s(passes * max(nvlink_s, between_bytes / chip.network_bytes_per_s), steps - across, across)

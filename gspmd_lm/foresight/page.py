@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.drawing import bar, text, timeline
 from gspmd_lm.foresight.figures import (
-    above_floor,
     breakdown,
     compared,
+    errors,
     fit,
     hardware,
     human_count,
     human_seconds,
     layout,
     mesh,
+    of_floor,
     parts,
     percent,
     ranked,
@@ -104,6 +105,7 @@ def _comparison(reports: Sequence[Report]) -> str:
     content = (
         _scroll("Comparison of layouts", table)
         + "<p>* best of those that fit. Ranked by predicted time. Choose a name to see that layout below.</p>"
+        + "".join(f"<p>Error of predicted times: {text(error)}.</p>" for error in errors(reports))
         + f"<h3>Memory {_known('compiled')} above step time {_known('predicted')}, on one scale each</h3>"
         + "<p>Lines mark the peak and the limit of memory, and the floor of compute.</p>"
         + f'<dl class="bars">{bars}</dl>'
@@ -134,7 +136,7 @@ def _layout(report: Report, number: int, heading: str) -> str:
 
 
 def _facts(report: Report) -> str:
-    memory, found, ratio = report.memory, report.prediction, above_floor(report)
+    memory, found = report.memory, report.prediction
     of_limit = f"of {human_bytes(memory.limit_bytes)}: " if memory.limit_bytes is not None else ""
     facts = [("peak memory", "compiled", human_bytes(memory.peak_bytes), of_limit + fit(memory))]
     if found:
@@ -147,8 +149,7 @@ def _facts(report: Report) -> str:
     else:
         facts.append(("step time", "predicted", "none", report.no_prediction))
     if not memory.refusal:
-        above = f"{ratio:.2f}x the least this split needs" if ratio is not None else ""
-        facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), above))
+        facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), of_floor(report)))
     cells = [
         f"<div><dt>{text(name)} {_known(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
         for name, known, value, note in facts
@@ -330,8 +331,7 @@ def _collectives(report: Report, heading: str) -> str:
         ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
     table = f"<table class=sortable><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    ratio = above_floor(report)
-    above = f", {ratio:.2f} times the least that this way of splitting needs {_known('counted')}" if ratio else ""
+    above = f", {of_floor(report)} {_known('counted')}" if of_floor(report) else ""
     total = f"<p>{human_bytes(sent_bytes(report))} sent per device and step{above}. Choose a heading to sort by it.</p>"
     return _section(heading, f"Collectives ({len(found)})", "compiled", total + _scroll("Collectives", table))
 

@@ -6,17 +6,17 @@ import re
 from gspmd_lm.foresight import flops, kernels, traffic
 from gspmd_lm.foresight.hardware import Chip
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.instruction import bits
 
-# What is no public fact of the hardware stands here.
+# What is no public fact of the hardware stands here; FITTED of benchmarks/published_errors.py says what was fitted
+# to which published steps.
 #
-# Share of HBM bandwidth that operations reach. TPU: fitted to published v6e steps. GPU: a device copy on one H200
-# moved 4.3 of 4.8 TB/s.
+# Share of HBM bandwidth that operations reach. TPU: fitted to v6e steps. GPU: a device copy on one H200 moved 4.3 of
+# 4.8 TB/s.
 HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
 # Share of peak that matmuls without an estimate of the compiler reach. GPU: large bf16 matmuls on one H200, 790 of 989.
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.80}
-# How many times the compiler's estimate matmuls take on a chip, where that is not once. Fitted to one published step,
-# Llama3.1-8B on v6e:2x4. What it stands for is not known; a clock that sinks under load would look like this.
+# How many times the compiler's estimate matmuls take on a chip, where that is not once. Fitted: the value to one
+# published step, Llama3.1-8B on v6e:2x4, the form to all four v6e steps. What it stands for is not known.
 MATMUL_SLOWDOWN = {"v6e": 1.15}
 # Seconds from one kernel of a GPU to the next.
 LAUNCH_S = {"tpu": 0.0, "gpu": 3e-6}
@@ -29,8 +29,11 @@ _FREE = {
 }  # fmt: skip
 _FREE_CALLS = {
     "AllocateBuffer", "ConcatBitcast", "SliceId", "AssumeGatherIndicesInBound", "Sharding", "MoveToHost",
-    "MoveToDevice", "annotate_device_placement",
+    "MoveToDevice", "annotate_device_placement", "AsyncCollectiveStart", "AsyncCollectiveDone",
+    "PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked",
 }  # fmt: skip
+# Kernels of the compiler's own, by call target or op_name, that move no more than their bytes.
+_MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata")
 # What takes as long as its bytes, or less time than can be seen.
 _BY_BYTES = {
     "abs", "add", "and", "atan2", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "convert",
@@ -46,54 +49,94 @@ _SCORES = re.compile(r"BN?K?G?TS\b")  # an einsum of attention without a kernel
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """Seconds of one run, and what they are spent on: matmul, attention or other."""
+    """Seconds of one run, and what they are spent on: matmul, attention or other.
+
+    `unknown` names what nothing is known of, an opcode or `CALL` and its target: the seconds are then those of the rest
+    or of the bytes alone, which it cannot be faster than.
+    """
 
     seconds: float
     kind: str = "other"
+    unknown: str = ""
 
 
 NOTHING = Price(0.0)
+CALL = "custom-call "
 
 
-def price(module: Module, instruction: Instruction, chip: Chip) -> Price | None:
-    """What an instruction computes, without what it exchanges; None where nothing is known of it."""
+def price(module: Module, instruction: Instruction, chip: Chip) -> Price:
+    """What an instruction computes, without what it exchanges."""
     if instruction.opcode in _FREE or instruction.custom_call_target in _FREE_CALLS:
         return NOTHING
-    # A kernel may stand inside a fusion, beside the collective that goes on meanwhile.
+    calls = kernels_of(module, instruction)
+    told = [_kernel(module, call, chip) for call in calls]
+    unknown = next((CALL + call.custom_call_target for call, price in zip(calls, told, strict=True) if not price), "")
+    kernels_s = sum(price.seconds for price in told if price)
+    if operations := flops.of(module, instruction):
+        found = _matmul(module, instruction, chip, operations)
+        found = dataclasses.replace(found, seconds=found.seconds + kernels_s)
+    elif kernels_s:
+        kind = max((price for price in told if price), key=lambda price: price.seconds).kind
+        found = Price(max(kernels_s, _memory_s(module, instruction, chip) if kind == "attention" else 0.0), kind)
+    elif chip.platform == "tpu" and _only_scalars(module, instruction):
+        found = NOTHING  # the scalar unit works beside the others
+    else:
+        found = _moving(module, instruction, chip)
+        unknown = unknown or ("" if told or instruction.opcode in _BY_BYTES else instruction.opcode)
+    launch_s = LAUNCH_S[chip.platform] if found is not NOTHING else 0.0
+    return dataclasses.replace(found, seconds=found.seconds + launch_s, unknown=unknown)
+
+
+def kernels_of(module: Module, instruction: Instruction) -> list[Instruction]:
+    """The kernels that an instruction runs: itself, or those of a fusion, beside the collective that goes on."""
     calls = (i for i in (instruction, *module.inside(instruction)) if i.opcode == "custom-call")
-    if seconds := sum(kernels.price_s(module, call, chip) or 0.0 for call in calls):
-        return Price(max(seconds, _memory_s(module, instruction, chip)) + LAUNCH_S[chip.platform], "attention")
-    operations = flops.of(module, instruction)
-    if operations:
-        return _matmul(module, instruction, chip, operations)
-    if instruction.opcode not in _BY_BYTES:
+    return [call for call in calls if call.custom_call_target not in _FREE_CALLS and not flops.of(module, call)]
+
+
+def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
+    """An attention kernel that is known by name, or another by what it says that it takes; None if it says nothing."""
+    if seconds := kernels.price_s(module, call, chip):
+        return Price(seconds, "attention")
+    if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
+        return NOTHING  # its bytes are counted where nothing else is
+    if call.cost_estimate is None:
         return None
-    if chip.platform == "tpu" and _only_scalars(module, instruction):
-        return NOTHING  # the scalar unit works beside the others
-    seconds = _memory_s(module, instruction, chip)
-    if instruction.estimated_cycles is not None:  # off by several times where no matmul is inside
-        seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
-    return Price(seconds + LAUNCH_S[chip.platform], "attention" if _SCORES.search(instruction.op_name) else "other")
+    operations, moved_bytes = call.cost_estimate
+    moving_s = moved_bytes / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)
+    return Price(max(_multiplying_s(module, call, chip, operations), moving_s), "matmul" if operations else "other")
 
 
 def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: float) -> Price:
-    peak, slower = chip.peak_bf16_flops_per_s * _precision(module, instruction), MATMUL_SLOWDOWN.get(chip.name, 1.0)
-    seconds = max(slower * operations / (MATMUL_SHARE[chip.platform] * peak), _memory_s(module, instruction, chip))
+    inside = (instruction, *module.inside(instruction))
+    multiplied = next(i for i in inside if i.opcode != "fusion" and flops.of(module, i))
+    seconds = max(_multiplying_s(module, multiplied, chip, operations), _memory_s(module, instruction, chip))
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
-        if operations <= estimated_s * max(peak, chip.peak_bf16_flops_per_s):  # else faster than the chip can multiply
-            seconds = slower * estimated_s
-    kind = "attention" if _SCORES.search(instruction.op_name) else "matmul"
-    return Price(seconds + LAUNCH_S[chip.platform], kind)
+        peak = max(_peak(module, multiplied, chip), chip.peak_bf16_flops_per_s)
+        if operations <= estimated_s * peak:  # else faster than the chip can multiply
+            seconds = MATMUL_SLOWDOWN.get(chip.name, 1.0) * estimated_s
+    return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "matmul")
 
 
-def _precision(module: Module, instruction: Instruction) -> float:
-    """The rate for the dtype multiplied, relative to bf16. GPUs multiply float32 as TF32 by default, half as fast."""
-    inside = instruction if instruction.opcode != "fusion" else next(
-        i for i in module.inside(instruction) if i.opcode in ("dot", "convolution")
-    )  # fmt: skip
-    width = bits(module.operand(inside).shape.arrays[0].dtype)
-    return 16 / max(width, 8) if width else 1.0
+def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operations: float) -> float:
+    share = MATMUL_SHARE[chip.platform] / MATMUL_SLOWDOWN.get(chip.name, 1.0)
+    return operations / (share * _peak(module, multiplied, chip))
+
+
+def _peak(module: Module, multiplied: Instruction, chip: Chip) -> float:
+    """FLOPs per second for the wider of the two factors: the first two operands, of a kernel the two largest."""
+    operands = (module.operand(multiplied, n) for n in range(len(multiplied.operands)))
+    arrays = [array for operand in operands for array in operand.shape.arrays]
+    if multiplied.cost_estimate:
+        arrays.sort(key=lambda array: -array.elements)
+    return min((chip.matmul_flops_per_s(a.dtype) for a in arrays[:2]), default=chip.peak_bf16_flops_per_s)
+
+
+def _moving(module: Module, instruction: Instruction, chip: Chip) -> Price:
+    seconds = _memory_s(module, instruction, chip)
+    if instruction.estimated_cycles is not None:  # off by several times where no matmul is inside
+        seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
+    return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "other")
 
 
 def _only_scalars(module: Module, instruction: Instruction) -> bool:

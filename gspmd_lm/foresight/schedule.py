@@ -4,13 +4,14 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from gspmd_lm.foresight import provenance, traffic
+from gspmd_lm.foresight import flops, kernels, prices, provenance, traffic
 from gspmd_lm.foresight.hardware import Chip
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.network import Network
 from gspmd_lm.foresight.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 
 COSTLIEST = 12  # operations listed
+UNKNOWN_TURNS = "while: turns unknown"
 _TOO_SHORT = 1e-4  # to be seen, of a turn
 
 
@@ -43,18 +44,26 @@ class Prediction:
     basis: str  # what the prices rest on
     error: str  # how wrong it was where it could be compared
     timeline: tuple[Span, ...]
-    unpriced: Mapping[str, float]  # opcode or call target -> share of the program's instructions' bytes
+    unpriced: Mapping[str, float]  # what nothing is known of -> share of the program's instructions' bytes
     unpriced_share: float
+    missing_flops_share: float  # of what the model must multiply, what no matmul or attention kernel does
     fusions: tuple[tuple[str, float], ...] = ()  # the costliest operations: name, seconds per step
 
 
 def predict(
-    module: Module, chip: Chip, network: Network, flops_per_device: float, tokens_per_device: float, error: str = ""
+    module: Module,
+    chip: Chip,
+    network: Network,
+    flops_per_device: float,
+    tokens_per_device: float,
+    error: str = "",
+    least_flops: float = 0.0,
 ) -> Prediction:
     """What one step of a program takes on `chip`s, joined by `network`.
 
     `flops_per_device` are the model's own, recomputation not counted: they are what MFU compares with the peak.
-    `error` says how wrong predictions for such chips were.
+    `error` says how wrong predictions for such chips were. `least_flops` are those that matmuls and attention kernels
+    of one device cannot do without; 0 where nobody knows.
     """
     walk = Walk(module, chip, network)
     waited = {label: seconds for label, seconds in walk.waited.items() if seconds > 0}
@@ -77,6 +86,7 @@ def predict(
         timeline=_timeline(module, walk),
         unpriced=unpriced,
         unpriced_share=sum(unpriced.values()),
+        missing_flops_share=max(0.0, 1 - _flops(module) / least_flops) if least_flops else 0.0,
         fusions=_costliest(module, walk),
     )
 
@@ -88,7 +98,7 @@ _BASIS = {
 
 
 def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
-    """What is left out: by opcode or call target, the share of the bytes that all instructions move."""
+    """What nothing is known of, where it stands, and its share of the bytes that all instructions move."""
     total, left = 0, collections.Counter[str]()
     for step in module.steps():
         instruction = step.instruction
@@ -96,18 +106,30 @@ def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
             continue
         size = step.times * traffic.of(module, instruction).all_bytes
         total += size
-        if instruction.phase == "-start":
-            known = walk.price(instruction) is not None and (
-                bool(module.bodies(instruction)) or instruction.base in COPIES or bool(walk.exchanges(instruction))
-            )
-        else:
-            known = walk.price(instruction) is not None
-        if not known:
-            left[instruction.custom_call_target or instruction.opcode] += size
+        unknown = walk.price(instruction).unknown
+        if instruction.phase == "-start" and not (
+            module.bodies(instruction) or instruction.base in COPIES or walk.exchanges(instruction)
+        ):
+            unknown = instruction.opcode
+        if unknown:
+            left[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
     for step in module.steps():
         if step.instruction.opcode == "while" and module.trip_count(step.instruction) is None:
-            left["while: turns unknown"] += 1
+            left[UNKNOWN_TURNS] += 1
     return {name: size / total if total else 0.0 for name, size in left.most_common()}
+
+
+def _flops(module: Module) -> float:
+    """What matmuls and kernels do in one step, without what is computed again."""
+    total = 0.0
+    for step in module.steps():
+        if provenance.read(step.instruction.op_name).phase == "recomputation":
+            continue
+        done = flops.of(module, step.instruction)
+        for call in prices.kernels_of(module, step.instruction):
+            done += kernels.flops(module, call) or (call.cost_estimate or (0.0,))[0]
+        total += step.times * done
+    return total
 
 
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional")
@@ -118,7 +140,7 @@ def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
     found: collections.defaultdict[str, float] = collections.defaultdict(float)
     for step in module.steps():
         price = walk.price(step.instruction)
-        if price and price.seconds:
+        if price.seconds:
             found[f"{_label(step.instruction)} ({price.kind})"] += step.times * price.seconds
     return tuple(sorted(found.items(), key=lambda item: -item[1])[:COSTLIEST])
 

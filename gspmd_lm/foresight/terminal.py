@@ -10,16 +10,17 @@ from rich.text import Text
 
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.figures import (
-    above_floor,
     breakdown,
     communication,
     compared,
+    errors,
     fit,
     hardware,
     human_count,
     human_seconds,
     layout,
     mesh,
+    of_floor,
     parts,
     percent,
     ranked,
@@ -68,7 +69,7 @@ def paragraph(report: Report) -> str:
         said.append(
             f"Predicted: {human_seconds(found.step_time_s)} per step, {found.tokens_per_s_per_device:,.0f} tokens/s "
             f"per device, MFU {percent(found.mfu)}, {percent(waits / found.step_time_s)} of the time waiting "
-            f"(error {found.error})."
+            f"(error: {found.error})."
         )
     if report.warnings:
         said.append(f"Warnings: {', '.join(dict.fromkeys(warning.code for warning in report.warnings))}.")
@@ -126,9 +127,8 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
         return Group(_title("Collectives", "compiled"), Text("  none to show: there is no program"))
     groups = _grouped(report.collectives)
     sent = f"{human_bytes(sent_bytes(report))} per device and step"
-    ratio = above_floor(report)
-    counted = f", {ratio:.2f}x the floor (counted)" if ratio is not None else ""
-    title = _title("Collectives", "compiled", sent + counted)
+    counted = of_floor(report)
+    title = _title("Collectives", "compiled", sent + (f", {counted} (counted)" if counted else ""))
     if not groups:
         return Group(title, Text("  no collectives"))
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2 if wide else 1, 0, 0))
@@ -253,6 +253,8 @@ def _side_by_side(reports: Sequence[Report], console: Console) -> None:
         console.print()
         first = last
     console.print(Text("* best of those that fit; ranked by predicted time", style="dim"))
+    for error in errors(reports):
+        console.print(Text(f"error of predicted times: {error}", style="dim"))
     for report, name in zip(reports, names, strict=True):
         if report.prediction is None:
             console.print(Text(f"{name}: no prediction, {report.no_prediction}", style="dim"))

@@ -56,7 +56,7 @@ class Walk:
         self._busy: dict[str, float] = {}  # link -> when it is free
         self._pieces: list[Piece] = []
         self._chains: dict[str, Piece] = {}  # chain_id, or rendezvous between slices -> what is under way
-        self._prices: dict[Instruction, prices.Price | None] = {}
+        self._prices: dict[Instruction, prices.Price] = {}
         self._exchanges: dict[Instruction, tuple[Exchange, ...]] = {}
         self.run(module.entry, ())
 
@@ -99,13 +99,13 @@ class Walk:
         self._synchronous(instruction)
         return None
 
-    def price(self, instruction: Instruction) -> prices.Price | None:
-        """What it computes; None where nothing is known of it. Transfers compute nothing."""
+    def price(self, instruction: Instruction) -> prices.Price:
+        """What it computes. Transfers compute nothing."""
         if instruction not in self._prices:
             moves = instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase
             found = prices.NOTHING if moves else prices.price(self.module, instruction, self.chip)
-            if found and instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
-                found = prices.NOTHING  # the exchange is what takes its time
+            if instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
+                found = dataclasses.replace(found, seconds=0.0)  # the exchange is what takes its time
             self._prices[instruction] = found
         return self._prices[instruction]
 
@@ -133,7 +133,7 @@ class Walk:
                 else:
                     self._wait(transfer)
         price = self.price(instruction)
-        if price and price.seconds:
+        if price.seconds:
             self._pieces.append(Piece(self.now_s, self.now_s + price.seconds, COMPUTE, price.kind, instruction))
             self.now_s += price.seconds
             self.spent[price.kind] += price.seconds
@@ -148,8 +148,7 @@ class Walk:
         for body in self.module.bodies(instruction):
             for inner in body.instructions.values():
                 started += [self._exchange(exchange) for exchange in self.exchanges(inner)]
-                price = self.price(inner)
-                beside_s += price.seconds if price else 0.0
+                beside_s += self.price(inner).seconds
         if beside_s:
             started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
         return tuple(started)
@@ -217,7 +216,7 @@ class Walk:
     def _conditional(self, instruction: Instruction, operands: list[Value]) -> Value:
         """The branch that computes longest."""
         branches = self.module.bodies(instruction)
-        costs = [math.fsum(p.seconds for i in b.instructions.values() if (p := self.price(i))) for b in branches]
+        costs = [math.fsum(self.price(i).seconds for i in branch.instructions.values()) for branch in branches]
         chosen = max(range(len(branches)), key=lambda n: costs[n])
         return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
 

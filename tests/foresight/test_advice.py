@@ -16,7 +16,7 @@ from gspmd_lm.rules import Problem
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
-FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15)
+FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16")
 MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
 GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
                     ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip
@@ -24,11 +24,17 @@ WEIGHT = Array("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336),
 
 
 def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
-          notes=(), config=CONFIG, mesh=None, microbatches=1, platform="tpu", attention_s=0.0, **changes):  # fmt: skip
+          notes=(), config=CONFIG, mesh=None, microbatches=1, platform="tpu", attention_s=0.0, unpriced=None,
+          missing=0.0, phase="train", **changes):  # fmt: skip
     loaded = dataclasses.replace(layouts.load(rules), **changes)
-    predicted = dataclasses.replace(PREDICTION, attention_s=attention_s, step_time_s=1.0)
+    predicted = dataclasses.replace(
+        PREDICTION, attention_s=attention_s, step_time_s=1.0, unpriced=unpriced or {},
+        unpriced_share=sum((unpriced or {}).values()), missing_flops_share=missing,
+    )  # fmt: skip
     loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh, microbatches=microbatches)
-    return advice.warnings(config, loaded, arrays, problems, moved, floor, memory, module, notes, platform, predicted)
+    return advice.warnings(
+        config, loaded, arrays, problems, moved, floor, memory, module, notes, platform, predicted, phase
+    )
 
 
 def only(warnings, code):
@@ -47,6 +53,22 @@ def test_more_communication_than_is_needed():
     assert "1.10x the necessary communication" in warning.message and "1.0 GB too much over fsdp" in warning.message
     assert "weights.embed" in warning.fix
     assert found(moved=[GATHER, dataclasses.replace(third, bytes_per_device_per_step=GB // 3)]) == ()
+
+
+def test_what_has_no_price():
+    warning = only(found(unpriced={"custom-call mine at layers.mlp": 1e-6, "sort": 1e-6}), "unpriced")
+    assert "custom-call mine at layers.mlp" in warning.message and "sort" not in warning.message
+    assert "cost_estimate" in warning.fix
+    assert "sort, while" in only(found(unpriced={"while": 0.01, "sort": 0.02}), "unpriced").message
+    assert found(unpriced={"sort": 0.009}) == ()
+    decode = found(unpriced={"custom-call mine": 0.0}, attention_s=0.4, phase="decode")
+    assert only(decode, "unpriced") and found(attention_s=0.4, phase="decode") == ()
+
+
+def test_products_that_are_missing_in_the_program():
+    warning = only(found(missing=0.25), "unpriced")
+    assert "25.0% of what the model must multiply" in warning.message
+    assert found(missing=0.01) == ()
 
 
 def test_attention_without_its_fused_kernel():

@@ -8,7 +8,7 @@ from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm import rules as layouts
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.floor import floor, memory_bytes
+from gspmd_lm.foresight.floor import floor, least_flops, memory_bytes
 from gspmd_lm.foresight.hardware import CHIPS
 from gspmd_lm.rules import IN_BLOCKS, Remat, Row
 from gspmd_lm.train import state
@@ -130,6 +130,9 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     in_use = 2 * 2 * (arrays.parameter_count - looked_up)
     kept = 2 * L * ACTIVATION_BYTES / 8
     assert found.memory_s == pytest.approx((state_bytes + in_use + kept) / 3352.32e9, rel=1e-6)
+    # Microbatches share the activations, but each reads all weights.
+    three = floor_of("fsdp8", CHIPS["h100"], microbatches=3)
+    assert three.memory_s == pytest.approx((state_bytes + 3 * in_use + kept) / 3352.32e9, rel=1e-6)
     rules = dataclasses.replace(layouts.load("fsdp8"), remat=Remat("none"))
     assert memory_bytes(config, rules, arrays) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
     for name in IN_BLOCKS:  # the least is kept under any names, and offloaded is moved too
@@ -141,6 +144,30 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
         more = saved > at_least or name in ("residual", "layer_input")
         assert saved == offloaded >= at_least and more, name
     assert floor_of("fsdp8").compute_s is None and floor_of("fsdp8").memory_s is None
+
+
+def test_what_must_be_multiplied(llama):
+    config, arrays = llama
+    rules = layouts.load("fsdp8")
+    per_token = 6 * (L * LAYER + V * D)  # the output matrix; tokens are only looked up
+    full = TOKENS / 8 * (per_token + 12 * L * D * T / 2)
+    assert least_flops(config, rules, arrays) == pytest.approx(full)
+
+    def of(**model):
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+
+    sliding = of(sliding_window=1024, layer_pattern=("sliding", "full"))
+    assert least_flops(sliding, rules, arrays) == pytest.approx(
+        TOKENS / 8 * (per_token + 12 * L * D * (1024 + T / 2) / 2)
+    )
+    tied, biased = of(tied_embeddings=True), of(qkv_bias=True, norm_bias=True, positions="learned")
+    for other in (tied, biased):
+        assert least_flops(other, rules, state.arrays(other)) == pytest.approx(full)
+    adapted = of(lora=Lora(rank=4, alpha=8.0, targets=("wq",)))
+    frozen = per_token * (4 - 2 / L) / 6 + 12 * L * D * T / 2
+    assert least_flops(adapted, rules, state.arrays(adapted)) == pytest.approx(
+        TOKENS / 8 * (frozen + 6 * L * 4 * 2 * D)
+    )
 
 
 @pytest.mark.parametrize(

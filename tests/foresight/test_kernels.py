@@ -44,6 +44,14 @@ def test_splash_counts_visited_blocks_steps_and_rows():
     )
 
 
+@pytest.mark.parametrize(("chip", "cores"), [("v4", 2), ("v5e", 1), ("v5p", 2), ("v6e", 1), ("tpu7x", 1)])
+def test_the_cores_of_a_device_share_the_heads(chip, cores):
+    forward = splash("fwd_residuals", 16)
+    cycles = kernels.SPLASH[chip][128][0]
+    of_one_core = 96 * (136 * cycles.visited[1] + 256 * cycles.step + 16 * cycles.row) / CHIPS[chip].clock_hz
+    assert kernels.price_s(forward, forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
+
+
 def test_a_kernel_in_a_fusion_is_priced_as_itself():
     alone, fused = splash("fwd_residuals", 8), splash("fwd_residuals", 8, fused=True)
     assert fused.entry.root.opcode == "fusion"

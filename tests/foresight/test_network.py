@@ -159,6 +159,25 @@ def test_gpus_within_a_host_and_between_hosts():
     assert [found.lane(groups) for groups in (data, fsdp, both)] == ["network data", "nvlink fsdp", "network data+fsdp"]
 
 
+def test_a_ring_over_hosts_of_gpus_sends_as_much_between_them_as_within():
+    """Two hosts of 8 with 8 cards: 8 rings of 16, each with an eighth of the tensor.
+
+    A device passes 15 of 16 pieces on, also the one whose neighbour is in the other host.
+    """
+    mesh = (2, 8)
+    found, both = gpus("a100", 2, 8, mesh), along(mesh, 0, 1)
+    card_s = 15 / 16 * GB / 8 / 25e9  # slower than NVLink here
+    assert card_s > 15 / 16 * GB / (NVLINK_SHARE * 300e9)
+    latency_s = 8.4e-6 + 14 * 3.4e-6 + 9.6e-6
+    for kind in ("all-gather", "reduce-scatter"):
+        assert found.time_s(kind, GB, both) == pytest.approx(card_s + latency_s)
+    assert found.time_s("all-reduce", GB, both) == pytest.approx(2 * card_s + 8.4e-6 + 2 * (14 * 3.4e-6 + 9.6e-6))
+    part = gpus("a100", 2, 8, (2, 2, 4))  # groups of 2 x 4: four cards each, two groups side by side
+    assert part.time_s("all-gather", GB, along((2, 2, 4), 0, 2)) == pytest.approx(
+        7 / 8 * GB / 4 / 25e9 + 8.4e-6 + 6 * 3.4e-6 + 9.6e-6
+    )
+
+
 @pytest.mark.parametrize("axes", [c for n in (1, 2, 3) for c in itertools.combinations(range(3), n)])
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_axes_are_recognised_whatever_the_order_of_devices(axes, seed):

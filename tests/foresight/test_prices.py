@@ -1,0 +1,176 @@
+# ruff: noqa: E501  a program's line is one line
+"""Kernels cost what they say, what nobody knows is told, and products of narrow numbers run at the rate of their chip."""
+
+import dataclasses
+import gzip
+import math
+from pathlib import Path
+
+import pytest
+import sample
+
+from gspmd_lm.foresight import hlo, prices, schedule
+from gspmd_lm.foresight.hardware import CHIPS
+
+PROGRAMS = Path(__file__).parent / "programs"
+V5E, V6E, H100 = CHIPS["v5e"], CHIPS["v6e"], CHIPS["h100"]
+X, W, COUNTS = "bf16[4096,1024]{1,0}", "bf16[8,1024,2048]{2,1,0}", "s32[8]{0}"
+
+
+def called(estimate="", target="tpu_custom_call", x=X, w=W, op="jit(f)/jvp(D)/layers/of.layers.mlp/mine", fused=False):
+    """A program of one custom call with two factors, which may stand in a fusion."""
+    config = f', backend_config={{"custom_call_config":{{"body":"","cost_estimate":{estimate}}}}}' if estimate else ""
+    given = f"  %g = {COUNTS} parameter(0)\n  %x = {x} parameter(1)\n  %w = {w} parameter(2)\n"
+    shape = "bf16[4096,2048]{1,0}"
+    call = f'  ROOT %c = {shape} custom-call(%g, %x, %w), custom_call_target="{target}", metadata={{op_name="{op}"}}{config}\n'
+    body = f"(g: s32[8]) -> f32[] {{\n{given}{call}}}\n"
+    if not fused:
+        return hlo.parse(f"HloModule test\n\nENTRY %main {body}")
+    outside = (
+        f'{given}  ROOT %f = {shape} fusion(%g, %x, %w), kind=kCustom, calls=%inner, metadata={{op_name="{op}"}}\n'
+    )
+    return hlo.parse(f"HloModule test\n\n%inner {body}\nENTRY %main (g: s32[8]) -> f32[] {{\n{outside}}}\n")
+
+
+def price(module, chip=V5E):
+    return prices.price(module, module.entry.root, chip)
+
+
+def estimate(flops, bytes_accessed):
+    return f'{{"flops":"{flops}","transcendentals":"7","bytes_accessed":"{bytes_accessed}"}}'
+
+
+def alone(module, chip, least_flops=0.0):
+    """What is predicted for a program of one device."""
+    return schedule.predict(
+        module, chip, sample.network(chip, [(0, 0, 0)], [0], [0], [1], ["data"]), 1.0, 1.0, least_flops=least_flops
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_kernel_takes_as_long_as_it_says(fused):
+    busy = price(called(estimate(10**12, 8), fused=fused))
+    assert busy == prices.Price(pytest.approx(1e12 / (prices.MATMUL_SHARE["tpu"] * 197e12)), "matmul")
+    moving = price(called(estimate(8, 10**9), fused=fused))
+    assert moving.seconds == pytest.approx(1e9 / (prices.HBM_SHARE["tpu"] * 819e9))
+    copying = price(called(estimate(0, 10**9), fused=fused))
+    assert copying == prices.Price(pytest.approx(moving.seconds), "other")
+
+
+def test_a_kernel_is_as_slow_as_matmuls_of_its_chip_are():
+    module = called(estimate(10**12, 8))
+    slow = prices.MATMUL_SLOWDOWN["v6e"] * 1e12 / (prices.MATMUL_SHARE["tpu"] * 918e12)
+    assert price(module, V6E).seconds == pytest.approx(slow)
+    on_gpu = price(called(estimate(10**12, 8), "__gpu$xla.gpu.triton"), H100)
+    assert on_gpu.seconds == pytest.approx(1e12 / (prices.MATMUL_SHARE["gpu"] * 989e12) + prices.LAUNCH_S["gpu"])
+
+
+@pytest.mark.parametrize(("x", "w", "faster"), [("s8", "s8", 393 / 197), ("s8", "bf16", 1), ("f32", "f32", 0.5)])
+def test_a_kernel_multiplies_at_the_rate_of_its_wider_factor(x, w, faster):
+    found = price(called(estimate(10**12, 8), x=X.replace("bf16", x), w=W.replace("bf16", w)))
+    assert found.seconds == pytest.approx(price(called(estimate(10**12, 8))).seconds / faster)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_kernel_that_says_nothing_takes_its_bytes_at_least_and_is_told(fused):
+    module = called(target="Mystery", fused=fused)
+    found = price(module)
+    moved = 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
+    if not fused:
+        assert found.seconds == pytest.approx(moved / (prices.HBM_SHARE["tpu"] * 819e9))
+    assert found.unknown == "custom-call Mystery"
+    assert list(alone(module, V5E).unpriced) == ["custom-call Mystery at layers.mlp"]
+
+
+def test_a_call_of_the_compiler_that_only_moves_takes_its_bytes():
+    moved = 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
+    assert price(called(target="ZeroCrop")) == prices.Price(
+        pytest.approx(moved / (prices.HBM_SHARE["tpu"] * 819e9)), "other"
+    )
+
+
+def test_kernels_and_products_in_one_fusion_add_up():
+    both = """%inner (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  %k = bf16[1024,1024]{1,0} custom-call(%x), custom_call_target="KERNEL", backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000000000000"}}}
+  ROOT %d = bf16[1024,1024]{1,0} dot(%k, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  ROOT %f = bf16[1024,1024]{1,0} fusion(%x), kind=kCustom, calls=%inner
+}
+"""
+    rate = prices.MATMUL_SHARE["tpu"] * 197e12
+    found = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'tpu_custom_call')}"))
+    assert found == prices.Price(pytest.approx((1e12 + 2 * 1024**3) / rate), "matmul")
+    alone = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'ZeroCrop')}"))
+    assert alone.kind == "matmul" and alone.seconds == pytest.approx(2 * 1024**3 / rate) and not alone.unknown
+
+
+def test_an_estimate_of_nothing_is_none():
+    assert price(called(estimate(0, 0))).unknown == "custom-call tpu_custom_call"
+
+
+def test_ragged_dot_costs_its_products():
+    """8 experts, 4096 rows of 1024 to 2048, and back: forward and one of two gradients are kernels of XLA."""
+    module = hlo.parse(gzip.decompress((PROGRAMS / "tpu_ragged_dot.txt.gz").read_bytes()).decode())
+    kernels = [i for i in module.entry.instructions.values() if i.custom_call_target == "tpu_custom_call"]
+    products = [i for i in kernels if "metadata" not in i.name]
+    assert len(kernels) == 3 and len(products) == 2
+    operations, moved = 2 * 4096 * 1024 * 2048, 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
+    for product in products:
+        assert product.cost_estimate == (operations, moved)
+        assert prices.price(module, product, V5E) == prices.Price(
+            pytest.approx(operations / (prices.MATMUL_SHARE["tpu"] * 197e12)), "matmul"
+        )
+    found = alone(module, V5E, least_flops=3 * operations)
+    assert found.unpriced == {} and found.missing_flops_share == 0.0
+    assert found.matmul_s > 2 * operations / 197e12
+
+
+def test_products_that_no_priced_operation_makes_are_missed():
+    module = called(estimate(10**12, 8))
+    assert alone(module, V5E, least_flops=1e12).missing_flops_share == 0.0
+    assert alone(module, V5E, least_flops=4e12).missing_flops_share == pytest.approx(0.75)
+    again = called(estimate(10**12, 8), op="jit(f)/transpose(jvp(D))/rematted_computation/layers/of.layers.mlp/mine")
+    assert alone(again, V5E, least_flops=4e12).missing_flops_share == 1.0
+
+
+def product(left, right, fast=False):
+    """A program of one matmul of 1024 x 1024."""
+    shapes = [f"{dtype}[1024,1024]{{1,0}}" for dtype in (left, right, "f32")]
+    given = f"  %x = {shapes[0]} parameter(0)\n  %w = {shapes[1]} parameter(1)\n"
+    dot = f"  ROOT %d = {shapes[2]} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
+    return hlo.parse(f"HloModule test\n\nENTRY %main (x: f32[]) -> f32[] {{\n{given}{dot}}}\n")
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "tera_per_s"),
+    [
+        ("v4", "s8", 275), ("v4", "f8e4m3fn", 275),
+        ("v5e", "s8", 393), ("v5e", "f8e4m3fn", 197), ("v5e", "s4", 393),
+        ("v5p", "s8", 918), ("v5p", "f8e5m2", 459),
+        ("v6e", "s8", 1836), ("v6e", "f8e4m3fn", 918),
+        ("tpu7x", "f8e4m3fn", 2307), ("tpu7x", "s8", 1153.5),
+        ("a100", "s8", 624), ("a100", "f8e4m3fn", 312),
+        ("h100", "s8", 1979), ("h100", "f8e5m2", 1979), ("h100", "s4", 1979),
+        ("h200", "s8", 1979), ("h200", "f8e4m3fn", 1979),
+        ("b200", "s8", 4500), ("b200", "f8e4m3fn", 4500), ("b200", "f4e2m1fn", 4500),
+        *((name, "bf16", chip.peak_bf16_flops_per_s / 1e12) for name, chip in CHIPS.items()),
+        *((name, "f32", chip.peak_bf16_flops_per_s / 2e12) for name, chip in CHIPS.items()),
+    ],
+)  # fmt: skip
+def test_narrow_numbers_are_multiplied_at_the_rate_of_the_chip_or_widened(chip, dtype, tera_per_s):
+    found = dataclasses.replace(CHIPS[chip], hbm_bytes_per_s=math.inf)
+    seconds = price(product(dtype, dtype), found).seconds - prices.LAUNCH_S[found.platform]
+    share = prices.MATMUL_SHARE[found.platform] / prices.MATMUL_SLOWDOWN.get(chip, 1.0)
+    assert seconds == pytest.approx(2 * 1024**3 / (share * tera_per_s * 1e12))
+
+
+def test_of_two_factors_the_wider_one_decides():
+    fast = dataclasses.replace(H100, hbm_bytes_per_s=math.inf)
+    narrow, mixed, wide = (
+        price(product(*two), fast).seconds for two in (("s8", "s8"), ("s8", "bf16"), ("bf16", "bf16"))
+    )
+    assert narrow < mixed == wide == price(product("bf16", "s8"), fast).seconds
