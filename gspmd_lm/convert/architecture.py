@@ -10,7 +10,8 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.config import InputError, did_you_mean
 from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
-from gspmd_lm.convert.fields import Source, Values
+from gspmd_lm.convert.fields import Values
+from gspmd_lm.convert.source import Source
 from gspmd_lm.convert.strict_json import parse, shown
 
 CONFIG = "config.json"

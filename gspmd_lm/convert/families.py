@@ -19,7 +19,6 @@ from gspmd_lm.convert.fields import (
     Rope,
     RotaryDim,
     Same,
-    Source,
     Switch,
     Window,
 )
@@ -41,6 +40,7 @@ from gspmd_lm.convert.names import (
     OPT,
     PHI3,
 )
+from gspmd_lm.convert.source import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,7 @@ REFUSED = {
     "num_local_experts": "experts are not done",
     "num_experts": "experts are not done",
     "sliding_window": "a window, which this family does not have",
+    "head_dim": "heads of a size of their own, which this family does not have",
     "attention_chunk_size": "attention within chunks is not done",
     "per_layer_config": "layers that differ in more than their window are not done",
     "pruned_heads": "layers from which heads were taken are not done",
@@ -251,7 +252,7 @@ FAMILIES = (
         (
             *_LLAMA_SIZES, _EPS, *_GEMMA, *_GEMMA_CAPS, Rope(1e6, sliding_theta=1e4), Always("qk_norm", True),
             LayerTypes(4096, _five_of_six, older=_pattern_length),
-            Cap("attn_logit_softcapping", "attention_softcap", None),
+            Only("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
         GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # transformers' note of it: layer_types stands beside it

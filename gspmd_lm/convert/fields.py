@@ -1,75 +1,14 @@
 """Fields of a published config.json as settings of a model, and back: the kinds of which families.py is made."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from gspmd_lm import config
-from gspmd_lm.convert.strict_json import shown
+from gspmd_lm.convert.source import LARGEST, MISSING, Source
 
 Values = dict[str, Any]  # settings of config.Model by name
-LARGEST = 2**53  # of a number: up to here floats hold every whole one
 MOST_LAYERS = 2000  # published decoders have up to 126
-_MISSING: Any = object()
-
-
-class Source:
-    """A config.json that is being read: it notes which fields were asked for, and what is wrong with them."""
-
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
-        self.read: set[str] = set()
-        self.problems: list[str] = []
-
-    def get(self, names: Sequence[str], default: Any = None) -> Any:
-        """The first of the fields `names` that is there and not null. They are names of one thing: where several are
-        there and differ, that is a problem.
-        """
-        self.read.update(names)
-        given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
-        first = next(iter(given), "")
-        for name, value in given.items():
-            if value != given[first]:
-                self.refuse(name, value, f"contradicts {first}: {shown(given[first])}")
-        return given.get(first, default)
-
-    def number(self, names: Sequence[str], default: Any = _MISSING, most: float = LARGEST) -> Any:
-        """As `get`, for a number above zero, which must be there where there is no default."""
-        value = self.get(names, default)
-        if value is _MISSING:
-            self.problems.append(f"{names[0]}: missing")
-            return 1
-        if value is default:
-            return value
-        return self.checked(next(name for name in names if self.raw.get(name) is not None), value, most)
-
-    def checked(self, name: str, value: Any, most: float = LARGEST) -> Any:
-        """`value`, if it is a number above zero and at most `most`; else 1, and a problem."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            self.refuse(name, value, "must be a number above zero")
-            return 1
-        if value > most:
-            self.refuse(name, value, f"is above {most:,}, which no model reaches")
-            return 1
-        return value
-
-    def whole(self, names: Sequence[str], default: int, least: int) -> int:
-        """As `get`, for a whole number from `least` on."""
-        value = self.get(names, default)
-        if type(value) is int and value >= least:
-            return value
-        self.refuse(names[0], value, f"must be a whole number from {least} on")
-        return default
-
-    def flag(self, names: Sequence[str], default: bool) -> bool:
-        """As `get`, for true or false."""
-        value = self.get(names, default)
-        if not isinstance(value, bool):
-            self.refuse(names[0], value, "must be true or false")
-        return bool(value)
-
-    def refuse(self, name: str, value: Any, why: str) -> None:
-        self.problems.append(f"{name}: {shown(value)} {why}")
 
 
 class Part(Protocol):
@@ -90,7 +29,7 @@ class Same:
 
     names: str  # of the field, the one that is written first; later ones are older names of it
     setting: str
-    default: Any = _MISSING  # where the field is missing or null: a value, or a function of the settings so far
+    default: Any = MISSING  # where the field is missing or null: a value, or a function of the settings so far
     most: float = LARGEST
 
     def read(self, source: Source, values: Values) -> None:
@@ -207,11 +146,15 @@ class Rope:
         values["positions"] = "rope"
         theta = source.number([self.theta_name, "rope_theta"], self.theta)
         part = source.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
+        if self.part not in (0, 1) and source.raw.get("partial_rotary_factor", self.part) is None:
+            source.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers takes 1
         local = source.number(["rope_local_base_freq"], self.sliding_theta) if self.sliding_theta else 0.0
         older = source.get(["rope_scaling"])
         name = "rope_scaling" if older else "rope_parameters"
-        given = older or source.get(["rope_parameters"]) or {}
-        source.get(["rope_parameters"])
+        newer = source.get(["rope_parameters"])
+        if older and newer and older != newer:
+            source.refuse("rope_scaling", older, "contradicts rope_parameters")
+        given = older or newer or {}
         if not isinstance(given, dict):
             source.refuse(name, given, "is not an object")
             return
@@ -246,6 +189,9 @@ class Rope:
             fields = ("factor", "low_freq_factor", "high_freq_factor")
             scaling = {field: float(given[field]) for field in fields if field in given and field in _ROPE_FIELDS[kind]}
             if kind == "llama3":
+                low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", LARGEST)
+                if high <= low:
+                    source.refuse(f"{name}.high_freq_factor", high, f"is not above low_freq_factor: {low}")
                 scaling["original_context"] = given.get("original_max_position_embeddings", values["context"])
             values["rope_scaling"] = {"kind": kind, **scaling}
 

@@ -132,13 +132,12 @@ def header(path: Path) -> dict[str, Stored]:
     if cut:
         most = data + max(end for _, end in ends.values())
         raise InputError(damaged(path, f"it has {size} bytes and should have {most}: {_few(cut)} cut off"))
-    at, before = 0, ""
+    at, before = 0, "the header"
     for name in sorted(ends, key=ends.__getitem__):
         start, end = ends[name]
         if start != at:
-            after = f"the end of {before}" if before else "the start of the data"
-            gap = f"overlap by {at - start}" if start < at else f"leave out {start - at}"
-            raise InputError(damaged(path, f"the bytes of {name}, {start} to {end}, {gap} after {after}"))
+            side = "before" if start < at else "after"
+            raise InputError(damaged(path, f"{name} begins {abs(start - at)} bytes {side} the end of {before}"))
         at, before = end, name
     if data + at != size:
         raise InputError(damaged(path, f"{size - data - at} bytes after the last tensor belong to none"))
@@ -155,12 +154,12 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[int, int]:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in BITS:
         raise InputError(damaged(path, f"{name} has a dtype that the format does not know, {shown(dtype)}"))
-    bits = BITS[dtype]
+    count = 1
     for dim in shape:
-        bits *= dim
-        if bits >= 2**64:
+        count *= dim
+        if count >= 2**64:
             raise InputError(damaged(path, f"{name}, {dtype} {shown(shape)}, is larger than any file"))
-    if end < start or bits != 8 * (end - start):
+    if end < start or count * BITS[dtype] != 8 * (end - start):
         raise InputError(damaged(path, f"{name}, {dtype} {shown(shape)}, has {end - start} bytes"))
     return start, end
 
