@@ -159,7 +159,7 @@ class Rope:
             source.refuse(name, given, "is not an object")
             return
         if given.keys() & _BY_LAYER.keys():
-            if not self.sliding_theta:
+            if not self.sliding_theta or older:
                 source.refuse(name, given, "sets the positions of each kind of layer: not done for this family")
             if unknown := sorted(given.keys() - _BY_LAYER.keys()):
                 source.refuse(name, unknown, "are kinds of layers that are not known")

@@ -44,7 +44,10 @@ class _Generation(jinja2.ext.Extension):
 
 
 class Template:
-    """One chat template. Rendered as transformers renders it (src/transformers/utils/chat_template_utils.py)."""
+    """One chat template. Rendered as transformers renders it (src/transformers/utils/chat_template_utils.py).
+
+    A template is a program, though one that reaches nothing outside it: one that loops without end is not stopped.
+    """
 
     def __init__(self, text: str, place: str, special: Mapping[str, str]):
         """`special`: the special tokens by the names that the template knows.

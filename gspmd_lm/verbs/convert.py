@@ -83,10 +83,10 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         with _writing(workdir):
             (workdir / ORIGINAL).mkdir(parents=True, exist_ok=True)
             for name in (architecture.CONFIG, IGNORED, *BESIDE):
+                for left in (name, f"{name}.partial"):  # of a conversion that was killed
+                    (workdir / ORIGINAL / left).unlink(missing_ok=True)
                 if name in files:
                     _replace(workdir / ORIGINAL / name, files[name])
-                else:  # of a conversion that was killed
-                    (workdir / ORIGINAL / name).unlink(missing_ok=True)
             _replace(workdir / "config.yaml", yaml.safe_dump(plain, sort_keys=False).encode())
     with checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
         checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
