@@ -165,10 +165,10 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[int, int]:
 
 
 def _are_sizes(value: Any, count: int | None = None) -> bool:
-    """Whether a value is a list of whole numbers from 0 on, `count` of them."""
+    """Whether a value is a list of whole numbers from 0 on that fit in 64 bits, `count` of them."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         return False
-    return all(type(size) is int and size >= 0 for size in value)
+    return all(type(size) is int and 0 <= size < 2**64 for size in value)
 
 
 def check_new(folder: Path) -> None:

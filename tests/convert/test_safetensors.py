@@ -88,6 +88,7 @@ def test_a_damaged_file(folder, damage, said):
         ('"shape":[4,6]', '"shape":[4.0,6]', "the header's entry of a is not one"),
         ('"shape":[4,6]', '"shape":[-4,-6]', "the header's entry of a is not one"),
         ('"shape":[4,6]', '"shape":[4,true,6]', "the header's entry of a is not one"),
+        ('"shape":[4,6]', '"shape":[0,18446744073709551616]', "the header's entry of a is not one"),
         ("[0,96]", "[0,96,120]", "the header's entry of a is not one"),
         ('"data_offsets":[0,96]', '"data_offsets":[0,96],"zero_point":3', "the header's entry of a is not one"),
         ('"shape":[6]', '"shape":[6,9223372036854775808,4]', "b, F32 .*, is larger than any file"),

@@ -108,6 +108,9 @@ def test_an_ignored_field_is_kept_on_export():
         ("llama-2", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is above 2,000, which no model"),
         ("gemma-3", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is above 2,000, which no model"),
         ("gpt2", {"n_layer": 10**9}, "n_layer: 1000000000 is above 2,000, which no model"),
+        ("gemma-3", {"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention: 5 is not an object"),
+        ("gemma-3", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention: 'x' is not an object"),
+        ("gemma-3", {"rope_parameters": 7}, "rope_parameters: 7 is not an object"),
         ("mistral-0.1", {"layer_types": 5}, "layer_types: 5 does not fit sliding_window"),
     ],
 )  # fmt: skip

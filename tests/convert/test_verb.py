@@ -144,6 +144,7 @@ def stopped(monkeypatch, at):
         if len(done) == at:
             killed()
         done.append(paths)
+        assert not os.path.exists(paths[1])  # it appears whole
         replace(*paths)
 
     if at is None:
