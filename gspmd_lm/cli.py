@@ -142,6 +142,9 @@ def _flags(verb: str) -> flags.FlagValues:
         several("stop", "a text to stop before; may be repeated.")
     else:
         text("from", None, "a folder with config.json and *.safetensors, as transformers writes it.")
+        several(
+            "ignore", "a field of --from's config.json to pass over, where its meaning is not known; may be repeated."
+        )
         text("to", None, "a new folder, for transformers to load.")
         text("dtype", None, "of what --to writes: float32, bfloat16 or float16. Default: as it came.")
         yes_no("adapter", "--to writes the LoRA adapter alone, for PEFT.")

@@ -1,15 +1,18 @@
 """config.json of a published model -> the settings of ours, and back, by the table of families."""
 
 import dataclasses
-import json
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.config import InputError, did_you_mean
-from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
-from gspmd_lm.convert.fields import Source, Values
+from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
+from gspmd_lm.convert.fields import Values
+from gspmd_lm.convert.source import Source
+from gspmd_lm.convert.strict_json import parse, shown
 
 CONFIG = "config.json"
 # Settings that no config.json has: how a run computes, and padding, which is undone on export.
@@ -27,21 +30,15 @@ def load(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         what = "no such folder" if not folder.is_dir() else f"no {CONFIG}"
         raise InputError(f"{folder}: {what}\n  fix   give a folder that transformers' save_pretrained wrote")
-    try:
-        raw = json.loads(config.read_text(path))
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: not a JSON object but a {type(raw).__name__}")
-    return raw
+    return parse(config.read_text(path), path)
 
 
 def family(raw: Mapping[str, Any], place: str) -> Family:
     """The row of the table that a config.json belongs to. Raises InputError where there is none."""
     kind = raw.get("model_type")
-    classes = raw.get("architectures") or []
+    classes = raw.get("architectures")
     for row in FAMILIES:
-        if kind == row.model_type or (kind is None and row.architecture in classes):
+        if kind == row.model_type or (kind is None and isinstance(classes, list) and row.architecture in classes):
             return row
     known = [row.model_type for row in FAMILIES]
     if kind is None:
@@ -49,32 +46,68 @@ def family(raw: Mapping[str, Any], place: str) -> Family:
     elif reason := LEFT_OUT.get(str(kind)):
         message = f"model_type: {kind!r} is left out: {reason}"
     else:
-        message = f"model_type: {kind!r} is not a family that is read here{did_you_mean(str(kind), known)}"
+        # A word that is only near a family's is most often the name of another one: mpt is not opt.
+        alike = [f" (did you mean {name}?)" for name in known if _letters(name) == _letters(str(kind))]
+        message = f"model_type: {shown(kind)} is not a family that is read here{''.join(alike)}"
     raise InputError(f"{place}: {message}\n  fix   one of {', '.join(known)}")
 
 
-def settings(row: Family, raw: Mapping[str, Any], place: str) -> Values:
+def _letters(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
+
+
+def settings(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str] = ()) -> Values:
     """The settings of config.Model that a config.json of a family says.
 
-    Raises InputError that lists every field that cannot be had here, and every one that is not known and is set.
+    ignored: fields that may be set though their meaning is not known. Raises InputError that lists every other such
+    field, and every field that cannot be had here.
     """
-    source = Source(raw)
-    values: Values = {}
-    for part in row.parts:
+    source, values = _read(row, raw)
+    unknown = [name for name in unknown_fields(row, raw) if name not in ignored]
+    for name in unknown:
+        source.problems.append(
+            f"{name}: {shown(raw[name])} is not a field that is known here; it may change what is computed"
+        )
+    if not source.problems:
+        return values
+    count = f"{len(source.problems)} problem{'s' * (len(source.problems) > 1)}"
+    lines = [f"{place}: {count}", *(f"  {problem}" for problem in source.problems)]
+    if unknown:
+        flags = " ".join(f"--ignore={shlex.quote(name)}" for name in unknown)
+        lines.append(f"  fix   {flags}  where nothing that is computed depends on it")
+    raise InputError("\n".join(lines))
+
+
+def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
+    """The fields of a config.json that are set and whose meaning is not known.
+
+    Null, false, 0 and what is empty count as not set. transformers has no such field, or it would be known (there is a
+    test of that), and names are given to what is there, not to what is missing. `is_causal` is the exception.
+    """
+    source, _ = _read(row, raw)
+    known = source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
+    return sorted(name for name in raw.keys() - known if raw[name])
+
+
+def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:
+    """Raises InputError where a field is to be ignored that is not there, or whose meaning is known."""
+    unknown = unknown_fields(row, raw)
+    for name in ignored:
+        if name not in raw:
+            raise InputError(f"--ignore={name}: not in {place}{did_you_mean(name, unknown)}\n  fix   drop it")
+        if name not in unknown:
+            raise InputError(f"--ignore={name}: a field whose meaning is known\n  fix   drop it")
+
+
+def _read(row: Family, raw: Mapping[str, Any]) -> tuple[Source, Values]:
+    """What the parts of a family find in a config.json."""
+    source, values = Source(raw), Values()
+    for part in (*row.parts, *EVERY_FAMILY):
         part.read(source, values)
     for name, reason in REFUSED.items():
-        if raw.get(name) is not None and name not in source.read:
+        if raw.get(name) and name not in source.read:
             source.problems.append(f"{name}: {reason}")
-    known = source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
-    for name in sorted(raw.keys() - known):
-        if raw[name] not in (None, False, [], {}, ""):
-            shown = json.dumps(raw[name])
-            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-            source.problems.append(f"{name}: {shown} is not a field that is known here; it may change what is computed")
-    if source.problems:
-        count = f"{len(source.problems)} problem{'s' * (len(source.problems) > 1)}"
-        raise InputError(f"{place}: {count}\n" + "\n".join(f"  {problem}" for problem in source.problems))
-    return values
+    return source, values
 
 
 def fields(row: Family, model: config.Model) -> dict[str, Any]:
@@ -88,7 +121,7 @@ def fields(row: Family, model: config.Model) -> dict[str, Any]:
 def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> list[str]:
     """The settings of `model` that a config.json does not say, each with both values."""
     try:
-        values = settings(row, raw, row.name)
+        values = settings(row, raw, row.name, ignored=raw)  # what is not known was decided when it was imported
         said = config.from_dict(
             {"name": row.name, "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, row.name
         )

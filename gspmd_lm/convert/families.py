@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 from gspmd_lm.convert.fields import (
+    MOST_LAYERS,
     Activation,
     Always,
     Cap,
@@ -17,7 +19,6 @@ from gspmd_lm.convert.fields import (
     Rope,
     RotaryDim,
     Same,
-    Source,
     Switch,
     Window,
 )
@@ -39,6 +40,7 @@ from gspmd_lm.convert.names import (
     OPT,
     PHI3,
 )
+from gspmd_lm.convert.source import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Family:
 
 
 # Fields that change nothing that is computed: names, token ids (the tokenizer's business), dropout (a matter of
-# training: model.dropout), initialisation, and how transformers runs.
+# training: model.dropout), initialisation, how transformers runs and generates, and what tools note for themselves.
 IRRELEVANT = frozenset(
     [
         "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
@@ -67,27 +69,39 @@ IRRELEVANT = frozenset(
         "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
         "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "prefix", "tokenizer_class",
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
-        "layerdrop", "activation_dropout", "classifier_dropout", "initializer_range", "init_std",
-        "initializer_factor", "initializer_scale", "use_cache", "cache_implementation", "pretraining_tp",
-        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
-        "attention_implementation", "gradient_checkpointing", "torchscript", "use_bfloat16",
-        "output_hidden_states", "output_attentions", "output_scores", "return_dict", "return_dict_in_generate",
-        "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "problem_type", "finetuning_task",
-        "id2label", "label2id", "num_labels", "task_specific_params", "pruned_heads", "temperature", "top_k",
-        "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty", "num_beams",
-        "num_beam_groups", "num_return_sequences", "max_length", "min_length", "do_sample", "early_stopping",
-        "bad_words_ids", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty", "remove_invalid_values", "max_sequence_length", "model_max_length",
-        "unsloth_version", "unsloth_fixed", "language",
+        "layerdrop", "activation_dropout", "classifier_dropout", "neftune_noise_alpha", "initializer_range",
+        "init_std", "initializer_factor", "initializer_scale", "use_cache", "cache_implementation",
+        "pretraining_tp", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+        "attention_implementation", "_flash_attn_2_enabled", "experts_implementation",
+        "_experts_implementation", "gradient_checkpointing", "torchscript", "use_bfloat16",
+        "output_hidden_states", "output_attentions", "output_scores", "output_past", "return_dict",
+        "return_dict_in_generate", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "problem_type",
+        "finetuning_task", "id2label", "label2id", "num_labels", "_num_labels", "task_specific_params",
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+        "repetition_penalty", "length_penalty", "diversity_penalty", "num_beams", "num_beam_groups",
+        "num_return_sequences", "max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample",
+        "early_stopping", "bad_words_ids", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty", "remove_invalid_values", "predict_special_tokens",
+        "max_sequence_length", "model_max_length", "_from_model_config", "custom_pipelines", "is_llama_config",
+        "transformers.js_config", "unsloth_version", "unsloth_fixed", "language", "pixel_shuffle_factor",
+        "perceiver_config",
     ]
 )  # fmt: skip
-# Fields whose meaning is known and that no family here has, with the reason for the message.
+# Fields whose meaning is known and that no family here has, with the reason for the message. Null, false, 0 and what is
+# empty say that the model does without, too.
 REFUSED = {
     "quantization_config": "the weights are quantised: load them with transformers, dequantise and save them",
     "text_config": "a model of several parts, such as one that sees images: only text models are read",
     "num_local_experts": "experts are not done",
     "num_experts": "experts are not done",
+    "sliding_window": "a window, which this family does not have",
+    "head_dim": "heads of a size of their own, which this family does not have",
+    "attention_chunk_size": "attention within chunks is not done",
+    "per_layer_config": "layers that differ in more than their window are not done",
+    "pruned_heads": "layers from which heads were taken are not done",
 }
+# Fields that transformers reads for every family, though no family's config lists them.
+EVERY_FAMILY: tuple[Part, ...] = (Only("is_causal", True, "lets tokens see later ones: not done"),)
 # What is left out, and why: model_type -> reason.
 LEFT_OUT = {
     "chatglm": "the files of ChatGLM's own code; GLM-4's are read in transformers' format (glm, glm4)",
@@ -115,13 +129,13 @@ def _four_times(values):
 _SIZES = (
     Same("vocab_size", "vocab"),
     Same("hidden_size", "embed"),
-    Same("num_hidden_layers", "layers"),
+    Same("num_hidden_layers", "layers", most=MOST_LAYERS),
     Same("num_attention_heads", "heads"),
 )
 _GPT2_SIZES = (
     Same("vocab_size", "vocab"),
     Same("n_embd hidden_size", "embed"),
-    Same("n_layer num_hidden_layers", "layers"),
+    Same("n_layer num_hidden_layers", "layers", most=MOST_LAYERS),
     Same("n_head num_attention_heads", "heads"),
     Same("n_positions max_position_embeddings", "context"),
     Same("n_inner", "mlp", _four_times),
@@ -148,16 +162,18 @@ _ATTENTION_BIAS = Switch("attention_bias", ("qkv_bias", "attention_out_bias"), F
 _CAUSAL = Only("use_bidirectional_attention", False, "lets tokens see later ones: not done")
 
 
-def _window_layers(source: Source, i: int, layers: int) -> bool:
-    return i >= source.get(["max_window_layers"], 28)
+def _window_layers(source: Source) -> Callable[[int], bool]:
+    first = source.whole(["max_window_layers"], 28, 0)
+    return lambda i: i >= first
 
 
-def _every_second(source: Source, i: int, layers: int) -> bool:
-    return i % 2 == 0
+def _every_second(source: Source) -> Callable[[int], bool]:
+    return lambda i: i % 2 == 0
 
 
-def _five_of_six(source: Source, i: int, layers: int) -> bool:
-    return (i + 1) % source.get(["sliding_window_pattern", "_sliding_window_pattern"], 6) != 0
+def _five_of_six(source: Source) -> Callable[[int], bool]:
+    length = source.whole(["sliding_window_pattern"], 6, 1)
+    return lambda i: (i + 1) % length != 0
 
 
 def _first_window_layer(model):
@@ -199,7 +215,7 @@ FAMILIES = (
     Family(
         "Mistral", "mistral", "MistralForCausalLM", "model.",
         (*_LLAMA_SIZES, _EPS, _HEAD_DIM, Rope(), _SILU, Window(4096), _UNTIED),
-        LLAMA, INV_FREQ,
+        LLAMA, INV_FREQ, ("document_attention",),  # of training: rows of several documents
     ),
     Family(
         "Qwen2", "qwen2", "Qwen2ForCausalLM", "model.",
@@ -236,16 +252,17 @@ FAMILIES = (
         (
             *_LLAMA_SIZES, _EPS, *_GEMMA, *_GEMMA_CAPS, Rope(1e6, sliding_theta=1e4), Always("qk_norm", True),
             LayerTypes(4096, _five_of_six, older=_pattern_length),
-            Cap("attn_logit_softcapping", "attention_softcap", None),
+            Only("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
-        GEMMA3, INV_FREQ,
+        GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # transformers' note of it: layer_types stands beside it
     ),
     Family(
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
         (
             *_LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), _HEAD_DIM, Rope(part=1.0), _SILU, Window(None),
-            _UNTIED,
+            _UNTIED, Only("full_attn_mod", 1, "has sparse attention in some layers: not done"),
+            Only("interpolate_factor", 1, "stretches positions: not done"),
         ),
         PHI3, INV_FREQ, ("original_max_position_embeddings",),
     ),
@@ -273,6 +290,7 @@ FAMILIES = (
             Always("qkv_bias", True), Always("attention_out_bias", True), _TIED,
             Only("scale_attn_weights", True, "leaves attention scores as they are: not done"),
             Only("scale_attn_by_inverse_layer_idx", False, "scales attention by layer: not done"),
+            Only("add_cross_attention", False, "attends to an encoder: not done"),
         ),
         GPT2, MASKS,
         (
@@ -292,13 +310,13 @@ FAMILIES = (
             Only("_remove_final_layer_norm", False, "leaves out the last norm: not done"),
             Only("layer_norm_elementwise_affine", True, "has norms without scale: not done"),
         ),
-        OPT,
+        OPT, irrelevant=("learned_embeddings",),  # Galactica's, and true, which is what OPT has
     ),
     Family(
         "BLOOM", "bloom", "BloomForCausalLM", "transformer.",
         (
             Same("vocab_size", "vocab"), Same("hidden_size n_embed", "embed"),
-            Same("n_layer num_hidden_layers", "layers"), Same("n_head num_attention_heads", "heads"),
+            Same("n_layer num_hidden_layers", "layers", most=MOST_LAYERS), Same("n_head num_attention_heads", "heads"),
             Same("seq_length", "context", 2048), *_LAYERNORM,
             Always("mlp", _four_times), Always("kv_heads", _heads), Always("head_dim", _head_dim),
             Same("layer_norm_epsilon", "norm_eps", 1e-5), Always("activation", "gelu_tanh"),
@@ -316,7 +334,7 @@ FAMILIES = (
         "Falcon", "falcon", "FalconForCausalLM", "transformer.",
         (
             Same("vocab_size", "vocab"), Same("hidden_size n_embed", "embed"),
-            Same("num_hidden_layers n_layer", "layers"), Same("num_attention_heads n_head", "heads"),
+            Same("num_hidden_layers n_layer", "layers", most=MOST_LAYERS), Same("num_attention_heads n_head", "heads"),
             Same("max_position_embeddings", "context", 2048), Same("ffn_hidden_size", "mlp", _four_times),
             *_LAYERNORM, Always("head_dim", _head_dim), FalconBlock(), Rope(),
             Same("layer_norm_epsilon", "norm_eps", 1e-5), Activation("activation", "gelu", _GELU_NEW),

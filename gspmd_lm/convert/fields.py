@@ -1,45 +1,14 @@
 """Fields of a published config.json as settings of a model, and back: the kinds of which families.py is made."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from gspmd_lm import config
+from gspmd_lm.convert.source import LARGEST, MISSING, Source
 
 Values = dict[str, Any]  # settings of config.Model by name
-_MISSING: Any = object()
-
-
-class Source:
-    """A config.json that is being read: it notes which fields were asked for, and what is wrong with them."""
-
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
-        self.read: set[str] = set()
-        self.problems: list[str] = []
-
-    def get(self, names: Sequence[str], default: Any = None) -> Any:
-        """The first of the fields `names` that is there and not null."""
-        self.read.update(names)
-        return next((self.raw[name] for name in names if self.raw.get(name) is not None), default)
-
-    def number(self, names: Sequence[str], default: Any = _MISSING) -> Any:
-        """As `get`, for a number above zero, which must be there where there is no default."""
-        value = self.get(names, default)
-        if value is _MISSING:
-            self.problems.append(f"{names[0]}: missing")
-            return 1
-        return value if value is default else self.checked(next(name for name in names if name in self.raw), value)
-
-    def checked(self, name: str, value: Any) -> Any:
-        """`value`, if it is a number above zero; else 1, and a problem."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            self.refuse(name, value, "must be a number above zero")
-            return 1
-        return value
-
-    def refuse(self, name: str, value: Any, why: str) -> None:
-        self.problems.append(f"{name}: {value!r} {why}")
+MOST_LAYERS = 2000  # published decoders have up to 126
 
 
 class Part(Protocol):
@@ -60,12 +29,13 @@ class Same:
 
     names: str  # of the field, the one that is written first; later ones are older names of it
     setting: str
-    default: Any = _MISSING  # where the field is missing or null: a value, or a function of the settings so far
+    default: Any = MISSING  # where the field is missing or null: a value, or a function of the settings so far
+    most: float = LARGEST
 
     def read(self, source: Source, values: Values) -> None:
         names = self.names.split()
         default = self.default(values) if callable(self.default) else self.default
-        values[self.setting] = source.number(names, default)
+        values[self.setting] = source.number(names, default, self.most)
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.names.split()[0]: getattr(model, self.setting)}
@@ -96,7 +66,7 @@ class Switch:
     off: Any = False
 
     def read(self, source: Source, values: Values) -> None:
-        value = self.on if source.get([self.name], self.default) else self.off
+        value = self.on if source.flag([self.name], self.default) else self.off
         values.update(dict.fromkeys(self.settings, value))
 
     def write(self, model: config.Model) -> dict[str, Any]:
@@ -105,15 +75,19 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A field that must have one value: with another, the model would be one that we do not have."""
+    """A field that must have one value, where null means false: with another, the model would be one that we do not
+    have.
+    """
 
     name: str
     value: Any
     why: str
 
     def read(self, source: Source, values: Values) -> None:
-        if source.get([self.name], self.value) != self.value:
-            source.refuse(self.name, source.raw[self.name], self.why)
+        source.read.add(self.name)
+        given = source.raw.get(self.name, self.value)
+        if (False if given is None else given) != self.value:
+            source.refuse(self.name, given, self.why)
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {}
@@ -130,11 +104,16 @@ class Activation:
 
     def read(self, source: Source, values: Values) -> None:
         names = self.names.split()
-        word = source.get(names, self.default)
+        source.read.update(names)
         known = ACTIVATIONS | dict(self.also)
-        if not isinstance(word, str) or word not in known:
-            source.refuse(names[0], word, f"is not known; known are {', '.join(sorted(known))}")
-        values["activation"] = known.get(str(word), "silu")
+        words = {name: source.raw[name] for name in names if source.raw.get(name) is not None}
+        for name, word in (words or {names[0]: self.default}).items():
+            ours = known.get(word) if isinstance(word, str) else None
+            if ours is None:
+                source.refuse(name, word, f"is not known; known are {', '.join(sorted(known))}")
+            elif values.setdefault("activation", ours) != ours:
+                source.refuse(name, word, f"contradicts {next(iter(words))}")
+        values.setdefault("activation", "silu")
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.names.split()[0]: self.written.get(model.activation, model.activation)}
@@ -167,24 +146,32 @@ class Rope:
         values["positions"] = "rope"
         theta = source.number([self.theta_name, "rope_theta"], self.theta)
         part = source.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
+        if self.part not in (0, 1) and source.raw.get("partial_rotary_factor", self.part) is None:
+            source.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers takes 1
         local = source.number(["rope_local_base_freq"], self.sliding_theta) if self.sliding_theta else 0.0
         older = source.get(["rope_scaling"])
         name = "rope_scaling" if older else "rope_parameters"
-        given = older or source.get(["rope_parameters"]) or {}
-        source.get(["rope_parameters"])
+        newer = source.get(["rope_parameters"])
+        if older and newer and older != newer:
+            source.refuse("rope_scaling", older, "contradicts rope_parameters")
+        given = older or newer or {}
         if not isinstance(given, dict):
             source.refuse(name, given, "is not an object")
             return
         if given.keys() & _BY_LAYER.keys():
-            sliding = given.get("sliding_attention") or {}
-            local = source.checked(f"{name}.sliding_attention.rope_theta", sliding.get("rope_theta", local or 1))
-            if self._kind(source, f"{name}.sliding_attention", sliding) != "default":
-                source.refuse(f"{name}.sliding_attention", sliding, "scales the positions of sliding layers: not done")
-            if not self.sliding_theta:
+            if not self.sliding_theta or older:
                 source.refuse(name, given, "sets the positions of each kind of layer: not done for this family")
             if unknown := sorted(given.keys() - _BY_LAYER.keys()):
                 source.refuse(name, unknown, "are kinds of layers that are not known")
+            sliding, at = given.get("sliding_attention") or {}, f"{name}.sliding_attention"
             given, name = given.get("full_attention") or {}, f"{name}.full_attention"
+            for place, kind in ((at, sliding), (name, given)):
+                if not isinstance(kind, dict):
+                    source.refuse(place, kind, "is not an object")
+                    return
+            local = source.checked(f"{at}.rope_theta", sliding.get("rope_theta", local or 1))
+            if self._kind(source, at, sliding) != "default" or sliding.get("partial_rotary_factor", 1) != 1:
+                source.refuse(at, sliding, "scales the positions of sliding layers: not done")
         kind = self._kind(source, name, given)
         given = {
             field: source.checked(f"{name}.{field}", value) if field not in ("type", "rope_type") else value
@@ -202,6 +189,9 @@ class Rope:
             fields = ("factor", "low_freq_factor", "high_freq_factor")
             scaling = {field: float(given[field]) for field in fields if field in given and field in _ROPE_FIELDS[kind]}
             if kind == "llama3":
+                low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", LARGEST)
+                if high <= low:
+                    source.refuse(f"{name}.high_freq_factor", high, f"is not above low_freq_factor: {low}")
                 scaling["original_context"] = given.get("original_max_position_embeddings", values["context"])
             values["rope_scaling"] = {"kind": kind, **scaling}
 
@@ -238,7 +228,7 @@ class Rope:
 def _window(source: Source, default: int | None) -> int | None:
     """sliding_window, which says by null that there is none."""
     value = source.get(["sliding_window"], None if "sliding_window" in source.raw else default)
-    return value and source.checked("sliding_window", value)
+    return None if value is None else source.checked("sliding_window", value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,12 +241,9 @@ class Window:
         window = _window(source, self.default)
         values["sliding_window"] = window or 0
         kinds = source.get(["layer_types"], [])
-        if set(map(str, kinds)) - {"sliding_attention" if window else "full_attention"}:
-            source.refuse(
-                "layer_types",
-                sorted(set(map(str, kinds))),
-                "does not fit sliding_window, which all layers have or none",
-            )
+        wanted = "sliding_attention" if window else "full_attention"
+        if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
+            source.refuse("layer_types", kinds, "does not fit sliding_window, which all layers have or none")
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {"sliding_window": model.sliding_window or None}
@@ -267,19 +254,21 @@ class LayerTypes:
     """A sliding window for some layers: layer_types, or the older rules for which."""
 
     default: int | None  # window
-    implied: Callable[[Source, int, int], bool]  # without layer_types: whether layer i of so many slides
+    implied: Callable[[Source], Callable[[int], bool]]  # without layer_types: whether layer i slides
     switch: str = ""  # a field without which there is no window at all
     older: Callable[[config.Model], dict[str, Any]] = lambda model: {}  # what older versions of transformers read
 
     def read(self, source: Source, values: Values) -> None:
-        window = _window(source, self.default)
         layers = values["layers"] if isinstance(values["layers"], int) else 1
-        implied = ["sliding_attention" if self.implied(source, i, layers) else "full_attention" for i in range(layers)]
-        kinds = source.get(["layer_types"], None)
-        if self.switch and not source.get([self.switch], False):
+        slides = self.implied(source)
+        implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(layers)]
+        if self.switch and not source.flag([self.switch], False):
+            source.read.add("sliding_window")
             window = None
             implied = ["full_attention"] * layers
-        kinds = kinds or implied
+        else:
+            window = _window(source, self.default)
+        kinds = source.get(["layer_types"], implied)
         if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= _BY_LAYER.keys():
             source.refuse("layer_types", kinds, f"must be {layers} of {', '.join(_BY_LAYER)}")
             kinds = implied
@@ -327,7 +316,7 @@ class Cap:
 
     def read(self, source: Source, values: Values) -> None:
         cap = source.get([self.name], None if self.name in source.raw else self.default)
-        values[self.setting] = source.checked(self.name, cap) if cap else 0.0
+        values[self.setting] = 0.0 if cap is None else source.checked(self.name, cap)
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.name: getattr(model, self.setting) or None}
@@ -371,10 +360,10 @@ class FalconBlock:
     """Falcon's block: key heads, norms, and whether attention and MLP stand side by side, old form and new."""
 
     def read(self, source: Source, values: Values) -> None:
-        new = source.get(["new_decoder_architecture"], False)
+        new = source.flag(["new_decoder_architecture"], False)
         heads = source.number(["num_kv_heads", "n_head_kv"], values["heads"])
-        one = source.get(["multi_query"], True)
-        parallel = source.get(["parallel_attn"], True)
+        one = source.flag(["multi_query"], True)
+        parallel = source.flag(["parallel_attn"], True)
         norms = source.get(["num_ln_in_parallel_attn"], 2 if new else 1)
         if norms not in (1, 2) or (norms == 2 and not new):
             source.refuse("num_ln_in_parallel_attn", norms, "is not 1, nor 2 with new_decoder_architecture")

@@ -1,8 +1,9 @@
 """A published model on disk: its config, and its weights, of which each host reads what its devices need."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +144,27 @@ def _rows(take: slice | np.ndarray, start: int, count: int) -> slice | np.ndarra
     return take[start : start + count]
 
 
-def read(folder: Path, overrides: Sequence[str] = ()) -> Pretrained:
-    """The model of a folder that transformers wrote, checked against its files; `overrides` are section.key=value.
+def read(folder: Path, overrides: Sequence[str] = (), ignored: Collection[str] = ()) -> Pretrained:
+    """The model of a folder that transformers wrote, checked against its files.
 
+    overrides: section.key=value. ignored: fields of config.json that may be set though their meaning is not known.
     Raises InputError that lists every field of config.json that cannot be had, or every tensor that is unexpected,
-    missing or has another shape.
+    missing or has another shape, or that names a file that cannot be read.
     """
+    try:
+        return _read(folder, overrides, ignored)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or folder}: cannot be read ({error.strerror})\n  fix   see that it can be, then try again"
+        ) from error
+
+
+def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str]) -> Pretrained:
     raw = architecture.load(folder)
     place = str(folder / architecture.CONFIG)
     row = architecture.family(raw, place)
-    values = architecture.settings(row, raw, place)
+    architecture.check_ignored(row, raw, place, ignored)
+    values = architecture.settings(row, raw, place, ignored)
     stored = safetensors.stored(folder)
     tokenizer = folder / TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name)]
@@ -173,11 +185,29 @@ def read(folder: Path, overrides: Sequence[str] = ()) -> Pretrained:
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)
     found = config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
+    _check_sizes(place, row, found.model, stored)
     tree = places(row, found.model)
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree)
+
+
+def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:
+    """Raises InputError where the files are too small for the config.
+
+    This comes before the shapes of all weights are found, which takes as long as the model is deep.
+    """
+    held = sum(math.prod(where.shape) for where in stored.values())
+    shapes = {tensor.name: tensor.shape(model) for tensor in row.tensors if tensor.is_of(model)}
+    lines = [f"  {name} should be {_times(shape)}" for name, shape in shapes.items() if math.prod(shape) > held]
+    if model.layers > len(stored):
+        lines.append(f"  there should be {model.layers:,} layers")
+    if lines:
+        raise InputError(
+            f"{place}: the files hold {held:,} numbers in {len(stored):,} tensors, which is not enough\n"
+            + "\n".join([*lines, "  fix   fetch the folder again: its config.json is of another model"])
+        )
 
 
 def _checked(

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from gspmd_lm.config import InputError, read_text
+from gspmd_lm.convert.strict_json import damaged, parse, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,7 +22,14 @@ FILE_BYTES = 5 * 10**9  # of one file of a folder that is written
 # The names of the format -> dtypes of numpy. Others may stand in a file, but no weight may have them.
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 WEIGHT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# Bits of a number of each of the format's dtypes.
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
 _MOST_HEADER_BYTES = 100_000_000  # as the reference implementation has it
+_METADATA, _ENTRY = "__metadata__", {"dtype", "shape", "data_offsets"}
 _SHOWN = 8
 
 
@@ -59,15 +67,16 @@ def stored(folder: Path) -> dict[str, Stored]:
 
     Raises InputError where there are none, or where a file is damaged or is not what the index says.
     """
-    index = folder / INDEX
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file():  # where there is an index too, transformers reads this one
+        return header(single)
     if not index.is_file():
-        single = folder / SINGLE
-        if single.is_file():
-            return header(single)
         raise InputError(_no_weights(folder))
-    places = _object(read_text(index), index).get("weight_map")
+    places = parse(read_text(index), index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise InputError(f"{index}: has no weight_map of tensor names to file names")
+        raise InputError(
+            f"{index}: has no weight_map of tensor names to file names\n  fix   fetch the whole folder again"
+        )
     outside = sorted({name for name in places.values() if Path(name).name != name})
     missing = sorted({name for name in places.values() if not (folder / name).is_file()})
     if outside or missing:
@@ -79,7 +88,10 @@ def stored(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(places.values())):
         for tensor, where in header(folder / name).items():
             if tensor in found:
-                raise InputError(f"{folder}: {tensor} stands both in {found[tensor].path.name} and in {name}")
+                raise InputError(
+                    f"{folder}: {tensor} stands both in {found[tensor].path.name} and in {name}\n"
+                    "  fix   fetch the whole folder again"
+                )
             found[tensor] = where
     lacking = sorted(
         tensor for tensor, name in places.items() if tensor not in found or found[tensor].path.name != name
@@ -88,41 +100,75 @@ def stored(folder: Path) -> dict[str, Stored]:
     if lacking or unlisted:
         lines = [f"  not in the file that the index names: {_few(lacking)}"] * bool(lacking)
         lines += [f"  in a file, but not in the index: {_few(unlisted)}"] * bool(unlisted)
-        raise InputError(f"{index}: does not fit its files\n" + "\n".join(lines))
+        raise InputError(
+            "\n".join([f"{index}: does not fit its files", *lines, "  fix   fetch the whole folder again"])
+        )
     return found
 
 
 def header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file. Raises InputError where the header is wrong or the file is shorter than it says."""
+    """The tensors of one file, whose data is just theirs: each has its bytes, side by side, none is left over.
+
+    Raises InputError, naming the tensor, where the file is not so, for it is not what its writer meant.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-            raise InputError(_damaged(path, f"the file has {size} bytes, its header should have {length}"))
+            raise InputError(damaged(path, f"the file has {size} bytes, its header should have {length}"))
         text = file.read(length)
     try:
-        raw = _object(text.decode("utf-8"), path)
+        raw = parse(text.decode("utf-8"), path)
     except UnicodeDecodeError as error:
-        raise InputError(_damaged(path, "its header is not text")) from error
-    raw.pop("__metadata__", None)
-    found, ends = {}, {}
-    for name, entry in raw.items():
-        try:
-            shape = tuple(int(size) for size in entry["shape"])
-            start, end = (int(at) for at in entry["data_offsets"])
-            found[name] = Stored(path, 8 + length + start, str(entry["dtype"]), shape)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(_damaged(path, f"the header's entry of {name} is not one: {entry!r}")) from error
-        ends[name] = 8 + length + end
-        dtype = DTYPES.get(found[name].dtype)
-        if start < 0 or (dtype and end - start != math.prod(shape) * np.dtype(dtype).itemsize):
-            raise InputError(_damaged(path, f"{name}, {entry['dtype']} {list(shape)}, has {end - start} bytes"))
-    cut = [name for name, end in ends.items() if end > size]
+        raise InputError(damaged(path, "its header is not text")) from error
+    if not text.startswith(b"{"):
+        raise InputError(damaged(path, "its header does not begin with {"))
+    about = raw.pop(_METADATA, {})
+    if not isinstance(about, dict) or not all(isinstance(word, str) for word in about.values()):
+        raise InputError(damaged(path, f"{_METADATA} of the header is not an object of texts: {shown(about)}"))
+    data = 8 + length
+    ends = {name: _checked(path, name, entry) for name, entry in raw.items()}
+    cut = [name for name, (_, end) in ends.items() if data + end > size]
     if cut:
-        raise InputError(
-            _damaged(path, f"it has {size} bytes and should have {max(ends.values())}: {_few(cut)} cut off")
-        )
-    return found
+        most = data + max(end for _, end in ends.values())
+        raise InputError(damaged(path, f"it has {size} bytes and should have {most}: {_few(cut)} cut off"))
+    at, before = 0, "the header"
+    for name in sorted(ends, key=ends.__getitem__):
+        start, end = ends[name]
+        if start != at:
+            side = "before" if start < at else "after"
+            raise InputError(damaged(path, f"{name} begins {abs(start - at)} bytes {side} the end of {before}"))
+        at, before = end, name
+    if data + at != size:
+        raise InputError(damaged(path, f"{size - data - at} bytes after the last tensor belong to none"))
+    return {
+        name: Stored(path, data + ends[name][0], entry["dtype"], tuple(entry["shape"])) for name, entry in raw.items()
+    }
+
+
+def _checked(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end in the data, by its entry in the header. Raises InputError."""
+    is_entry = isinstance(entry, dict) and entry.keys() == _ENTRY and isinstance(entry["dtype"], str)
+    if not is_entry or not _are_sizes(entry["shape"]) or not _are_sizes(entry["data_offsets"], 2):
+        raise InputError(damaged(path, f"the header's entry of {name} is not one: {shown(entry)}"))
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in BITS:
+        raise InputError(damaged(path, f"{name} has a dtype that the format does not know, {shown(dtype)}"))
+    count = 1
+    for dim in shape:
+        count *= dim
+        if count >= 2**64:
+            raise InputError(damaged(path, f"{name}, {dtype} {shown(shape)}, is larger than any file"))
+    if end < start or count * BITS[dtype] != 8 * (end - start):
+        raise InputError(damaged(path, f"{name}, {dtype} {shown(shape)}, has {end - start} bytes"))
+    return start, end
+
+
+def _are_sizes(value: Any, count: int | None = None) -> bool:
+    """Whether a value is a list of whole numbers from 0 on that fit in 64 bits, `count` of them."""
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        return False
+    return all(type(size) is int and 0 <= size < 2**64 for size in value)
 
 
 def check_new(folder: Path) -> None:
@@ -174,16 +220,6 @@ def start(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _object(text: str, path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise InputError(_damaged(path, f"not valid JSON: {error}")) from error
-    if not isinstance(raw, dict):
-        raise InputError(_damaged(path, f"not a JSON object but a {type(raw).__name__}"))
-    return raw
-
-
 def _no_weights(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: no such folder\n  fix   give a folder with config.json and {SINGLE}; nothing is fetched"
@@ -192,10 +228,6 @@ def _no_weights(folder: Path) -> str:
         fix = "load it with transformers and call save_pretrained, which writes safetensors"
         return f"{folder}: no {SINGLE}; it has {_few(others)}, which are not read\n  fix   {fix}"
     return f"{folder}: no weights: neither {SINGLE} nor {INDEX}\n  fix   fetch the whole folder"
-
-
-def _damaged(path: Path, what: str) -> str:
-    return f"{path}: {what}\n  fix   the file is damaged or incomplete: fetch it again"
 
 
 def _few(names: Sequence[str]) -> str:

@@ -44,10 +44,16 @@ class _Generation(jinja2.ext.Extension):
 
 
 class Template:
-    """One chat template. Rendered as transformers renders it (src/transformers/utils/chat_template_utils.py)."""
+    """One chat template. Rendered as transformers renders it (src/transformers/utils/chat_template_utils.py).
+
+    A template is a program, though one that reaches nothing outside it: one that loops without end is not stopped.
+    """
 
     def __init__(self, text: str, place: str, special: Mapping[str, str]):
-        """`special`: the special tokens by the names that the template knows. Raises InputError for a syntax error."""
+        """`special`: the special tokens by the names that the template knows.
+
+        Raises InputError for a syntax error, and where one thing stands within another too many times.
+        """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -57,13 +63,17 @@ class Template:
             parsed = environment.parse(text)
             names = jinja2.meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(text)
+            self.has_generation = any(node.data == _MARKS[0] for node in parsed.find_all(jinja2.nodes.TemplateData))
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
                 f"{place}: line {error.lineno} of the chat template: {error.message}\n  fix   correct the template"
             ) from error
+        except (RecursionError, SyntaxError) as error:  # SyntaxError: of the Python that jinja makes of it
+            raise InputError(
+                f"{place}: the chat template is nested too deeply\n  fix   write it with fewer things within each other"
+            ) from error
         self.place = place
         self.special = dict(special)
-        self.has_generation = any(node.data == _MARKS[0] for node in parsed.find_all(jinja2.nodes.TemplateData))
         # The fields of a record, beside its messages, that the template reads: tools, documents, ...
         self.fields = tuple(sorted(names - {"messages", "add_generation_prompt", "strftime_now", *special}))
 
@@ -319,7 +329,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error})\n  fix   correct or remove it") from error
     if not isinstance(found, dict):
         raise InputError(f"{path}: a {type(found).__name__}, not a JSON object\n  fix   correct or remove it")

@@ -181,7 +181,7 @@ class HuggingFace:
         if beside.is_file():
             try:
                 named = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-            except (OSError, ValueError, AttributeError) as error:
+            except (OSError, ValueError, AttributeError, RecursionError) as error:
                 raise InputError(f"{beside}: not a JSON object ({error})\n  fix   correct or remove it") from error
             named = named.get("content") if isinstance(named, dict) else named
             names = [str(named), *names] if named else names

@@ -1,18 +1,22 @@
 """convert: a Hugging Face folder becomes a workdir, and a workdir a Hugging Face folder."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
 from etils import epath
 
-from gspmd_lm import checkpoint, core_yaml
+from gspmd_lm import checkpoint, core_yaml, files
 from gspmd_lm import config as configs
-from gspmd_lm.config import InputError
-from gspmd_lm.convert import export, peft, pretrained
-from gspmd_lm.data import tokenizer
+from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.convert import architecture, export, peft, pretrained
+from gspmd_lm.convert.strict_json import parse
+from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.model import lora
 from gspmd_lm.placement import problems
 from gspmd_lm.rules import check, human_bytes
@@ -23,6 +27,7 @@ ORIGINAL = "hugging_face"  # in a workdir: what came with the weights, without t
 # What lies beside the weights and says how text becomes tokens, conversations text, and when an answer ends.
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
           "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")  # fmt: skip
+IGNORED = "ignored.json"  # the fields of config.json that --ignore named
 
 BYTES = tokenizer.Bytes()
 
@@ -48,31 +53,29 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         raise InputError(f"--{', --'.join(idle)}: of convert --to=DIR alone\n  fix   drop it{also}")
     if "://" not in str(workdir):
         session.check_folder("workdir", Path(workdir))
-    found = pretrained.read(source, values.set)
+    found = pretrained.read(source, values.set, values.ignore)
+    beside = {architecture.CONFIG: _json(dict(found.like))} | _beside_weights(source)
+    if values.ignore:
+        beside[IGNORED] = _json({architecture.CONFIG: values.ignore})
+    chat.stop_ids(found.config.data.tokenizer)  # which reads the tokenizer, and raises where it cannot be used
     here = session.begin(values, found.config)
-    with checkpoint.of_run(workdir, found.config) as checkpoints:
+    with session.written(here, workdir), checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
-    built = _placed(here, found.config)
-    here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
-    if found.config.data.tokenizer == "bytes" and not found.tokenizer and found.config.model.vocab != BYTES.vocab_size:
-        here.say(f"warning: {source}: no tokenizer.json, so that text means nothing to the model. With transformers, "
-                 f"AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from what there is; then "
-                 "--set data.tokenizer=T")  # fmt: skip
-    params = found.load(built.state_shardings.params)
-    if here.machine.is_main:
-        (workdir / ORIGINAL).mkdir(parents=True, exist_ok=True)
-        (workdir / ORIGINAL / "config.json").write_text(json.dumps(dict(found.like), indent=2) + "\n")
-        for name in BESIDE:
-            if (source / name).is_file():
-                (workdir / ORIGINAL / name).write_bytes((source / name).read_bytes())
-        plain = configs.to_dict(found.config)
-        if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
-            remote = "://" in str(workdir)  # tokenizers are read from local files
-            kept = found.tokenizer if remote else Path(workdir) / ORIGINAL / found.tokenizer.name
-            plain["data"]["tokenizer"] = str(kept.absolute())  # for runs that are started elsewhere
-        (workdir / "config.yaml").write_text(core_yaml.dump(plain))
-    with checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
+        built = _placed(here, found.config)
+        here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
+        if values.ignore:
+            here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
+        if (found.config.data.tokenizer == "bytes" and not found.tokenizer
+            and found.config.model.vocab != BYTES.vocab_size):  # fmt: skip
+            here.say(f"warning: {source}: no tokenizer.json, so that text means nothing to the model. With "
+                     f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
+                     "what there is; then --set data.tokenizer=T")  # fmt: skip
+        params = found.load(built.state_shardings.params)
+        # The checkpoint comes last: where it is, all else is there, and until then the same command can be given again.
+        if here.machine.is_main:
+            with _writing(workdir):
+                _write_beside(workdir, found, beside)
         checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
         checkpoints.wait()
     here.say(f"{workdir}: config.yaml, {ORIGINAL}/ and checkpoint 0")
@@ -81,14 +84,60 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     return 0
 
 
+def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, beside: Mapping[str, bytes]) -> None:
+    """Writes what a workdir holds beside its checkpoints: config.yaml, and what came with the weights."""
+    plain = configs.to_dict(found.config)
+    if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
+        # Tokenizers are read from local files.
+        kept = found.tokenizer if files.is_remote(workdir) else Path(workdir) / ORIGINAL / found.tokenizer.name
+        plain["data"]["tokenizer"] = str(kept.absolute())  # for runs that are started elsewhere
+    if (workdir / ORIGINAL).exists():  # of a conversion that was killed
+        (workdir / ORIGINAL).rmtree()
+    (workdir / ORIGINAL).mkdir(parents=True)
+    for name, content in beside.items():
+        files.replace(workdir / ORIGINAL / name, content)
+    files.replace(workdir / "config.yaml", core_yaml.dump(plain))
+
+
+def _beside_weights(source: Path) -> dict[str, bytes]:
+    """Name -> what lies beside the weights. Raises InputError where it cannot be read."""
+    try:
+        return {name: path.read_bytes() for name, path in _files(source).items()}
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: cannot be read ({error.strerror})\n  fix   see that it can be, or take it away"
+        ) from error
+
+
+def _json(value: Any) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
+
+
+@contextlib.contextmanager
+def _writing(folder: epath.Path | Path) -> Iterator[None]:
+    """Turns what the file system refuses into RunFailed, which names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(
+            f"{folder}: cannot be written ({error.strerror or error})\n"
+            "  fix   make room there, or give another folder, and give the same command again"
+        ) from error
+
+
 def _export(values: flags.FlagValues, workdir: str) -> int:
+    if values.ignore:
+        raise InputError("--ignore: of convert --from=DIR alone\n  fix   drop it")
     if values.adapter and values.dtype:
         raise InputError("--dtype: an adapter is float32\n  fix   drop it")
     here = session.begin(values)
     config = here.config
     folder, model = Path(values.to).expanduser(), config.model
     original = _original(workdir, config)
-    like = json.loads((original / "config.json").read_text()) if original else None
+    like = architecture.load(original) if original else None
+    if original and (original / IGNORED).is_file():
+        fields = parse(configs.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG, [])
+        here.say(f"ignored on import, and kept in {architecture.CONFIG}: {', '.join(map(str, fields))}")
     begun = config.train.init_from
     if not original and begun and not session.path_of(begun).is_dir():
         here.say(f"warning: train.init_from: {begun} is not there, and the config.json of the weights with it: "
@@ -103,13 +152,14 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     built = _placed(here, config)
     params = generate.restored(here, workdir, built.abstract_state.params, values.step)
     shardings = built.state_shardings.params
-    if values.adapter:
-        peft.write_adapter(folder, model, params, values.base, like)
-    else:
-        if model.lora:
-            merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
-            params, model = merge(params), dataclasses.replace(model, lora=None)
-        export.write(folder, model, params, like, values.dtype, beside)
+    if model.lora and not values.adapter:
+        merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
+        params, model = merge(params), dataclasses.replace(model, lora=None)
+    with _writing(folder):
+        if values.adapter:
+            peft.write_adapter(folder, model, params, values.base, like)
+        else:
+            export.write(folder, model, params, like, values.dtype, beside)
     if here.machine.is_main:
         size = sum(path.stat().st_size for path in folder.iterdir())
         here.say(f"{folder}: {human_bytes(size)}, {len(list(folder.iterdir()))} files")
@@ -127,7 +177,7 @@ def _original(workdir: str, config: configs.Config) -> Path | None:
     """What came with the weights that a run began from, itself or by way of other runs, or None."""
     at, seen = Path(workdir).expanduser(), set[Path]()
     while at not in seen:
-        if (at / ORIGINAL / "config.json").is_file():
+        if (at / ORIGINAL / architecture.CONFIG).is_file():
             return at / ORIGINAL
         seen.add(at)
         if config.train.init_from:

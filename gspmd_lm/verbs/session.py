@@ -1,5 +1,6 @@
 """What every verb that computes begins with: the config, the rules and the machine, found and checked."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -13,8 +14,8 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
+from gspmd_lm import checkpoint, files, lock, processes, runtime, versions
 from gspmd_lm import config as configs
-from gspmd_lm import processes, runtime, versions
 from gspmd_lm import rules as layouts
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data.sources import Progress
@@ -140,6 +141,33 @@ def check_folder(flag: str, folder: Path) -> None:
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not at.is_dir() or not os.access(at, os.W_OK):
         raise InputError(f"--{flag}={folder}: {at} cannot be written in\n  fix   give another folder")
+
+
+@contextlib.contextmanager
+def written(here: Session, workdir: epath.Path) -> Iterator[Callable[[], None]]:
+    """A context in which a workdir exists and this run alone writes to it; gives the check of `lock.held`.
+
+    A folder that was made for it and that nothing was put into goes again. Raises InputError where the folder cannot
+    be made, or where another run writes to it.
+    """
+    with checkpoint.of_run(workdir, here.config):  # a path that cannot hold checkpoints is refused before it is made
+        pass
+    path = Path(workdir)
+    if not files.is_remote(workdir) and path.is_symlink() and not path.exists():
+        raise InputError(
+            f"{workdir}: a symbolic link to {path.readlink()}, which is not there\n  fix   make that folder"
+        )
+    fresh = not workdir.exists()
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
+    try:
+        with lock.held(workdir, here.say) if here.machine.is_main else contextlib.nullcontext(lambda: None) as check:
+            yield check
+    finally:
+        if fresh and {file.name for file in workdir.iterdir()} <= {lock.LOCK}:
+            workdir.rmtree()
 
 
 def _file(given: str | None, workdir: object, name: str) -> str | None:

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, compile_cache, files, lock, processes
+from gspmd_lm import compile_cache, processes
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data import loader, sources, tokenizer
 from gspmd_lm.foresight import compile, explain, hardware, target, terminal
@@ -52,9 +52,7 @@ def run(verb: str, values: flags.FlagValues) -> int:
         if verb == "train":
             metrics.check_trackers(config.train.trackers)
             workdir = here.workdir or _fresh(f"{config.name}-{rules.name}")
-            with checkpoint.of_run(workdir, config):  # a path that cannot hold checkpoints is refused before it is made
-                stack.enter_context(_made(workdir))
-            check_lock = stack.enter_context(lock.held(workdir, here.say)) if machine.is_main else lambda: None
+            check_lock = stack.enter_context(session.written(here, workdir))
         else:
             workdir, check_lock = epath.Path(here.workdir or ""), lambda: None
         run = loop.Run(
@@ -92,26 +90,6 @@ def _fresh(name: str) -> epath.Path:
     began = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     candidates = (epath.Path("runs") / f"{began}{f'-{number}' if number else ''}" for number in itertools.count())
     return next(path for path in candidates if not path.exists())
-
-
-@contextlib.contextmanager
-def _made(workdir: epath.Path) -> Iterator[None]:
-    """A context in which the workdir exists. One that was made for it and that nothing was put into goes again."""
-    path = Path(workdir)
-    if not files.is_remote(workdir) and path.is_symlink() and not path.exists():
-        raise InputError(
-            f"{workdir}: a symbolic link to {path.readlink()}, which is not there\n  fix   make that folder"
-        )
-    fresh = not workdir.exists()
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
-    try:
-        yield
-    finally:
-        if fresh and {file.name for file in workdir.iterdir()} <= {lock.LOCK}:
-            workdir.rmtree()
 
 
 def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:

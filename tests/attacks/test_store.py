@@ -49,7 +49,8 @@ def start(store, tmp_path):
     def start(workdir, *flags):
         arguments = [*SMALL, *RANDOM, "--rules=none", f"--workdir={workdir}", *flags]
         process = subprocess.Popen(
-            [sys.executable, "-c", QUICK, *arguments], cwd=ROOT, env=store | {"GSPMD_LM_CACHE": str(tmp_path / "cache")},
+            [sys.executable, "-c", QUICK, *arguments], cwd=ROOT,
+            env=store | {"GSPMD_LM_CACHE": str(tmp_path / "cache")},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         started.append(process)

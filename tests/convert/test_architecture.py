@@ -339,7 +339,8 @@ def test_a_model_that_no_family_has():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not a setting of this family"),
         ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' is not known; known are gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
-        ({"sliding_window": 512}, "sliding_window: 512 is not a field that is known here; it may change"),
+        ({"sliding_window": 512}, "sliding_window: a window, which this family does not have"),
+        ({"bias": True}, "bias: True is not a field that is known here; it may change"),
         ({"hidden_size": None}, "hidden_size: missing"),
         ({"hidden_size": "4096"}, "hidden_size: '4096' must be a number above zero"),
         ({"hidden_size": 4096.5}, "model.embed: must be a whole number"),
@@ -385,7 +386,11 @@ def test_a_family_that_is_left_out(kind):
 
 
 def test_a_family_that_is_not_known():
-    assert "'lama' is not a family that is read here (did you mean llama?)" in refused({"model_type": "lama"})
+    assert "'GPT-NeoX' is not a family that is read here (did you mean gpt_neox?)" in refused(
+        {"model_type": "GPT-NeoX"}
+    )
+    for other in ("mpt", "mamba", "qwen", "mistral3", "gpt_neo", "gemma4", "lama"):  # most are families of their own
+        assert f"{other!r} is not a family that is read here\n" in refused({"model_type": other})
     assert "no model_type\n  fix   one of llama, mistral" in refused({})
     assert model_of({**LLAMA31, "model_type": None}) == model_of(LLAMA31)  # by its class
 

@@ -68,6 +68,7 @@ def test_a_tensor_of_another_dtype(folder, other, wanted):
         (path / f"{file}.safetensors").write_bytes(safetensors.start(kinds) + data)
     places = {f"{file}.safetensors": list(held) for file, held in files.items()}
     (path / safetensors.INDEX).write_text(safetensors.index(places, 0))
+    (path / safetensors.SINGLE).unlink()
     assert pretrained.read(path).config.model.weight_dtype == wanted
 
 

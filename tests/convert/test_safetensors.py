@@ -82,6 +82,63 @@ def test_a_damaged_file(folder, damage, said):
         safetensors.stored(folder)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"shape":[4,6]', '"shape":[4.0,6]', "the header's entry of a is not one"),
+        ('"shape":[4,6]', '"shape":[-4,-6]', "the header's entry of a is not one"),
+        ('"shape":[4,6]', '"shape":[4,true,6]', "the header's entry of a is not one"),
+        ('"shape":[4,6]', '"shape":[0,18446744073709551616]', "the header's entry of a is not one"),
+        ("[0,96]", "[0,96,120]", "the header's entry of a is not one"),
+        ('"data_offsets":[0,96]', '"data_offsets":[0,96],"zero_point":3', "the header's entry of a is not one"),
+        ('"shape":[6]', '"shape":[6,9223372036854775808,4]', "b, F32 .*, is larger than any file"),
+        ('"F32","shape":[6]', '"F31","shape":[6]', "b has a dtype that the format does not know, 'F31'"),
+        ('"F32","shape":[6]', '"F64","shape":[6]', r"b, F64 \[6\], has 24 bytes"),
+        ('"F32","shape":[6]', '"I8","shape":[6]', r"b, I8 \[6\], has 24 bytes"),
+        ("[96,120]", "[0,24]", "a begins 24 bytes before the end of b"),
+        ("[96,120]", "[92,116]", "b begins 4 bytes before the end of a"),
+        ("[96,120]", "[96,72]", "b, F32 .*, has -24 bytes"),
+        (
+            '"shape":[6],"data_offsets":[96,120]',
+            '"shape":[5],"data_offsets":[100,120]',
+            "b begins 4 bytes after the end of a",
+        ),
+        (
+            '"shape":[4,6],"data_offsets":[0,96]',
+            '"shape":[4,5],"data_offsets":[16,96]',
+            "a begins 16 bytes after the end of",
+        ),
+        (
+            '"shape":[6],"data_offsets":[96,120]',
+            '"shape":[5],"data_offsets":[96,116]',
+            "4 bytes after the last tensor belong",
+        ),
+        ('"b":', '"a":', "the key 'a' stands twice"),
+        ('"pt"', "null", "__metadata__ of the header is not an object of texts"),
+        ('{"format":"pt"}', "[]", "__metadata__ of the header is not an object of texts"),
+        ('{"__metadata__"', ' {"__metadata__"', "its header does not begin with {"),
+        ('"pt"', "[" * 200 + "]" * 200, "over 64 levels deep"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].decode()
+    assert text.count(old) == 1
+    text = text.replace(old, new).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{said}.*fix .*fetch it again"):
+        safetensors.stored(folder)
+
+
+def test_data_that_belongs_to_no_tensor(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + bytes(400))
+    with pytest.raises(InputError, match="400 bytes after the last tensor belong to none"):
+        safetensors.stored(folder)
+
+
 def test_an_index_names_a_file_that_is_not_there(tmp_path):
     several(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}, one=file_of(a=NUMBERS))
     with pytest.raises(InputError, match=r"index.json: two.safetensors is not in the folder\n  fix   fetch"):
@@ -98,6 +155,37 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
     several(tmp_path, {"a": "one.safetensors", "c": "one.safetensors"}, one=file_of(a=NUMBERS, b=NUMBERS))
     with pytest.raises(InputError, match=r"(?s)file that the index names: c\n.*not in the index: b"):
         safetensors.stored(tmp_path)
+
+
+def test_an_index_that_names_a_tensor_twice(tmp_path):
+    several(tmp_path, {}, one=file_of(a=NUMBERS), two=file_of(a=NUMBERS))
+    twice = '{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}'
+    (tmp_path / safetensors.INDEX).write_text(twice)
+    with pytest.raises(InputError, match=r"index\.json: not valid JSON: the key 'a' stands twice"):
+        safetensors.stored(tmp_path)
+
+
+def test_one_file_comes_before_an_index(folder):
+    """As transformers has it."""
+    several(folder, {"c": "one.safetensors"}, one=file_of(c=NUMBERS))
+    assert safetensors.stored(folder).keys() == {"a", "b"}
+
+
+def test_numbers_of_less_than_a_byte(folder):
+    """They may stand in a file, but only where they fill bytes, as the format's own reader has it."""
+    reference = pytest.importorskip("safetensors")
+    for count, fits in ((4, True), (3, False)):
+        entry = {"a": {"dtype": "F4", "shape": [count], "data_offsets": [0, 2]}}
+        text = json.dumps(entry).encode()
+        data = len(text).to_bytes(8, "little") + text + b"12"
+        (folder / "model.safetensors").write_bytes(data)
+        if fits:
+            assert reference.deserialize(data) and safetensors.stored(folder)["a"].shape == (4,)
+        else:
+            with pytest.raises(reference.SafetensorError):
+                reference.deserialize(data)
+            with pytest.raises(InputError, match=r"a, F4 \[3\], has 2 bytes"):
+                safetensors.stored(folder)
 
 
 def test_an_index_without_a_map(tmp_path):

@@ -1,6 +1,10 @@
 """The page about published models: its table is made from results, and says what the code does."""
 
-from gspmd_lm.convert.families import FAMILIES, LEFT_OUT
+import re
+
+from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT
+from gspmd_lm.convert.fields import MOST_LAYERS
+from gspmd_lm.convert.strict_json import DEEPEST
 from tests.convert import references, table
 
 RESULTS = """<testsuites><testsuite>
@@ -36,6 +40,14 @@ def test_the_page_names_what_is_left_out():
     page = table.PAGE.read_text()
     for kind in LEFT_OUT:
         assert f"`{kind}`" in page
+
+
+def test_the_page_names_the_limits_of_the_code():
+    page = " ".join(table.PAGE.read_text().split())
+    assert f"more than {DEEPEST} levels of lists" in page
+    assert f"over {MOST_LAYERS:,} layers" in page
+    (notes,) = re.findall(r"notes of tools such as (.*?) \|", page)
+    assert set(re.findall("`(.*?)`", notes)) <= IRRELEVANT
 
 
 def test_the_table_is_replaced():

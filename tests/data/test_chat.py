@@ -149,6 +149,11 @@ def test_ids_that_end_a_turn(tmp_path):
         ([{"name": "default"}], r"tokenizer_config\.json: chat_template is neither text nor a list .*\n  fix "),
         ("one\n{% if %}", r"tokenizer_config\.json: line 2 of the chat template: .*\n  fix "),
         ("{% generation %}", r"line 1 of the chat template: .*endgeneration"),
+        (
+            "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+            r"tokenizer_config\.json: the chat template is nested too deeply",
+        ),
+        ("{% for a in b %}" * 50 + "{% endfor %}" * 50, r"the chat template is nested too deeply\n  fix "),
     ],
 )
 def test_templates_that_cannot_be_used(talks, template, message):

@@ -1,0 +1,68 @@
+"""A config.json that is being read: its values, checked, and what is wrong with them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspmd_lm.convert.strict_json import shown
+
+LARGEST = 2**53  # of a number: up to here floats hold every whole one
+MISSING: Any = object()
+
+
+class Source:
+    """A config.json that is being read: it notes which fields were asked for, and what is wrong with them."""
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self.raw = raw
+        self.read: set[str] = set()
+        self.problems: list[str] = []
+
+    def get(self, names: Sequence[str], default: Any = None) -> Any:
+        """The first of the fields `names` that is there and not null. They are names of one thing: where several are
+        there and differ, that is a problem.
+        """
+        self.read.update(names)
+        given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        first = next(iter(given), "")
+        for name, value in given.items():
+            if value != given[first]:
+                self.refuse(name, value, f"contradicts {first}: {shown(given[first])}")
+        return given.get(first, default)
+
+    def number(self, names: Sequence[str], default: Any = MISSING, most: float = LARGEST) -> Any:
+        """As `get`, for a number above zero, which must be there where there is no default."""
+        value = self.get(names, default)
+        if value is MISSING:
+            self.problems.append(f"{names[0]}: missing")
+            return 1
+        if value is default:
+            return value
+        return self.checked(next(name for name in names if self.raw.get(name) is not None), value, most)
+
+    def checked(self, name: str, value: Any, most: float = LARGEST) -> Any:
+        """`value`, if it is a number above zero and at most `most`; else 1, and a problem."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            self.refuse(name, value, "must be a number above zero")
+            return 1
+        if value > most:
+            self.refuse(name, value, f"is above {most:,}, which no model reaches")
+            return 1
+        return value
+
+    def whole(self, names: Sequence[str], default: int, least: int) -> int:
+        """As `get`, for a whole number from `least` on."""
+        value = self.get(names, default)
+        if type(value) is int and value >= least:
+            return value
+        self.refuse(names[0], value, f"must be a whole number from {least} on")
+        return default
+
+    def flag(self, names: Sequence[str], default: bool) -> bool:
+        """As `get`, for true or false."""
+        value = self.get(names, default)
+        if not isinstance(value, bool):
+            self.refuse(names[0], value, "must be true or false")
+        return bool(value)
+
+    def refuse(self, name: str, value: Any, why: str) -> None:
+        self.problems.append(f"{name}: {shown(value)} {why}")

@@ -1,0 +1,227 @@
+"""Each field of config.json changed, one at a time: what moves transformers' logits moves our settings or is refused.
+
+`pytest -m parity`, with .[parity] installed. The names that are tried are those of transformers' config classes, those
+that are known here, and every name that transformers' sources ask a config for.
+"""
+
+import copy
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from types import FunctionType, MethodType
+
+import pytest
+
+from gspmd_lm.config import InputError
+from gspmd_lm.convert import architecture
+from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, REFUSED
+from tests.convert import references
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # what torch and transformers warn of is theirs
+
+MOVED = 1e-4  # of logits of about 5
+ABSENT = object()
+VALUES = (ABSENT, None, False, True, 0, 1, 2, 0.5, "x", [], {})
+UNREAD = (None, False, True, 2, "x", {"0": {"head_dim": 2}})  # for fields that change nothing, as we say
+ROPE_VALUES = (ABSENT, None, 0, 1, 0.5, 2.0, 7.0, "linear", "x", [], [1, 1, 2])
+ROPE_FIELDS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "attention_factor", "mrope_section", "beta_fast", "short_factor", "x",
+)  # fmt: skip
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+ALIKE = ("llama3", "gptneox-sequential")  # cases whose fields other cases have too
+# Files of transformers that every family shares and that read configs.
+SHARED = (
+    "modeling_utils.py", "masking_utils.py", "modeling_rope_utils.py", "modeling_layers.py", "cache_utils.py",
+    "configuration_utils.py", "generation/utils.py", "integrations/heterogeneity/configuration_utils.py",
+)  # fmt: skip
+# Gemma 1 was trained with the approximated GELU, whatever its config.json calls it; transformers 4 computed that.
+MEANT_OTHERWISE = [("gemma", "hidden_act", "gelu"), ("gemma", "hidden_activation", "gelu")]
+
+
+def known_fields(row, raw):
+    source = architecture.Source(raw)
+    values = {}
+    for part in (*row.parts, *architecture.EVERY_FAMILY):
+        part.read(source, values)
+    return source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
+
+
+def config_class(row):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[row.model_type]
+
+
+def row_of(case):
+    return next(row for row in FAMILIES if row.model_type == references.CASES[case][0])
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_type)
+def test_every_field_of_transformers_is_known(row):
+    """So that a field that is not known is one that transformers does not have either."""
+    found = config_class(row)
+    names = {field.name for field in dataclasses.fields(found)} | found().to_dict().keys() | set(found.attribute_map)
+    assert names <= known_fields(row, {})
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_type)
+def test_a_missing_field_means_what_it_means_to_transformers(row):
+    raw = config_class(row)().to_dict() | {"dtype": None}
+    whole = architecture.settings(row, raw, "x")
+    sizes = {"num_key_value_heads"}  # what it is, the shapes of tensors tell
+    for name in raw.keys() - sizes:
+        less = {field: value for field, value in raw.items() if field != name}
+        try:
+            assert architecture.settings(row, less, "x") == whole, name
+        except InputError as error:
+            assert "missing" in str(error), error
+
+
+def asked_for(row):
+    """Names that the sources of a family, and those that all share, ask a config for, if a file can set them."""
+    folder = Path(inspect.getfile(config_class(row))).parent
+    root = folder.parent.parent
+    text = "".join(path.read_text() for path in [*folder.glob("*.py"), *(root / name for name in SHARED)])
+    patterns = (
+        r"config\.([a-z_][a-z_0-9]*)",
+        r"getattr\([a-z_.]*config[a-z_()]*, \"(\w+)\"",
+        r"kwargs\.(?:pop|get)\(\"(\w+)\"",
+    )
+    names = {name for pattern in patterns for name in re.findall(pattern, text) if not name.startswith("__")}
+    own = {
+        name
+        for name in names
+        if isinstance(getattr(config_class(row), name, None), property | FunctionType | MethodType)
+    }
+    return names - own
+
+
+def changes(raw, names):
+    """A name, a value of it, and config.json with that."""
+    for name in sorted(names):
+        now = raw.get(name)
+        near = (now * 2, now + 1) if isinstance(now, int | float) and not isinstance(now, bool) else ()
+        words = ACTIVATIONS if "act" in name else ()
+        for value in (*VALUES, *near, *words):
+            changed = {field: held for field, held in raw.items() if field != name}
+            yield name, value, changed if value is ABSENT else changed | {name: value}
+    for outer in ("rope_parameters", "rope_scaling"):
+        inside = [name for name, held in (raw.get(outer) or {}).items() if isinstance(held, dict)]
+        for at in ([outer], *([outer, name] for name in inside)):
+            for name in ROPE_FIELDS:
+                for value in ROPE_VALUES:
+                    changed = copy.deepcopy(raw)
+                    holder = changed
+                    for key in at:
+                        holder[key] = holder.get(key) or {}
+                        holder = holder[key]
+                    holder.pop(name, None)
+                    if value is not ABSENT:
+                        holder[name] = value
+                    yield ".".join([*at, name]), value, changed
+
+
+def settings(row, raw, ignored=()):
+    try:
+        return architecture.settings(row, raw, "x", ignored)
+    except InputError:
+        return None
+
+
+@pytest.fixture(scope="module", params=[name for name in references.CASES if name not in ALIKE])
+def case(request, tmp_path_factory):
+    """The row of a family, config.json, and a function: config.json -> how far transformers' logits are from those of
+    the original one, with the same weights; None where it refuses.
+    """
+    import torch
+    import transformers
+
+    name = request.param
+    transformers.logging.set_verbosity_error()
+    model, raw, _ = references.build(name, tmp_path_factory.mktemp("fields"), references.load(name).about["salt"])
+    weights = model.state_dict()
+    tokens = torch.randint(3, raw["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, :7] = 0
+
+    def logits(model):
+        with torch.no_grad():
+            padded = model(tokens, attention_mask=mask, return_dict=True).logits
+            begun = model(tokens[:1, :39], use_cache=True, return_dict=True)
+            last = model(tokens[:1, 39:], past_key_values=begun.past_key_values, use_cache=True, return_dict=True)
+            return torch.cat([padded[0], padded[1, 7:], begun.logits[0], last.logits[0]])
+
+    wanted = logits(model)
+
+    def config(changed):
+        try:
+            return config_class(row_of(name)).from_dict(copy.deepcopy(changed))
+        except Exception:  # whatever it raises, it computes nothing
+            return None
+
+    def distance(changed):
+        try:
+            other = transformers.AutoModelForCausalLM.from_config(
+                config(changed), attn_implementation="eager", dtype=torch.float32
+            )
+            other.load_state_dict(weights)
+            return (logits(other.eval()) - wanted).abs().max().item()
+        except Exception:
+            return None
+
+    return row_of(name), raw, config, distance
+
+
+def test_no_change_of_a_field_that_is_read_is_missed(case):
+    """Nor of the positions' fields, in the form of transformers 5 and in the older one."""
+    row, newer, _, distance = case
+    older = newer | architecture.fields(row, model_of(row, newer))
+    older = {name: value for name, value in older.items() if name not in ("rope_parameters", "layer_types")}
+    assert distance(older) < MOVED
+    read = known_fields(row, {}) - IRRELEVANT - set(row.irrelevant)
+    missed, compared = [], 0
+    for raw in (newer, older):
+        wanted = settings(row, raw)
+        for name, value, changed in changes(raw, read):
+            if settings(row, changed) != wanted or (row.model_type, name, value) in MEANT_OTHERWISE:
+                continue
+            moved = distance(changed)
+            compared += moved is not None
+            if moved is not None and not moved < MOVED:
+                missed.append(f"{name}: {'absent' if value is ABSENT else value!r} moves logits by {moved:.2g}")
+    assert not missed, "\n".join(missed)
+    assert compared > 40
+
+
+def test_no_field_that_we_do_not_read_moves_anything(case):
+    """Neither those that we call irrelevant nor those that --ignore would let pass."""
+    row, raw, config, distance = case
+    unread = sorted((asked_for(row) | IRRELEVANT | set(row.irrelevant)) - {"model_type"})
+    wanted = settings(row, raw)
+    missed, compared = [], 0
+
+    def look(names, value):
+        nonlocal compared
+        moved = distance(raw | dict.fromkeys(names, value))
+        if len(names) > 1 and (moved is None or not moved < MOVED):
+            look(names[::2], value)
+            look(names[1::2], value)
+        elif moved is not None and not moved < MOVED:
+            missed.append(f"{names[0]}: {value!r} moves logits by {moved:.2g}")
+        elif moved is not None:
+            compared += len(names)
+
+    for value in UNREAD:
+        names = [name for name in unread if config(raw | {name: value})]
+        look([name for name in names if settings(row, raw | {name: value}, {name}) == wanted], value)
+    assert not missed, "\n".join(missed)
+    assert compared > 600
+
+
+def model_of(row, raw):
+    from gspmd_lm import config
+
+    plain = {"name": "x", "model": architecture.settings(row, raw, "x"), "data": {"seq": 1}, "train": {"steps": 1}}
+    return config.from_dict(plain, "x").model

@@ -1,0 +1,133 @@
+"""Fields of config.json that are passed over, that may be, and that contradict each other."""
+
+import re
+
+import pytest
+
+from gspmd_lm.config import InputError
+from gspmd_lm.convert import architecture
+from gspmd_lm.convert.families import FAMILIES
+from tests.convert.test_architecture import LLAMA31, PUBLISHED, model_of, refused
+
+# Published configs that have a field of no meaning: family -> field -> value.
+NOTES = {
+    "llama-2": {
+        "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"},
+        "_from_model_config": True, "neftune_noise_alpha": 5, "pixel_shuffle_factor": 4, "_flash_attn_2_enabled": True,
+        "perceiver_config": {"qk_layer_norms_perceiver": True}, "use_resampler": False, "pruned_heads": {},
+        "max_new_tokens": 9,
+    },
+    "gpt2": {"_num_labels": 1, "predict_special_tokens": True, "output_past": True, "add_cross_attention": False},
+    "opt": {"learned_embeddings": True},
+    "pythia": {"custom_pipelines": {"text-generation": {"impl": "instruct_pipeline.Pipeline"}}},
+    "mistral-nemo": {"document_attention": True, "attention_bias": False, "num_experts": 0},
+    "phi-3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_notes_of_tools_change_nothing(name):
+    raw, _ = PUBLISHED[name]
+    assert model_of(raw | NOTES[name]) == model_of(raw)
+    for field, value in NOTES[name].items():
+        assert model_of(raw | {field: value}) == model_of(raw), field
+
+
+def test_attention_that_is_not_causal_is_refused_for_every_family():
+    for raw, _ in PUBLISHED.values():
+        for value in (False, None, 0, "", []):  # transformers reads null as false here
+            assert "is_causal: " in refused(raw | {"is_causal": value})
+        assert "is_causal: False lets tokens see later ones" in refused(raw | {"is_causal": False})
+        assert model_of(raw | {"is_causal": True}) == model_of(raw)
+
+
+def test_what_is_not_set_is_passed_over_and_what_is_set_is_not():
+    for value in (None, False, 0, 0.0, "", [], {}):
+        assert model_of(LLAMA31 | {"some_feature": value}) == model_of(LLAMA31)
+    for value in (True, 1, -1, 0.5, "x", [0], {"a": None}):
+        message = refused(LLAMA31 | {"some_feature": value, "other": 1})
+        assert f"\n  some_feature: {value!r} is not a field that is known here; it may change" in message
+        assert message.endswith(
+            "\n  fix   --ignore=other --ignore=some_feature  where nothing that is computed depends on it"
+        )
+
+
+def test_a_field_is_ignored_where_that_is_said():
+    raw = LLAMA31 | {"some feature": 1, "other": [1]}
+    row = architecture.family(raw, "x")
+    assert architecture.settings(row, raw, "x", ["some feature", "other"]) == architecture.settings(row, LLAMA31, "x")
+    with pytest.raises(InputError, match=r"1 problem\n  some feature: 1 is .*\n  fix   --ignore='some feature'  where"):
+        architecture.settings(row, raw, "x", ["other"])
+    architecture.check_ignored(row, raw, "x", ["some feature", "other"])
+    for name, said in {
+        "hidden_size": "--ignore=hidden_size: a field whose meaning is known\n  fix   drop it",
+        "torch_dtype": "--ignore=torch_dtype: a field whose meaning is known\n  fix   drop it",
+        "othr": r"--ignore=othr: not in x \(did you mean other\?\)\n  fix   drop it",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            architecture.check_ignored(row, raw, "x", ["other", name])
+
+
+@pytest.mark.parametrize("name", ["is_causal", "quantization_config", "sliding_window", "head_dim", "per_layer_config"])
+def test_what_changes_the_computation_cannot_be_ignored(name):
+    raw, _ = PUBLISHED["gpt2"]
+    raw = raw | {name: {"0": 1}}
+    row = architecture.family(raw, "x")
+    assert "--ignore" not in refused(raw)
+    with pytest.raises(InputError, match="meaning is known"):
+        architecture.check_ignored(row, raw, "x", [name])
+    with pytest.raises(InputError):
+        architecture.settings(row, raw, "x", [name])
+
+
+def test_an_ignored_field_is_kept_on_export():
+    raw = LLAMA31 | {"some_feature": 1}
+    row = architecture.family(raw, "x")
+    assert row is FAMILIES[0] and architecture.describe(model_of(LLAMA31), raw) == (row, raw)
+    _, changed = architecture.describe(model_of(LLAMA31 | {"rope_theta": 7.0}), raw)
+    assert changed["some_feature"] == 1 and changed["rope_theta"] == 7.0
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("gpt2", {"num_attention_heads": 3}, "num_attention_heads: 3 contradicts n_head: 12"),
+        ("gpt2", {"hidden_size": 64}, "hidden_size: 64 contradicts n_embd: 768"),
+        ("bloom", {"num_hidden_layers": 3}, "num_hidden_layers: 3 contradicts n_layer"),
+        ("gemma", {"hidden_activation": "silu", "hidden_act": "relu"}, "activation: 'silu' contradicts hidden_act"),
+        ("llama-3.1", {"rope_parameters": {"rope_type": "default"}}, "rope_scaling: .* contradicts rope_parameters"),
+        ("glm-4", {"partial_rotary_factor": None}, "partial_rotary_factor: None must be a number"),
+        ("gemma-3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0 caps attention scores, which"),
+        ("gemma-3", {"final_logit_softcapping": 0}, "final_logit_softcapping: 0 must be a number above zero"),
+        ("mistral-0.1", {"sliding_window": 0}, "sliding_window: 0 must be a number above zero"),
+        ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights: None leaves attention scores"),
+        ("llama-2", {"attention_bias": "false"}, "attention_bias: 'false' must be true or false"),
+        ("phi-3", {"full_attn_mod": 2}, "full_attn_mod: 2 has sparse attention"),
+        ("gemma-3", {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 must be a whole number from 1 on"),
+        ("llama-2", {"vocab_size": 2**70}, "vocab_size: 1180591620717411303424 is above 9,007,199,254,740,992, which"),
+        ("llama-2", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is above 2,000, which no model"),
+        ("gemma-3", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is above 2,000, which no model"),
+        ("gpt2", {"n_layer": 10**9}, "n_layer: 1000000000 is above 2,000, which no model"),
+        ("gemma-3", {"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention: 5 is not an object"),
+        ("gemma-3", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention: 'x' is not an object"),
+        ("gemma-3", {"rope_parameters": 7}, "rope_parameters: 7 is not an object"),
+        ("mistral-0.1", {"layer_types": 5}, "layer_types: 5 does not fit sliding_window"),
+    ],
+)  # fmt: skip
+def test_what_transformers_reads_otherwise_or_not_at_all(name, changed, said):
+    raw, _ = PUBLISHED[name]
+    message = refused(raw | changed)
+    assert re.search(said, message), message
+
+
+def test_low_and_high_frequencies_are_in_their_order():
+    scaling = LLAMA31["rope_scaling"]
+    for wrong in ({"low_freq_factor": 4.0}, {"high_freq_factor": 0.5}):
+        assert "is not above low_freq_factor" in refused(LLAMA31 | {"rope_scaling": scaling | wrong})
+
+
+def test_two_names_of_one_field_may_agree():
+    raw, _ = PUBLISHED["gpt2"]
+    assert model_of(raw | {"num_attention_heads": raw["n_head"], "hidden_size": None}) == model_of(raw)
+    raw, _ = PUBLISHED["gemma"]
+    assert model_of(raw | {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}) == model_of(raw)

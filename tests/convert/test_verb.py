@@ -1,0 +1,195 @@
+"""convert on the command line: what it refuses before it writes, and what it leaves where it is stopped."""
+
+import builtins
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gspmd_lm import checkpoint, cli
+from gspmd_lm.convert import safetensors
+from gspmd_lm.verbs import convert
+from tests.convert import ours, references
+
+PLACE = "--rules=none", "--compile_cache=none"
+TOKENIZER = {
+    "version": "1.0",
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"},
+    "added_tokens": [
+        {"id": 1, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False}
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs convert: code, stdout, stderr."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", "convert", *map(str, arguments), *PLACE])
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = references.load("llama").folder(tmp_path / "in")
+    (path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    return path
+
+
+def write(name, text):
+    return lambda folder, patch: (folder / name).write_text(text)
+
+
+def change(**fields):
+    def damage(folder, patch):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return damage
+
+
+def cut(folder, patch):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def index(folder, patch):
+    (folder / "model.safetensors").unlink()
+    (folder / safetensors.INDEX).write_text('{"weight_map": {"a": "gone.safetensors"}}')
+
+
+def unreadable(name):
+    """The file system refuses to open a file, which it does not where tests run as root."""
+
+    def damage(folder, patch):
+        real = {"open": builtins.open, "read_bytes": Path.read_bytes}
+
+        def deny(path):
+            if Path(path).name == name:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        patch.setattr(safetensors, "open", lambda path, *how: deny(path) or real["open"](path, *how), raising=False)
+        patch.setattr(Path, "read_bytes", lambda path: deny(path) or real["read_bytes"](path))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, "model.safetensors: it has"),
+        (index, "index.json: gone.safetensors is not in the folder"),
+        (write("config.json", "{"), "config.json: not valid JSON"),
+        (write("config.json", "[" * 10_000), "config.json: lists or objects within each other"),
+        (change(is_causal=False), "is_causal: False lets tokens see later ones"),
+        (change(num_hidden_layers=3), "missing      model.layers.2.self_attn.q_proj.weight"),
+        (change(num_hidden_layers=30), "not enough\n  there should be 30 layers"),
+        (change(vocab_size=2**50), "not enough\n  model.embed_tokens.weight should be [1125899906842624, 32]"),
+        (change(max_position_embeddings=2**70), "max_position_embeddings: 1180591620717411303424 is above"),
+        (write("tokenizer.json", "{}"), "tokenizer.json: not a Hugging Face tokenizer.json"),
+        (write("tokenizer.json", json.dumps(TOKENIZER | {"added_tokens": []})), "has no end-of-text token"),
+        (write("tokenizer_config.json", "[" * 10_000), "tokenizer_config.json: not a JSON object"),
+        (write("generation_config.json", "[" * 10_000), "generation_config.json: not JSON"),
+        (write("generation_config.json", '{"eos_token_id": "x"}'), "generation_config.json: eos_token_id"),
+        (unreadable("model.safetensors"), "model.safetensors: cannot be read (Permission denied)"),
+        (unreadable("generation_config.json"), "generation_config.json: cannot be read (Permission denied)"),
+    ],
+)
+def test_nothing_is_written_where_something_is_wrong(run, folder, tmp_path, monkeypatch, damage, said):
+    damage(folder, monkeypatch)
+    code, out, err = run(f"--from={folder}", f"--workdir={tmp_path / 'w'}")
+    assert (code, out) == (2, "") and said in err and "\n" in err
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_field_is_ignored_and_comes_back(run, folder, tmp_path):
+    work, back = tmp_path / "w", tmp_path / "back"
+    change(some_feature=[1])(folder, None)
+    flags = f"--from={folder}", f"--workdir={work}"
+    code, _, err = run(*flags)
+    assert code == 2 and "fix   --ignore=some_feature  where" in err
+    code, _, err = run(*flags, "--ignore=some_feature", "--ignore=hidden_size")
+    assert code == 2 and "--ignore=hidden_size: a field whose meaning is known" in err and not work.exists()
+    code, out, err = run(*flags, "--ignore=some_feature")
+    assert (code, err) == (0, "") and "\nignored in config.json: some_feature\n" in out
+    assert json.loads((work / "hugging_face" / "ignored.json").read_text()) == {"config.json": ["some_feature"]}
+    code, out, err = run(f"--workdir={work}", f"--to={back}")
+    assert (code, err) == (0, "") and "ignored on import, and kept in config.json: some_feature\n" in out
+    assert json.loads((back / "config.json").read_text())["some_feature"] == [1]
+    assert not (back / "ignored.json").exists()
+    before, after = ours.tensors(folder), ours.tensors(back)
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    code, _, err = run(f"--workdir={work}", f"--to={tmp_path / 'x'}", "--ignore=some_feature")
+    assert code == 2 and err.startswith("--ignore: of convert --from=DIR alone\n")
+
+
+def stopped(monkeypatch, at):
+    """Ends the process where it has replaced so many files, or where it begins to save."""
+    replace, done = os.replace, []
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    def counted(*paths):
+        if len(done) == at:
+            killed()
+        done.append(paths)
+        assert not os.path.exists(paths[1])  # it appears whole
+        replace(*paths)
+
+    if at is None:
+        monkeypatch.setattr(checkpoint.Checkpoints, "save", killed)
+    else:
+        monkeypatch.setattr(os, "replace", counted)
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, None])
+def test_a_conversion_that_was_killed_can_be_repeated(run, folder, tmp_path, monkeypatch, at):
+    """Until the checkpoint is there, what is there is whole; then all is."""
+    work = tmp_path / "w"
+    flags = f"--from={folder}", f"--workdir={work}"
+    with monkeypatch.context() as patch:
+        stopped(patch, at)
+        assert run(*flags)[0] == 130
+    assert not (work / "checkpoints" / "0").exists()
+    for path in [*work.glob("*.yaml"), *work.glob("hugging_face/*")]:
+        assert path.suffix == ".partial" or path.read_text().endswith(("\n", "}"))
+    (folder / "generation_config.json").unlink()  # the next one brings another folder, and nothing of this one stays
+    code, _, err = run(*flags)
+    assert (code, err) == (0, "")
+    assert (work / "checkpoints" / "0").is_dir() and (work / "config.yaml").is_file()
+    assert {path.name for path in (work / "hugging_face").iterdir()} == {"config.json", "tokenizer.json"}
+    assert run(*flags)[0] == 2  # has checkpoints already
+
+
+def test_a_full_disk_is_no_traceback(run, folder, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        code, _, err = run(f"--from={folder}", f"--workdir={tmp_path / 'w'}")
+        assert code == 1 and err.startswith(f"{tmp_path / 'w'}: cannot be written (No space left on device)\n  fix   ")
+    assert run(f"--from={folder}", f"--workdir={tmp_path / 'w'}")[0] == 0
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = run(f"--workdir={tmp_path / 'w'}", f"--to={tmp_path / 'out'}")
+    assert code == 1 and err.startswith(f"{tmp_path / 'out'}: cannot be written (No space left on device)\n  fix   ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_kept_config_is_read_as_strictly(run, folder, tmp_path):
+    assert run(f"--from={folder}", f"--workdir={tmp_path / 'w'}")[0] == 0
+    kept = tmp_path / "w" / convert.ORIGINAL / "config.json"
+    kept.write_text(kept.read_text()[:-3])
+    code, _, err = run(f"--workdir={tmp_path / 'w'}", f"--to={tmp_path / 'out'}")
+    assert code == 2 and err.startswith(f"{kept}: not valid JSON")
