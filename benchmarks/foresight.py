@@ -1,9 +1,10 @@
-"""Predicted step times beside published ones, and the order of good and bad layouts: the tables of docs/foresight.md.
+"""Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/foresight.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]
     python -m benchmarks.foresight order [--write]
     python -m benchmarks.foresight bytes [--write]
     python -m benchmarks.foresight compilation [--write]
+    python -m benchmarks.foresight fits [--rows 0] [--write]
 
 Nothing but compilers runs: programs are compiled for the published hardware on this machine and kept, so that only the
 first run takes long (rows of a published table that offload to the host: many minutes each).
@@ -23,13 +24,14 @@ from benchmarks import measure, step_times
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config
 from gspmd_lm import rules as layouts
-from gspmd_lm.foresight import explain, target
+from gspmd_lm.foresight import compile, explain, memory, target
 from gspmd_lm.foresight.hardware import CHIPS
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.train.metrics import flops_per_token
 from gspmd_lm.train.state import arrays
 
 FITTED = ("llama3.1-8b on v6e:2x4",)  # the rows that a constant of foresight/prices.py was fitted to
+SPARED = 0.98  # of the memory: what a configuration that was trained must do with
 ONE_CONSTANT = 0.55  # of peak: the baseline that any prediction must be seen beside
 TIMES = {"row": "published row", "published_s": "published s", "predicted_s": "predicted s", "error": "error",
          "fitted": "fitted to", "baseline_error": "FLOPs / 55% of peak", "exposed": "exposed", "fits": "fits",
@@ -42,6 +44,8 @@ ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "b
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
          "of_the_step": "of the step"}  # fmt: skip
+FITS = {"row": "trained row", "limit_gib": "limit, GiB", "needs_gib": "needs when short, GiB", "fits": "fits in 98%",
+        "peak_gib": "peak there, GiB", "compile_s": "compiled in s"}  # fmt: skip
 COMPILATION = {"program": "program", "compile_s": "compiled in s", "most_gb": "most memory of the process, GB",
                "fits": "fits", "step_time_s": "predicted step, s"}  # fmt: skip
 
@@ -151,9 +155,43 @@ def compilation(layout: str, name: str, where: str, *sets: str) -> dict[str, Any
     }
 
 
+def fits(row: step_times.Row) -> dict[str, Any]:
+    """Whether a configuration that was trained on its hardware compiles with SPARED of the memory there."""
+    where = target.parse(row.target)
+    assert where.chip
+    limit_bytes = where.chip.usable_hbm_bytes
+    spared = compiled(row, int(SPARED * limit_bytes))
+    return {
+        "row": row.name,
+        "limit_gib": round(limit_bytes / 2**30, 2),
+        "needs_gib": round(needed_bytes(row) / 2**30, 2),
+        "fits": "no" if spared.refusal else "yes",
+        "peak_gib": spared.memory and round(spared.memory["peak_memory_in_bytes"] / 2**30, 2),
+        "compile_s": round(spared.compile_s),
+        "versions": dict(spared.versions),
+    }
+
+
+def needed_bytes(row: step_times.Row) -> int:
+    """What libtpu says a row needs, which it does within seconds when it is given half of the memory."""
+    where = target.parse(row.target)
+    assert where.chip
+    short = compiled(row, where.chip.usable_hbm_bytes // 2)
+    return memory.refused(short.refusal, short.state_bytes, None).peak_bytes
+
+
+def compiled(row: step_times.Row, limit_bytes: int) -> compile.Program:
+    """The program of a row, or its refusal, where a program may use `limit_bytes` of the memory."""
+    where, rules = target.parse(row.target), row.rules()
+    limit = {"xla_tpu_max_hbm_size_mib": limit_bytes // 2**20}
+    rules = dataclasses.replace(rules, compiler_options={"tpu": {**rules.compiler_options.get("tpu", {}), **limit}})
+    (program,) = compile.programs([compile.Request(row.config(), rules.fill(where.devices), where)], print)
+    return program
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "order", "bytes", "compilation"))
+    parser.add_argument("what", choices=("times", "order", "bytes", "compilation", "fits"))
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of published rows, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -171,6 +209,10 @@ def main() -> None:
                 compilation("fsdp_tp", "llama3_8b", "v5p:4x4x4"),
                 compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
+    elif arguments.what == "fits":
+        trained = step_times.rows(step_times.TRAINED)
+        rows = [fits(row) for number, row in enumerate(trained) if arguments.rows is None or number in arguments.rows]
+        print(measure.markdown(rows, FITS))
     else:
         chosen = range(len(step_times.rows())) if arguments.rows is None else arguments.rows
         rows = [times(number) for number in chosen]

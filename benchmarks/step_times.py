@@ -1,10 +1,12 @@
-"""Published step times as configs and rules of this project: what a prediction is checked against.
+"""Published runs as configs and rules of this project: what a prediction is checked against.
 
-`rows` reads published/step_times.yaml; `config` and `rules` of a row are ordinary ones, which `explain` compiles like
-any other.
+`rows` reads published/step_times.yaml, whose rows have a time, or published/trained.yaml, whose rows ran on the
+hardware they name and so must fit. `config` and `rules` of a row are ordinary ones, which `explain` compiles like any
+other.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
 
 PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"
+TRAINED = PUBLISHED.with_name("trained.yaml")
 
 # MaxText's names of what a layer keeps, as ours. What a row calls attention_out is MaxText's `out_proj` in the recipes
 # for Trillium, the product that is added to the residual stream: as many bytes as the sum, our `residual`, which spares
@@ -42,7 +45,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One published measurement. Sizes carry the letters of the logical axes."""
+    """One published run. Sizes carry the letters of the logical axes.
+
+    `options` are what its compiler was told otherwise than this project's defaults; None means what the recipes of
+    its chip say.
+    """
 
     model: str
     target: str
@@ -61,13 +68,14 @@ class Row:
     seq: int
     remat: str | Mapping[str, Sequence[str]]
     attention: str
-    step_time_s: float
     source: str
+    step_time_s: float = math.nan
     activation: str = "silu"
     weights: str = "float32"
     tflops_per_device: float | None = None
     derived: bool = False
     causal_attention_flops: bool = False
+    options: Mapping[str, Any] | None = None
 
     @property
     def chip(self) -> str:
@@ -105,8 +113,8 @@ class Row:
             "remat": self._remat(),
             "attention": {platform: kernel},
         }
-        if options := _OPTIONS.get(self.chip):
-            raw["compiler_options"] = {platform: options}
+        if options := _OPTIONS.get(self.chip) if self.options is None else self.options:
+            raw["compiler_options"] = {platform: dict(options)}
         return layouts.from_dict(raw, self.name)
 
     def _remat(self) -> str | dict[str, list[str]]:
@@ -122,6 +130,6 @@ class Row:
 
 
 def rows(path: Path = PUBLISHED) -> list[Row]:
-    """The published measurements, in the order of the file."""
+    """The published runs, in the order of the file."""
     listed: Iterable[Mapping[str, Any]] = configs.parse_yaml(configs.read_text(path), str(path))
     return [Row(**row) for row in listed]
