@@ -1,9 +1,10 @@
-"""Predicted step times beside published ones, and the order of good and bad layouts: the tables of docs/foresight.md.
+"""Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/foresight.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
     python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
     python -m benchmarks.foresight bytes [--write]
     python -m benchmarks.foresight compilation [--write]
+    python -m benchmarks.foresight fits [--rows 0] [--write]
 
 Nothing but compilers runs: programs are compiled for the published hardware on this machine and kept, so that only the
 first run takes long (rows of a published table that offload to the host: many minutes each).
@@ -25,15 +26,18 @@ from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config
 from gspmd_lm import rules as layouts
-from gspmd_lm.foresight import explain, target
+from gspmd_lm.foresight import compile, explain, memory, target
 from gspmd_lm.foresight.report import Report
 
+SPARED = 0.98  # of the memory: what a configuration that was trained must do with
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
          "as_known": "in the known direction", "date": "on"}  # fmt: skip
 
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
          "of_the_step": "of the step"}  # fmt: skip
+FITS = {"row": "trained row", "limit_gib": "limit, GiB", "needs_gib": "needs when short, GiB", "fits": "fits in 98%",
+        "peak_gib": "peak there, GiB", "compile_s": "compiled in s"}  # fmt: skip
 COMPILATION = {"program": "program", "compile_s": "compiled in s", "most_gb": "most memory of the process, GB",
                "fits": "fits", "step_time_s": "predicted step, s"}  # fmt: skip
 
@@ -135,9 +139,43 @@ def compilation(layout: str, name: str, where: str, *sets: str) -> dict[str, Any
     }
 
 
+def fits(row: step_times.Row) -> dict[str, Any]:
+    """Whether a configuration that was trained on its hardware compiles with SPARED of the memory there."""
+    where = target.parse(row.target)
+    assert where.chip
+    limit_bytes = where.chip.usable_hbm_bytes
+    spared = compiled(row, int(SPARED * limit_bytes))
+    return {
+        "row": row.name,
+        "limit_gib": round(limit_bytes / 2**30, 2),
+        "needs_gib": round(needed_bytes(row) / 2**30, 2),
+        "fits": "no" if spared.refusal else "yes",
+        "peak_gib": spared.memory and round(spared.memory["peak_memory_in_bytes"] / 2**30, 2),
+        "compile_s": round(spared.compile_s),
+        "versions": dict(spared.versions),
+    }
+
+
+def needed_bytes(row: step_times.Row) -> int:
+    """What libtpu says a row needs, which it does within seconds when it is given half of the memory."""
+    where = target.parse(row.target)
+    assert where.chip
+    short = compiled(row, where.chip.usable_hbm_bytes // 2)
+    return memory.refused(short.refusal, short.state_bytes, None).peak_bytes
+
+
+def compiled(row: step_times.Row, limit_bytes: int) -> compile.Program:
+    """The program of a row, or its refusal, where a program may use `limit_bytes` of the memory."""
+    where, rules = target.parse(row.target), row.rules()
+    limit = {"xla_tpu_max_hbm_size_mib": limit_bytes // 2**20}
+    rules = dataclasses.replace(rules, compiler_options={"tpu": {**rules.compiler_options.get("tpu", {}), **limit}})
+    (program,) = compile.programs([compile.Request(row.config(), rules.fill(where.devices), where)], print)
+    return program
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "order", "bytes", "compilation"))
+    parser.add_argument("what", choices=("times", "order", "bytes", "compilation", "fits"))
     parser.add_argument("--rows", type=int, nargs="*", help="rows or pairs to compile, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -157,6 +195,10 @@ def main() -> None:
                 compilation("fsdp_tp", "llama3_8b", "v5p:4x4x4"),
                 compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
+    elif arguments.what == "fits":
+        trained = step_times.rows(step_times.TRAINED)
+        rows = [fits(row) for number, row in enumerate(trained) if arguments.rows is None or number in arguments.rows]
+        print(measure.markdown(rows, FITS))
     else:
         rows = times(arguments.rows)
         print("\n\n".join(tables(rows)))

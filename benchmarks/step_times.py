@@ -1,10 +1,12 @@
-"""Published step times as configs and rules of this project: what a prediction is checked against.
+"""Published runs as configs and rules of this project: what a prediction is checked against.
 
-`rows` reads published/step_times.yaml; `config` and `rules` of a row are ordinary ones, which `explain` compiles like
-any other.
+`rows` reads published/step_times.yaml, whose rows have a time, or published/trained.yaml, whose rows ran on the
+hardware they name and so must fit. `config` and `rules` of a row are ordinary ones, which `explain` compiles like any
+other.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
 
 PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"
+TRAINED = PUBLISHED.with_name("trained.yaml")
 
 # MaxText's names of what a layer keeps, as ours. What a row calls attention_out is MaxText's `out_proj` in the recipes
 # for Trillium, the product that is added to the residual stream: as many bytes as the sum, our `residual`, which spares
@@ -31,6 +34,7 @@ _KERNELS = {"splash": ("tpu", "splash"), "flash": ("tpu", "splash"), "unfused": 
 # benchmarks/xla_flags_library.py.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
+    "more vmem": {"xla_tpu_scoped_vmem_limit_kib": 98304},
     "2023": dict.fromkeys(runtime.DEFAULT_OPTIONS["tpu 3d"]),  # of later years
     "trillium": {
         "xla_tpu_scoped_vmem_limit_kib": 98304,
@@ -59,7 +63,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One published measurement. Sizes carry the letters of the logical axes."""
+    """One published run. Sizes carry the letters of the logical axes.
+
+    `options` are what its compiler was told otherwise than this project's defaults; None means what the recipes of
+    its chip say.
+    """
 
     model: str
     target: str
@@ -78,9 +86,9 @@ class Row:
     seq: int
     remat: str | Mapping[str, Sequence[str]]
     attention: str
-    step_time_s: float
     source: str
-    measured: str
+    measured: str = ""
+    step_time_s: float = math.nan
     activation: str = "silu"
     block: str = "sequential"
     shared_norm: bool = True
@@ -146,6 +154,6 @@ class Row:
 
 
 def rows(path: Path = PUBLISHED) -> list[Row]:
-    """The published measurements, in the order of the file."""
+    """The published runs, in the order of the file."""
     listed: Iterable[Mapping[str, Any]] = configs.parse_yaml(configs.read_text(path), str(path))
     return [Row(**row) for row in listed]

@@ -97,7 +97,9 @@ def _scan(x_BTD, table, bias, targets_BT, cfg, gradients):
         return sums, (dx_BTD, None, None)
     dtable_VD = reduce(dtable_ZVD, rows, table.spec, "optimizer").astype(table.array.dtype)
     dbias_V = bias and reduce(dbias_ZV, rows, bias.spec, "optimizer").astype(bias.array.dtype)
-    return sums, (dx_BTD, dtable_VD, dbias_V)
+    # The backward pass begins when the table's gradient is reduced: partial sums of the whole table would otherwise
+    # be held until the optimizer asks for them.
+    return sums, jax.lax.optimization_barrier((dx_BTD, dtable_VD, dbias_V))
 
 
 def _chunk(x_BTD, table_VD, bias_V, targets_BT, cfg, gradients) -> tuple[Sums, Any]:

@@ -11,7 +11,7 @@ over devices for the adapter alone is [B, T, R], in the backward pass.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ class Product(NamedTuple):
         return letter, split(self.array, axis)
 
 
-def fan_out(x_BTD: jax.Array, *products: Product) -> tuple[jax.Array, ...]:
-    """The product of `x_BTD`, gathered first, with each weight."""
+def fan_out(x_BTD: jax.Array, *products: Product, scanned: bool = True) -> tuple[jax.Array, ...]:
+    """The product of `x_BTD`, gathered first, with each weight; `scanned` says whether a scan over layers is around."""
 
     of = scope("of", *(product.weight.path for product in products))
 
@@ -110,13 +110,13 @@ def fan_out(x_BTD: jax.Array, *products: Product) -> tuple[jax.Array, ...]:
                 found.append(_weight_gradient(f"BTR,{y}->{b}", low_BTR, dy, B))
             terms.append((pieces, partials))
             gradients.append(tuple(found))
-        return _reduced(terms), tuple(gradients)
+        return _settled((_reduced(terms), tuple(gradients)), scanned)
 
     call.defvjp(forward, backward)
     return call(like(x_BTD, RESIDUAL), _arrays(products))
 
 
-def fan_in(inputs: tuple[jax.Array, ...], *products: Product) -> jax.Array:
+def fan_in(inputs: tuple[jax.Array, ...], *products: Product, scanned: bool = True) -> jax.Array:
     """The sum of each input's product with its weight, [B, T, D], reduced once into the residual stream."""
 
     of = scope("of", *(product.weight.path for product in products))
@@ -167,7 +167,7 @@ def fan_in(inputs: tuple[jax.Array, ...], *products: Product) -> jax.Array:
                 found.append(_weight_gradient("BTR,BTD->RD", low_BTR, dy_BTD, B))
             dxs.append(dx)
             gradients.append(tuple(found))
-        return tuple(dxs), tuple(gradients)
+        return _settled((tuple(dxs), tuple(gradients)), scanned)
 
     call.defvjp(forward, backward)
     return call(inputs, _arrays(products))
@@ -199,6 +199,15 @@ def _reduced(terms: list[tuple[Split, jax.Array]]) -> jax.Array:
         sums[pieces] = pieces, partials
     total, *more = (reduce(partials, pieces, RESIDUAL) for pieces, partials in sums.values())
     return sum(more, total)
+
+
+def _settled(cotangents: Any, scanned: bool) -> Any:
+    """Cotangents of inputs and weights, of which those of the inputs are used when all are where they belong.
+
+    A scan sees to that in each of its turns. Elsewhere a compiler is free to reduce a weight's gradient when the
+    optimizer asks for it, and holds its partial sums while the other layers are computed.
+    """
+    return cotangents if scanned else jax.lax.optimization_barrier(cotangents)
 
 
 def _weight_gradient(equation: str, a: jax.Array, b: jax.Array, weight: Weight) -> jax.Array | None:

@@ -1,5 +1,6 @@
 """The decoder: token ids in, hidden states and the output table out. It reads as if there were one device."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -32,6 +33,8 @@ class Block(nn.Module):
         # Without a name of its own here, a scan keeps what it carries on the device whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         attention, mlp = Attention(cfg, name="attention"), Mlp(cfg, name="mlp")
+        reads = functools.partial(fan_out, scanned=not isinstance(layer, int))
+        writes = functools.partial(fan_in, scanned=not isinstance(layer, int))
         if row_keys_B is not None:
             row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer + 1)
 
@@ -47,18 +50,18 @@ class Block(nn.Module):
         normed_BTD = Norm(cfg, name="attention_norm")(x_BTD)
         if cfg.block == "parallel":
             if cfg.shared_norm:
-                q, k, v, *read = fan_out(normed_BTD, *attention.products(), *mlp.products())
+                q, k, v, *read = reads(normed_BTD, *attention.products(), *mlp.products())
             else:
-                q, k, v = fan_out(normed_BTD, *attention.products())
-                read = fan_out(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
+                q, k, v = reads(normed_BTD, *attention.products())
+                read = reads(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
             attended, cache = attention.attended(q, k, v, batch, cache, layer)
-            y_BTD = fan_in((attended, mlp.hidden(*read)), attention.out(), mlp.out())
+            y_BTD = writes((attended, mlp.hidden(*read)), attention.out(), mlp.out())
             return (write(x_BTD, y_BTD, 0, "attention", "mlp"), cache), None
-        q, k, v = fan_out(normed_BTD, *attention.products())
+        q, k, v = reads(normed_BTD, *attention.products())
         attended, cache = attention.attended(q, k, v, batch, cache, layer)
-        x_BTD = write(x_BTD, fan_in((attended,), attention.out()), 0, "attention")
-        read = fan_out(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
-        return (write(x_BTD, fan_in((mlp.hidden(*read),), mlp.out()), 1, "mlp"), cache), None
+        x_BTD = write(x_BTD, writes((attended,), attention.out()), 0, "attention")
+        read = reads(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
+        return (write(x_BTD, writes((mlp.hidden(*read),), mlp.out()), 1, "mlp"), cache), None
 
 
 class Pattern(nn.Module):
@@ -70,7 +73,7 @@ class Pattern(nn.Module):
     def __call__(self, carried: tuple[jax.Array, Cache | None], turn: jax.Array, *rest: Any):
         kinds = self.cfg.layer_kinds
         for i, kind in enumerate(kinds):
-            carried, _ = _block()(kind, name=f"block_{i}")(carried, turn * len(kinds) + i, *rest)
+            carried, _ = _block(alone=False)(kind, name=f"block_{i}")(carried, turn * len(kinds) + i, *rest)
         return carried, None
 
 
@@ -124,7 +127,7 @@ class Decoder(nn.Module):
         carried, _ = layers(carried, jnp.arange(turns), batch, row_keys_B)
         for i, kind in enumerate(kinds[:left]):  # what is left of a pattern that does not divide the depth
             layer = turns * len(kinds) + i
-            carried, _ = _block()(kind, name=f"layer_{layer}")(carried, layer, batch, row_keys_B)
+            carried, _ = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, row_keys_B)
         x_BTD, cache = carried
         x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         unembedding = embedding
@@ -137,10 +140,15 @@ class Decoder(nn.Module):
         return x_BTD, unembedding, unembedding_bias, cache
 
 
-def _block() -> type[nn.Module]:
-    """Block, computed again in the backward pass where the rules say so. A scan is barrier enough against CSE."""
+def _block(alone: bool = True) -> type[nn.Module]:
+    """Block, computed again in the backward pass where the rules say so.
+
+    A scan is barrier enough for a block that is alone in it. A block beside others has a barrier of its own. Without
+    one, the compiler takes what the forward pass computed, or computes all of them again at once, and holds the
+    gathered weights of all.
+    """
     remat = axes.remat()
-    return nn.remat(Block, prevent_cse=False, policy=remat.policy) if remat else Block
+    return nn.remat(Block, prevent_cse=not alone, policy=remat.policy) if remat else Block
 
 
 def decode(

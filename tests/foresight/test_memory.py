@@ -1,10 +1,15 @@
-"""Memory: the compiler's own figures, and its words when it refuses."""
+"""Memory: the compiler's own figures, its words when it refuses, and what a step must not hold."""
+
+import dataclasses
+import math
 
 import pytest
 
+from benchmarks import foresight, step_times
 from gspmd_lm.config import RunFailed
-from gspmd_lm.foresight import hlo, memory
+from gspmd_lm.foresight import hlo, memory, target
 from gspmd_lm.foresight.compile import programs
+from gspmd_lm.train import state, table
 
 STATE = {"weights": 4 * 2**30, "optimizer": 8 * 2**30, "batch": 2**20}
 
@@ -97,3 +102,41 @@ def test_a_refusal_with_a_list_of_allocations_is_read():
 def test_a_refusal_in_unknown_words_is_shown():
     with pytest.raises(RunFailed, match="no room at all"):
         memory.refused("RESOURCE_EXHAUSTED: no room at all", STATE, None)
+
+
+def whole_matrices(request):
+    """The sizes, sorted, that each matrix has while it is in use, where less of it rests on a device."""
+    arrays = state.arrays(request.config)
+    for row in table.rows(request.config, request.rules, arrays, {}):
+        pieces = [math.prod(request.rules.mesh[name] for name in names) for names in row.in_use]
+        sizes = [n // m for n, m, axis in zip(row.shape, pieces, row.axes, strict=True) if axis != "layers"]
+        if row.at_rest != row.in_use and len(sizes) > 1:
+            yield row.path, tuple(sorted(sizes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"layers": 5, "sliding_window": 16, "layer_pattern": ("sliding", "full")}])
+def test_no_gradient_is_held_whole_while_layers_are_computed(request_of, cache, changes):
+    """When the backward pass of the layers' scan begins, the table's gradient is reduced, and those of layers after
+    the scan are: nothing of a weight's whole size that was made before it is read in it or after it."""
+    wanted = request_of("fsdp8", "v5e:2x4")
+    model = dataclasses.replace(wanted.config.model, **changes)
+    wanted = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, model=model))
+    (program,) = programs([wanted], cache=str(cache))
+    entry = hlo.parse(program.text).entry.instructions
+    order = list(entry)
+    (loop,) = (i.name for i in entry.values() if i.opcode == "while" and "transpose(jvp(Decoder))" in i.op_name)
+    before, after = set(order[: order.index(loop)]), order[order.index(loop) :]
+    read = ((entry[name], later) for later in map(entry.get, after) for name in later.operands if name in before)
+    held = (later if later.opcode == "get-tuple-element" else made for made, later in read)
+    sizes = {tuple(sorted(n for n in array.dimensions if n > 1)) for one in held for array in one.shape.arrays}
+    whole = dict(whole_matrices(wanted))
+    assert len(whole) >= 9 and {path for path, matrix in whole.items() if matrix in sizes} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", step_times.rows(step_times.TRAINED), ids=lambda row: row.name)
+def test_what_was_trained_on_its_hardware_fits(row, tmp_path, monkeypatch):
+    """With memory to spare, as the compiler says when it is given too little: that takes seconds."""
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path))
+    chip = target.parse(row.target).chip
+    assert foresight.needed_bytes(row) <= foresight.SPARED * chip.usable_hbm_bytes
