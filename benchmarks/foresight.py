@@ -24,8 +24,7 @@ from unittest import mock
 from benchmarks import measure, step_times
 from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
-from gspmd_lm import config
-from gspmd_lm import rules as layouts
+from gspmd_lm import config, rules_file
 from gspmd_lm.foresight import compile, explain, memory, target
 from gspmd_lm.foresight.report import Report
 
@@ -106,7 +105,7 @@ def order(pair: Any) -> dict[str, Any]:
 
 def sent(layout: str, where: str, *sets: str) -> dict[str, Any]:
     """What the collectives of Llama-3-8B send under a layout, beside the floor, and what of their time is exposed."""
-    rules = dataclasses.replace(layouts.load(layout), attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"})
+    rules = dataclasses.replace(rules_file.load(layout), attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"})
     (found,) = explain.reports(config.load("llama3_8b", sets), [rules], target.parse(where), print)
     total = sum(one.bytes_per_device_per_step for one in found.collectives)
     predicted = found.prediction
@@ -128,7 +127,7 @@ def compilation(layout: str, name: str, where: str, *sets: str) -> dict[str, Any
     """What it takes to compile a program, from tracing to its text, in a process of its own; nothing is kept."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, mock.patch.dict(os.environ, GSPMD_LM_CACHE=scratch):
-        (found,) = explain.reports(config.load(name, sets), [layouts.load(layout)], target.parse(where), print)
+        (found,) = explain.reports(config.load(name, sets), [rules_file.load(layout)], target.parse(where), print)
     return {
         "program": f"{name} under {layout} for {where}",
         "compile_s": round(time.monotonic() - started),

@@ -17,8 +17,7 @@ from typing import Any
 import jax
 
 from benchmarks import measure
-from gspmd_lm import config
-from gspmd_lm import rules as layouts
+from gspmd_lm import config, rules_file
 
 LAYOUTS = ("dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4")
 SIZES = ("model.embed=512", "model.heads=8", "model.head_dim=64", "model.mlp=2048", "model.layers=6", "data.seq=256",
@@ -39,7 +38,7 @@ def one(name: str) -> dict[str, Any]:
     """The figures of one layout, in this process."""
     measure.simulate(8)
     cfg = config.load("tiny", SIZES)
-    ours = measure.ours(cfg, layouts.load(name))
+    ours = measure.ours(cfg, rules_file.load(name))
     analysis = ours.train.memory_analysis()
     program = ours.start()
     batch = ours.place(measure.random_batch(cfg, jax.random.key(0)))

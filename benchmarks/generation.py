@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import measure
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer import generate
 from gspmd_lm.model.transformer import init
@@ -48,7 +48,7 @@ Run = Callable[[], Times]
 def ours(prompts: np.ndarray, new: int) -> Run:
     """Our generator."""
     cfg = configs.from_dict({"name": "gpt2_size", "model": MODEL, "train": {"steps": 1}}, "benchmark")
-    rules, rows = layouts.load("single"), prompts.tolist()
+    rules, rows = rules_file.load("single"), prompts.tolist()
     built, _ = generate.plan(cfg, rules, jax.devices()[:1], "cpu", rows, new_tokens=new, batch=len(rows))
     start = jax.jit(lambda: nn.unbox(init(cfg.model, jax.random.key(0))), out_shardings=built.param_shardings)
     generator = generate.Generator(built, start(), Bytes(), print)

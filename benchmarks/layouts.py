@@ -3,7 +3,7 @@
 import dataclasses
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
 
@@ -26,7 +26,7 @@ class Side:
         return configs.load("llama3_8b", [*LLAMA_1B, f"data.batch={self.batch}", *self.sets])
 
     def rules(self) -> Rules:
-        return layouts.from_dict(self.raw, "pair")
+        return rules_file.from_dict(self.raw, "pair")
 
 
 @dataclasses.dataclass(frozen=True)

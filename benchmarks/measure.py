@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm import rules as layouts
+from gspmd_lm.rules import Rules
 from gspmd_lm.train import state, step
 
 RESULTS = Path(__file__).parent / "results"
@@ -60,7 +60,7 @@ class Ours:
         return {name: jax.device_put(batch[name], like.sharding) for name, like in self.step.abstract_batch.items()}
 
 
-def ours(cfg: config.Config, rules: layouts.Rules) -> Ours:
+def ours(cfg: config.Config, rules: Rules) -> Ours:
     """Raises ShardingError where the rules do not fit the config."""
     arrays, _ = state.checked(cfg, rules, jax.default_backend())
     built = step.build(cfg, rules, arrays, jax.devices()[: rules.devices])

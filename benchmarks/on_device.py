@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from benchmarks import layouts, measure
-from gspmd_lm import config, rules, runtime
+from gspmd_lm import config, rules_file, runtime
 from gspmd_lm.foresight import compile, explain, target
 from gspmd_lm.train import state, step
 
@@ -36,7 +36,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     """One model at one batch size, on the first device of this process."""
     name, sets, _ = CASES[case]
     cfg = config.load(name, [*sets, f"data.batch={rows}"])
-    layout = rules.from_dict({"mesh": {"data": 1}, "remat": remat}, "single")
+    layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "single")
     device = jax.devices()[0]
     arrays, problems = state.checked(cfg, layout, device.platform)
     built = step.build(cfg, layout, arrays, [device])

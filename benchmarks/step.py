@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from benchmarks import collectives, hand_written, measure
-from gspmd_lm import config
-from gspmd_lm import rules as layouts
+from gspmd_lm import config, rules_file
+from gspmd_lm.rules import Remat
 
 REFERENCES = {
     "fsdp8": hand_written.Layout(fsdp=8),
@@ -46,7 +46,7 @@ COLUMNS = {
 
 def compare(cfg: config.Config, name: str, remat: str, rounds: int, show: bool = False) -> dict[str, Any]:
     """One row of the table: rules file `name` with this remat policy, `none` or `block`, against its reference."""
-    rules = dataclasses.replace(layouts.load(name), remat=layouts.Remat(remat))  # type: ignore[arg-type]
+    rules = dataclasses.replace(rules_file.load(name), remat=Remat(remat))  # type: ignore[arg-type]
     ours = measure.ours(cfg, rules)
     layout = dataclasses.replace(REFERENCES[name], remat=remat == "block")
     mesh, place, jitted = hand_written.build(cfg, layout)

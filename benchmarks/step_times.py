@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
-from gspmd_lm import runtime
+from gspmd_lm import rules_file, runtime
 from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
 
@@ -139,7 +138,7 @@ class Row:
         }
         if options := _OPTIONS[self.options]:
             raw["compiler_options"] = {platform: options}
-        return layouts.from_dict(raw, self.name)
+        return rules_file.from_dict(raw, self.name)
 
     def _remat(self) -> str | dict[str, list[str]]:
         if isinstance(self.remat, str):

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from benchmarks import collectives, measure
-from gspmd_lm import config
-from gspmd_lm import rules as layouts
+from gspmd_lm import config, rules_file
+from gspmd_lm.rules import Rules
 
 GOALS_MB = {("uva", "parallel"): 8.1, ("uva", "sequential"): 11.7,
             ("uva_large", "parallel"): 433, ("uva_large", "sequential"): 735}  # fmt: skip
@@ -24,7 +24,7 @@ PROGRAMS = {"tensor": "tensor", "layers": "layers", "hlo_lines": "HLO lines", "i
 TASK = {"layout": "layout", "steps": "steps", "loss": "loss", "accuracy": "accuracy"}
 
 
-def traffic(name: str, block: str, rules: layouts.Rules, show: bool) -> dict[str, Any]:
+def traffic(name: str, block: str, rules: Rules, show: bool) -> dict[str, Any]:
     """Bytes of collectives per device and step on tensor 4 x data 2."""
     ours = measure.ours(config.load(name, [f"model.block={block}"]), rules)
     moved = collectives.count(ours.train.as_text())
@@ -43,7 +43,7 @@ def traffic(name: str, block: str, rules: layouts.Rules, show: bool) -> dict[str
 
 def program(tensor: int, layers: int) -> dict[str, Any]:
     """The size of the optimised program of `uva` under tensor parallelism."""
-    rules = dataclasses.replace(layouts.load("tp8"), mesh={"tensor": tensor})
+    rules = dataclasses.replace(rules_file.load("tp8"), mesh={"tensor": tensor})
     ours = measure.ours(config.load("uva", [f"model.layers={layers}"]), rules)
     lines, instructions = measure.program_size(ours.train.as_text())
     return {"tensor": tensor, "layers": layers, "hlo_lines": lines, "instructions": instructions}
@@ -52,7 +52,7 @@ def program(tensor: int, layers: int) -> dict[str, Any]:
 def task(name: str) -> dict[str, Any]:
     """`uva` learns one random batch by heart; the last step's loss and accuracy."""
     cfg = config.load("uva")
-    ours = measure.ours(cfg, layouts.load(name))
+    ours = measure.ours(cfg, rules_file.load(name))
     state, batch = ours.start(), ours.place(measure.random_batch(cfg, jax.random.key(0)))
     metrics = {}
     for _ in range(cfg.train.steps):
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     args = parser.parse_args()
     measure.simulate(8)
-    moved = [traffic(name, block, layouts.load("dp2_tp4"), args.collectives) for name, block in GOALS_MB]
+    moved = [traffic(name, block, rules_file.load("dp2_tp4"), args.collectives) for name, block in GOALS_MB]
     print("Bytes of collectives per device and step, data 2 x tensor 4")
     print(measure.markdown(moved, TRAFFIC))
     programs = [program(tensor, layers) for tensor, layers in ((1, 6), (2, 6), (4, 6), (8, 6), (8, 12))]

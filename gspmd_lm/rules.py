@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspmd_lm import core_yaml
-from gspmd_lm.axes import ACTIVATIONS, ARRAYS, AXES
-from gspmd_lm.config import InputError, did_you_mean, find_file, parse_yaml, read_text
+from gspmd_lm.axes import ACTIVATIONS, ARRAYS
+from gspmd_lm.config import InputError, did_you_mean
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
-SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
 # What remat has a choice about. `residual`: a layer's input and the sum after attention; `layer_input`: the first only.
 IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")))
 
@@ -157,7 +156,7 @@ class Rules:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
         pieces = math.prod(self.mesh[name] for name in names)
         fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
-        instead = f"use {names[0]}={_either(fitting)}" if len(names) == 1 else ""
+        instead = f"use {names[0]}={either(fitting)}" if len(names) == 1 else ""
         if axis == "batch":
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
             fix = f"make data.batch a multiple of {pieces * self.microbatches}"
@@ -172,7 +171,7 @@ class Rules:
 
         A mesh that does not is a problem added to the result; `instead` is its second fix.
         """
-        mesh, place = dict(self.mesh), f"{self.path}: mesh: {_flow(dict(self.mesh))}"
+        mesh, place = dict(self.mesh), f"{self.path}: mesh: {flow(dict(self.mesh))}"
         known = math.prod(size for size in mesh.values() if size > 0)
         open_axis = next((name for name, size in mesh.items() if size == -1), None)
         problems = list(self.problems)
@@ -215,11 +214,11 @@ class Rules:
             elif row.array and named:
                 has = sorted({axis for axes in named.values() for axis in axes})
                 message = f"{row.key}: {row.array} has no axis {row.axis}"
-                problems.append(Problem(message, row.place, f"use {_either(has)}"))
+                problems.append(Problem(message, row.place, f"use {either(has)}"))
             elif row.array and (last not in ARRAYS or (last != row.array and last in lasts)):
                 message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*ARRAYS, *arrays])}"
                 near = difflib.get_close_matches(row.array, {**ARRAYS, **arrays}, n=3, cutoff=0)
-                fix = f"use {_either(near)}; --rules=none --dry_run lists them all"
+                fix = f"use {either(near)}; --rules=none --dry_run lists them all"
                 problems.append(Problem(message, row.place, fix))
             else:
                 message = f"{row.key}: this config has no {row.array or row.axis}, the row does nothing"
@@ -253,169 +252,6 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
     return [problem for problem in problems if problem.warning]
 
 
-def load(name: str, mesh_override: str = "") -> Rules:
-    """The rules of a file (a path, or a name in rules/; "none" is rules/single.yaml), its problems collected.
-
-    `mesh_override` is 'tensor=4' or 'data=2,tensor=4'. Raises InputError where there is no file or it is not a YAML
-    mapping; everything else that is wrong stands in `.problems`.
-    """
-    path = find_file("single" if name == "none" else name, "rules")
-    text = read_text(path)
-    raw = parse_yaml(text, str(path))
-    if not isinstance(raw, dict):
-        kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
-        raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
-                            f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
-    return dataclasses.replace(from_dict(raw, str(path), mesh_override), text=text)
-
-
-def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "") -> Rules:
-    """Rules from the plain values of a rules file, their problems collected in `.problems`. `path` is for messages."""
-    return _Reader(path).rules(raw, mesh_override)
-
-
-class _Reader:
-    """Turns the plain values of one rules file into Rules, noting every problem on the way."""
-
-    def __init__(self, path: str):
-        self.path = path
-        self.problems: list[Problem] = []
-
-    def wrong(self, message: str, key: str, value: Any, fix: str) -> None:
-        self.problems.append(Problem(message, f"{self.path}: {key}: {_flow(value)}", fix))
-
-    def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
-        """Whether `word` is one of `words`; a problem if not."""
-        words = tuple(words)
-        if word not in words:
-            self.wrong(
-                f"{what} {_flow(word)}{did_you_mean(str(word), words)}", key, value, f"use {_either(words)}{fix}"
-            )
-        return word in words
-
-    def size(self, number: Any, what: str, key: str, fix: str = "") -> bool:
-        """Whether `number` is a whole one from 1; a problem if not."""
-        good = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-        if not good:
-            self.wrong(f"{what}={_flow(number)} is no size", key, number, f"write a whole number from 1{fix}")
-        return good
-
-    def mapping(self, key: str, value: Any) -> Mapping[Any, Any]:
-        if value is not None and not isinstance(value, dict):
-            self.wrong(f"{key}: must be a mapping", key, value, f"write '{key}: {{name: value}}' or drop it")
-        return value if isinstance(value, dict) else {}
-
-    def rules(self, raw: Mapping[Any, Any], mesh_override: str) -> Rules:
-        for key, value in raw.items():
-            self.known(key, SECTIONS, "unknown section", str(key), value)
-        mesh = self.mesh(raw.get("mesh"), mesh_override)
-        rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
-        microbatches = raw.get("microbatches", 1)
-        return Rules(
-            path=self.path,
-            mesh=mesh,
-            rows=rows,
-            remat=self.remat(raw.get("remat", "none")),
-            microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
-            attention=self.attention(raw.get("attention")),
-            compiler_options={
-                platform: self.mapping(f"compiler_options.{platform}", entries)
-                for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))
-            },
-            dcn=self.dcn(raw.get("dcn"), mesh),
-            problems=tuple(self.problems),
-        )
-
-    def mesh(self, value: Any, override: str) -> dict[str, int]:
-        if not isinstance(value, dict) or not value:
-            self.wrong("mesh: a rules file needs a mesh", "mesh", value, "write for example 'mesh: {tensor: 8}'")
-            return {}
-        raw = dict(value)
-        for item in filter(None, override.split(",")):
-            name, _, size = item.partition("=")
-            if name not in raw:
-                raise ShardingError(
-                    f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
-                    f"  fix   its axes are {', '.join(map(str, raw))}"
-                )
-            if not size.removeprefix("-").isdigit():
-                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh=data=2,tensor=4")
-            raw[name] = int(size)
-        mesh: dict[str, int] = {}
-        for name, size in raw.items():
-            self.known(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
-            rest = ", or -1 for all the devices that are left"
-            mesh[str(name)] = size if size == -1 or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
-        still_open = [name for name, size in mesh.items() if size == -1]
-        if len(still_open) > 1:
-            self.wrong(
-                f"mesh: {' and '.join(still_open)} are both -1", "mesh", value, "give all but one of them a size"
-            )
-            mesh |= dict.fromkeys(still_open[1:], 1)
-        return mesh
-
-    def table(self, table: str, value: Any, mesh: Mapping[str, int]) -> Iterable[Row]:
-        for key, target in self.mapping(table, value).items():
-            array, _, axis = str(key).rpartition(".")
-            where = f"{table}.{key}"
-            names = tuple(target) if isinstance(target, list) else () if target is None else (target,)
-            found = len(self.problems)
-            if axis not in AXES:
-                hint = did_you_mean(axis, AXES)
-                if not array and axis in ARRAYS:
-                    hint = f" ({axis} is an array: write {axis}.AXIS)"
-                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {_either(AXES)}")
-            for at, name in enumerate(names):
-                if name in names[:at]:
-                    self.wrong(f"{where}: {_flow(name)} stands twice", where, target, f"name {_flow(name)} once")
-                elif mesh:  # without one, that it is missing says enough
-                    what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
-                    self.known(name, mesh, what, where, target, rest)
-            if len(self.problems) == found and mesh:
-                yield Row(f"{self.path}: {where}: {_flow(target)}", table, array, axis, names)
-
-    def remat(self, value: Any) -> Remat:
-        if not isinstance(value, dict):
-            policies = "none", "block", "dots", "{save: [q, k, v], offload: [residual]}"
-            good = self.known(value, policies, "remat: unknown policy", "remat", value)
-            return Remat(value if good else "none")
-        lists: dict[str, list[str]] = {"save": [], "offload": []}
-        for key, names in value.items():
-            if not self.known(key, lists, "remat: unknown entry", f"remat.{key}", names):
-                continue
-            if not isinstance(names, list):
-                self.wrong(f"remat.{key}: must be a list", f"remat.{key}", names, "write for example [q, k, v]")
-                continue
-            what = "remat: no activation of a block is named"
-            lists[key] = [name for name in names if self.known(name, IN_BLOCKS, what, f"remat.{key}", names)]
-        for name in sorted(set(lists["save"]) & set(lists["offload"])):
-            self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
-        return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
-
-    def by_platform(self, section: str, value: Any) -> list[tuple[str, Any]]:
-        entries = self.mapping(section, value).items()
-        what = f"{section}: unknown platform"
-        return [
-            (name, entry) for name, entry in entries if self.known(name, PLATFORMS, what, f"{section}.{name}", entry)
-        ]
-
-    def attention(self, value: Any) -> dict[str, str]:
-        chosen: dict[str, str] = dict.fromkeys(PLATFORMS, "xla")
-        for platform, kernel in self.by_platform("attention", value):
-            what = f"attention: {platform} has no kernel"
-            if self.known(kernel, KERNELS[platform], what, f"attention.{platform}", kernel):
-                chosen[platform] = kernel
-        return chosen
-
-    def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
-        return {
-            name: slices
-            for name, slices in self.mapping("dcn", value).items()
-            if self.known(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
-            and self.size(slices, f"dcn: {name}", f"dcn.{name}")
-        }
-
-
 def human_bytes(count: float) -> str:
     """'1.2 MB': decimal units, as the field counts memory traffic."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -425,12 +261,12 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _either(words: Iterable[Any]) -> str:
+def either(words: Iterable[Any]) -> str:
     """'1, 2 or 4'"""
     *others, last = map(str, words)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """A value as it would stand on one line of YAML."""
     return core_yaml.dump([value], flow=True).strip()[1:-1]

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
-from gspmd_lm import runtime
+from gspmd_lm import rules_file, runtime
 from gspmd_lm.train import state, step
 
 runtime.prepare_cpu(8)
@@ -51,7 +50,7 @@ def built():
     """A function that builds the step of a config under a rules file (or Rules), which may be changed on the way."""
 
     def make(config, rules, **changes):
-        rules = layouts.load(rules) if isinstance(rules, str) else rules
+        rules = rules_file.load(rules) if isinstance(rules, str) else rules
         rules = dataclasses.replace(rules, **changes)
         devices = jax.devices()[: 1 if rules.devices == 1 else 8]
         rules = rules.fill(len(devices))

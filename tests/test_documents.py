@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspmd_lm import axes, runtime
+from gspmd_lm import axes, rules_file, runtime
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
 from gspmd_lm.foresight import hardware, target
 from gspmd_lm.foresight.report import KEYS
+from gspmd_lm.rules import MESH_AXES
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ def test_axes_and_arrays():
     wanted += [f"| `{name}` | {meaning} |" for name, meaning in axes.ARRAYS.items()]
     listed = re.findall(r"^\| `\w+` \|.*\|$", RULES[RULES.index("## Logical axes") : RULES.index("## Every key")], re.M)
     assert listed == wanted
-    assert ", ".join(f"`{name}`" for name in layouts.MESH_AXES) in RULES
+    assert ", ".join(f"`{name}`" for name in MESH_AXES) in RULES
 
 
 def test_compiler_options():
@@ -45,7 +45,7 @@ def test_shipped_rules():
 
 
 def test_every_key_is_explained():
-    for key in layouts.SECTIONS:
+    for key in rules_file.SECTIONS:
         assert re.search(rf"^### .*`{key}`", RULES, re.M), key
 
 
@@ -59,7 +59,7 @@ def test_no_example_of_a_message_is_missed():
 def test_wrong_commands(config, rules, message, monkeypatch):
     monkeypatch.chdir(ROOT)  # messages name rules/<layout>.yaml
     with pytest.raises(configs.InputError) as found:
-        state.checked(configs.load(config), layouts.load(rules).fill(8), "cpu")
+        state.checked(configs.load(config), rules_file.load(rules).fill(8), "cpu")
     assert str(found.value) == message
 
 
@@ -69,14 +69,14 @@ def test_wrong_files(name, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(f"# {name}\n{text}")
     with pytest.raises(configs.InputError) as found:
-        state.checked(config, layouts.load(name).fill(8), "cpu")
+        state.checked(config, rules_file.load(name).fill(8), "cpu")
     assert str(found.value) == message
 
 
 def test_the_message_in_the_readme():
     text = (ROOT / "README.md").read_text()
     with pytest.raises(configs.InputError) as found:
-        state.checked(configs.load("tiny", ["model.kv_heads=2"]), layouts.load("tp8"), "cpu")
+        state.checked(configs.load("tiny", ["model.kv_heads=2"]), rules_file.load("tp8"), "cpu")
     shown = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)[0]
     assert re.sub(r"\S*(rules/tp8.yaml)", r"\1", str(found.value)) == shown
     assert (ROOT / "rules/tp8.yaml").read_text().rstrip() in text and (ROOT / "rules/tp8.yaml").read_text() in RULES

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "compile_cache": "config",
     "axes": "config",
     "rules": "axes core_yaml config",
+    "rules_file": "axes config rules",
     "mesh": "rules config",
     "placement": "mesh rules axes config",
     "kernels": "axes config",
@@ -44,8 +45,8 @@ MAY_IMPORT = {
     "infer": "train model kernels placement mesh rules axes data runtime config",
     "convert": "model placement checkpoint rules axes data files config",
     "foresight": "train infer placement mesh rules axes data runtime files versions config",
-    "verbs": "foresight train infer convert model placement mesh rules axes checkpoint data runtime compile_cache "
-    "processes lock files versions core_yaml config",
+    "verbs": "foresight train infer convert model placement mesh rules rules_file axes checkpoint data runtime "
+    "compile_cache processes lock files versions core_yaml config",
     "cli": "verbs processes config",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
@@ -53,17 +54,18 @@ NEVER = {
     "data": ("flax", "optax", "jax.sharding", "jax.experimental"),
     "config": ("jax", "flax", "numpy"),
     "rules": ("jax", "flax", "numpy"),
+    "rules_file": ("jax", "flax", "numpy"),
     "cli": ("jax", "flax", "numpy", "orbax", "grain"),  # when it is imported; a verb's code comes when the verb runs
 }
 # All that a model and its kernels may know of what is installed: nothing counts devices or says how arrays are split.
 WITHOUT_DEVICES = (
-    "collections.abc.", "dataclasses.", "einops.", "flax.linen.initializers.", "flax.traverse_util.", "gspmd_lm.",
+    "collections.abc.", "dataclasses.", "einops.", "flax.linen.initializers.", "flax.traverse_util.", "functools.", "gspmd_lm.",
     "jax.nn.", "jax.numpy.", "jax.random.", "jax.tree.", "math.", "typing.",
 )  # fmt: skip
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
     "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp vjp vmap",
-    "jax.lax": "dynamic_index_in_dim dynamic_update_slice rsqrt scan",
+    "jax.lax": "dynamic_index_in_dim dynamic_update_slice optimization_barrier rsqrt scan",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask": "CausalMask LocalMask MultiHeadMask",

@@ -11,7 +11,7 @@ import pytest
 from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fixture)
 from rich.console import Console
 
-from gspmd_lm import axes, config, rules
+from gspmd_lm import axes, config, rules_file
 from gspmd_lm.config import InputError
 from gspmd_lm.infer import programs
 from gspmd_lm.train import state, table
@@ -38,7 +38,7 @@ def from_the_root(monkeypatch, shapes_once):  # noqa: F811
 
 
 def filled(layout, devices):
-    found = rules.load(layout)
+    found = rules_file.load(layout)
     return found.fill(found.devices if found.devices > 0 else devices)
 
 
@@ -124,7 +124,7 @@ def test_the_table_lists_every_array():
 def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
     """1024 tokens on each of eight devices: two tokens of each of 512 rows."""
     cfg = config.load("tiny", ["data.batch=512"])
-    found = rules.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
+    found = rules_file.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
     arrays, _ = state.checked(cfg, found, "cpu")
     shown = table.rows(cfg, found, arrays, state.activations(cfg, arrays, 1, found))
     (logits,) = (row for row in shown if row.path == "logits")
@@ -147,7 +147,7 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
     adapted = ["model.lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"]
     configs = [config.load(name) for name in CONFIGS]
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
-    seen, one = set(), rules.load("single")
+    seen, one = set(), rules_file.load("single")
     for cfg in configs:
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in state.pairs(arrays.named_params, arrays.params)}

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import mesh, rules
+from gspmd_lm import mesh, rules_file
 from gspmd_lm.axes import Split
 from gspmd_lm.placement import MeshPlacement
 
@@ -23,7 +23,7 @@ CASES = [
 @pytest.mark.parametrize(("over", "embed", "mlp"), CASES)
 def test_a_sum_is_the_same_wherever_it_lives(over, embed, mlp):
     """Whole numbers, so that no order of adding changes anything, and all different, so that no block can move."""
-    found = rules.from_dict({"mesh": SIZES, "optimizer": {"embed": embed, "mlp": mlp}}, "here.yaml")
+    found = rules_file.from_dict({"mesh": SIZES, "optimizer": {"embed": embed, "mlp": mlp}}, "here.yaml")
     assert not found.problems
     placement = MeshPlacement(found, mesh.build(found, jax.devices()))
     pieces = 2 ** len(over)

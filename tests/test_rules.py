@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fixture)
 
-from gspmd_lm import config, placement, rules
+from gspmd_lm import config, placement, rules, rules_file
 from gspmd_lm.config import InputError
 from gspmd_lm.rules import Problem, ShardingError, check
 from gspmd_lm.train import state
@@ -115,7 +115,7 @@ def read(tmp_path, monkeypatch):
 
     def read(text, mesh=""):
         (tmp_path / "layout.yaml").write_text(text)
-        return rules.load("layout.yaml", mesh)
+        return rules_file.load("layout.yaml", mesh)
 
     return read
 
@@ -167,24 +167,24 @@ def test_not_utf8(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9\nmesh: {data: 8}\n")
     with pytest.raises(InputError, match=r"^latin.yaml: not UTF-8 text \(invalid continuation byte at byte 5\)$"):
-        rules.load("latin.yaml")
+        rules_file.load("latin.yaml")
 
 
 def test_missing_file_names_the_nearest():
     with pytest.raises(
         InputError, match=r"^tp9: no such file, here or in rules/ \(did you mean tp8\?\)\n  fix   give a"
     ):
-        rules.load("tp9")
+        rules_file.load("tp9")
 
 
 @pytest.mark.parametrize("name", ["tp8", "tp8.yaml", "rules/tp8.yaml"])
 def test_names_are_looked_up_in_rules(name):
-    assert rules.load(name).path == "rules/tp8.yaml"
-    assert rules.load(name).name == "tp8"
+    assert rules_file.load(name).path == "rules/tp8.yaml"
+    assert rules_file.load(name).name == "tp8"
 
 
 def test_none_is_one_device():
-    assert rules.load("none").devices == rules.load("single").devices == 1
+    assert rules_file.load("none").devices == rules_file.load("single").devices == 1
 
 
 # What is only a warning

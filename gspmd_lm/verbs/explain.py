@@ -8,7 +8,7 @@ from absl import flags
 from rich.console import Console
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules as rules_files
+from gspmd_lm import rules_file
 from gspmd_lm.config import InputError, did_you_mean
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight import target as targets
@@ -21,7 +21,7 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
         lacking = "--target" if layouts else "--rules"
         raise InputError(f"{verb} needs {lacking}\n  fix   {verb} --rules=fsdp8 --target=v5p:2x2x2 (or cpu:8, h100:8)")
     config = configs.load(values.config, values.set)
-    rules = [rules_files.load(name, values.mesh) for name in layouts]
+    rules = [rules_file.load(name, values.mesh) for name in layouts]
     target = targets.parse(values.target)
     if values.phase not in compile.PHASES:
         known = ", ".join(compile.PHASES)

@@ -14,9 +14,8 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, files, lock, processes, runtime, versions
+from gspmd_lm import checkpoint, files, lock, processes, rules_file, runtime, versions
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data.sources import Progress
 from gspmd_lm.rules import Rules
@@ -62,7 +61,7 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
     workdir = path_of(values.workdir) if values.workdir else None
     if config is None:
         config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
-    rules = layouts.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
+    rules = rules_file.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
     wanted = rules.devices if rules.devices > 0 else values.devices
     machine = runtime.start(
         platform=values.platform,

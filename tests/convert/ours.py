@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm import mesh
-from gspmd_lm import rules as layouts
+from gspmd_lm import mesh, rules_file
 from gspmd_lm.axes import placed_by
 from gspmd_lm.convert import pretrained, safetensors
 from gspmd_lm.model.loss import logits, losses
@@ -31,7 +30,7 @@ def on_one_device(found):
 
 def placement(model, layout):
     """The placement of a shipped layout; key heads that do not divide over it are replicated, as its error says."""
-    rules = layouts.load(layout).fill(8)
+    rules = rules_file.load(layout).fill(8)
     if model.kv_head_rows % rules.mesh["tensor"]:
         rules = dataclasses.replace(rules, rows=tuple(row for row in rules.rows if row.axis != "kv_heads"))
     return MeshPlacement(rules, mesh.build(rules, jax.devices()[:8]))

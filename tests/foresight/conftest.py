@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.foresight import target as targets
 from gspmd_lm.foresight.compile import Request
 
@@ -23,6 +23,6 @@ def request_of():
 
     def make(rules, target="cpu:8", config=config, **changes):
         found = targets.parse(target)
-        return Request(config, dataclasses.replace(layouts.load(rules), **changes).fill(found.devices), found)
+        return Request(config, dataclasses.replace(rules_file.load(rules), **changes).fill(found.devices), found)
 
     return make

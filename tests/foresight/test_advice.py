@@ -6,7 +6,7 @@ import pytest
 from sample import PREDICTION
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.floor import Floor
@@ -26,7 +26,7 @@ WEIGHT = Array("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336),
 def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
           notes=(), config=CONFIG, mesh=None, microbatches=1, platform="tpu", attention_s=0.0, unpriced=None,
           missing=0.0, phase="train", **changes):  # fmt: skip
-    loaded = dataclasses.replace(layouts.load(rules), **changes)
+    loaded = dataclasses.replace(rules_file.load(rules), **changes)
     predicted = dataclasses.replace(
         PREDICTION, attention_s=attention_s, step_time_s=1.0, unpriced=unpriced or {},
         unpriced_share=sum((unpriced or {}).values()), missing_flops_share=missing,

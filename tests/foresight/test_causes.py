@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sample import network
 
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.foresight import collectives, hlo, provenance
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.hardware import CHIPS
@@ -32,7 +32,7 @@ def moved(small, built):
     known = {}
 
     def find(rules, microbatches=1):
-        rules = (layouts.load(rules) if isinstance(rules, str) else rules).fill(8)
+        rules = (rules_file.load(rules) if isinstance(rules, str) else rules).fill(8)
         key = rules.name, rules.rows, microbatches
         if key not in known:
             step = built(small(), rules, microbatches=microbatches)
@@ -63,7 +63,7 @@ def tensor(one):
 def test_rows_that_are_named_are_the_causes(moved, name):
     """Without the rows that are named, a collective goes away, or moves over other axes or in another way; without
     one that is not named, it stays. Each row that is named for an array of a layer is enough to change its movement."""
-    rules = layouts.load(name)
+    rules = rules_file.load(name)
     keys = [row.key for row in rules.rows]
 
     def without(*dropped):
@@ -137,7 +137,7 @@ def test_loops_in_loops_are_multiplied(moved):
 
 
 def test_a_move_that_nobody_asked_for_names_the_rows_around_it(moved):
-    loaded = layouts.load("tp8")
+    loaded = rules_file.load("tp8")
     rows = [Row("here", "rules", "attention_out", axis, names) for axis, names in (("seq", ("tensor",)), ("heads", ()))]
     found = moved(dataclasses.replace(loaded, rows=(*loaded.rows, *rows)))
     moves = [one for one in found if one.kind == "all-to-all" and one.in_loop]
@@ -183,7 +183,7 @@ def test_programs_of_accelerators(request_of, cache, target):
 
 
 def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
-    loaded = dataclasses.replace(layouts.load(rules), mesh=mesh or {"fsdp": 8})
+    loaded = dataclasses.replace(rules_file.load(rules), mesh=mesh or {"fsdp": 8})
     count = len(slices) or 8
     slices = slices or [0] * count
     chips = [((k % 8) // 4, k % 4, 0) for k in range(count)]

@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, least_flops, memory_bytes
 from gspmd_lm.foresight.hardware import CHIPS
-from gspmd_lm.rules import IN_BLOCKS, Remat, Row
+from gspmd_lm.rules import IN_BLOCKS, Remat, Row, check
 from gspmd_lm.train import state
 
 B, T, D, L, V = 8, 8192, 4096, 32, 128256
@@ -33,11 +33,11 @@ def floor_of(llama):
     config, arrays = llama
 
     def found(rules, chip=None, rows=(), **changes):
-        loaded = layouts.load(rules) if isinstance(rules, str) else rules
+        loaded = rules_file.load(rules) if isinstance(rules, str) else rules
         placed = [Row(key, key.split(".")[0], *("", *key.split(".")[1:])[-2:], names) for key, names in rows]
         others = [row for row in loaded.rows if row.key not in dict(rows)]
         filled = dataclasses.replace(loaded, rows=(*others, *placed), **changes).fill(8)
-        layouts.check(filled.problems)
+        check(filled.problems)
         return floor(config, filled, arrays, chip)
 
     return found
@@ -96,7 +96,7 @@ def test_a_split_that_moves_nothing(floor_of):
 
 def test_a_split_sequence_gathers_keys_and_values(floor_of):
     """Forward once; their gradients come from all queries."""
-    context = dataclasses.replace(layouts.load("dp2_tp4"), mesh={"data": 2, "context": 4}, rows=())
+    context = dataclasses.replace(rules_file.load("dp2_tp4"), mesh={"data": 2, "context": 4}, rows=())
     rows = [("rules.batch", ("data",)), ("rules.seq", ("context",))]
     keys_bytes = 2 * TOKENS / 2 * 8 * 128
     assert floor_of(context, rows=rows).communication_by_axis["context"] == L * 2 * 2 * 3 / 4 * keys_bytes
@@ -112,7 +112,7 @@ def test_a_weight_split_over_what_its_input_is_not_is_gathered(floor_of):
     matrix = L * 7 / 8 * 2 * MLP  # gathered twice; its gradient is scattered instead of reduced to all
     assert split.communication_bytes - plain.communication_bytes == pytest.approx((2 - 1) * matrix)
     # A mesh axis that splits nothing else could also reduce what the matrix gives, which is more.
-    mesh = dataclasses.replace(layouts.load("dp2_tp4"), rows=())
+    mesh = dataclasses.replace(rules_file.load("dp2_tp4"), rows=())
     rows = [("rules.batch", ("data",)), ("rules.w_up.embed", ("tensor",))]
     assert floor_of(mesh, rows=rows).communication_by_axis["tensor"] == pytest.approx(L * 2 * 3 / 4 * 2 * MLP)
 
@@ -133,7 +133,7 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     # Microbatches share the activations, but each reads all weights.
     three = floor_of("fsdp8", CHIPS["h100"], microbatches=3)
     assert three.memory_s == pytest.approx((state_bytes + 3 * in_use + kept) / 3352.32e9, rel=1e-6)
-    rules = dataclasses.replace(layouts.load("fsdp8"), remat=Remat("none"))
+    rules = dataclasses.replace(rules_file.load("fsdp8"), remat=Remat("none"))
     assert memory_bytes(config, rules, arrays) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
     for name in IN_BLOCKS:  # the least is kept under any names, and offloaded is moved too
         saved, offloaded = (
@@ -148,7 +148,7 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
 
 def test_what_must_be_multiplied(llama):
     config, arrays = llama
-    rules = layouts.load("fsdp8")
+    rules = rules_file.load("fsdp8")
     per_token = 6 * (L * LAYER + V * D)  # the output matrix; tokens are only looked up
     full = TOKENS / 8 * (per_token + 12 * L * D * T / 2)
     assert least_flops(config, rules, arrays) == pytest.approx(full)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.foresight import explain, target
 from gspmd_lm.foresight.report import to_json
 
@@ -21,7 +21,7 @@ def report_of(cache):
     def make(rules, phase, where="cpu:8", config=CONFIG, **changes):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GSPMD_LM_CACHE", str(cache.parent))
-            layout = dataclasses.replace(layouts.load(rules), **changes)
+            layout = dataclasses.replace(rules_file.load(rules), **changes)
             (found,) = explain.reports(config, [layout], target.parse(where), phase=phase)
         return found
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer.generate import Generator, plan
 from gspmd_lm.model.transformer import init
@@ -50,7 +50,7 @@ def filled():
     """A function that loads rules (a name, or a mapping), their mesh filled."""
 
     def load(rules):
-        found = layouts.load(rules) if isinstance(rules, str) else layouts.from_dict(rules, "here.yaml")
+        found = rules_file.load(rules) if isinstance(rules, str) else rules_file.from_dict(rules, "here.yaml")
         return dataclasses.replace(found.fill(found.devices), compiler_options={"cpu": ours.QUICK})
 
     return load

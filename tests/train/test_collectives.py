@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.model import loss
 from gspmd_lm.rules import Remat, Row
 
@@ -19,7 +19,7 @@ def moved(small, built):
     """A function that compiles a train step and returns its collectives."""
 
     def compiled(rules, microbatches=1, remat=None, **model):
-        rules = layouts.load(rules) if isinstance(rules, str) else rules
+        rules = rules_file.load(rules) if isinstance(rules, str) else rules
         changes = {"remat": Remat(remat)} if remat else {}
         step = built(small(layers=L, **model), rules, microbatches=microbatches, **changes)
         return count(step.lower_train().compile().as_text())
@@ -95,7 +95,7 @@ def test_no_shipped_layout_reshards_in_the_layers(moved, layout, remat):
 
 def test_chunks_of_the_loss_move_no_tokens_of_a_split_sequence(moved, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", 32)
-    rules = layouts.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
+    rules = rules_file.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
     chunks = [c for c in in_layers(moved(rules)) if c.times == 2 != L]  # 64 tokens on a device
     assert chunks and {c.kind for c in chunks} == {"all-reduce"}
     assert {c.elements for c in chunks} <= {1, 64 * D}  # sums, and the gradient of the table
@@ -103,7 +103,7 @@ def test_chunks_of_the_loss_move_no_tokens_of_a_split_sequence(moved, monkeypatc
 
 def test_a_layout_made_to_reshard_is_caught(moved):
     """Attention works on its own heads; a rule that splits its output over the sequence instead costs all-to-alls."""
-    loaded = layouts.load("tp8")
+    loaded = rules_file.load("tp8")
     rows = [Row("here", "rules", "attention_out", axis, names) for axis, names in (("seq", ("tensor",)), ("heads", ()))]
     loop = in_layers(moved(dataclasses.replace(loaded, rows=(*loaded.rows, *rows))))
     assert [c for c in loop if c.kind in RESHARDING] != []
@@ -112,7 +112,7 @@ def test_a_layout_made_to_reshard_is_caught(moved):
 def test_the_program_does_not_grow_with_depth_or_width_of_the_mesh(small, built):
     lines = {
         (layers, tensor): len(
-            built(small(layers=layers), layouts.load("dp2_tp4", f"data={8 // tensor},tensor={tensor}"))
+            built(small(layers=layers), rules_file.load("dp2_tp4", f"data={8 // tensor},tensor={tensor}"))
             .lower_train()
             .compile()
             .as_text()

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import axes
-from gspmd_lm import rules as layouts
+from gspmd_lm import axes, rules_file
 from gspmd_lm.config import Lora
 from gspmd_lm.infer import programs
 from gspmd_lm.train import state
@@ -90,7 +89,7 @@ def constraints(traced):
 
 
 def test_the_dimensions_of_activations(sized):
-    config, one = sized(lora=Lora(rank=4, targets=("wq",))), layouts.load("single")
+    config, one = sized(lora=Lora(rank=4, targets=("wq",))), rules_file.load("single")
     arrays = state.arrays(config)
     found = state.activations(config, arrays, 1, one)
     found["cache"] = programs.activations(config, arrays, programs.whole_context(config), one)["prefill"]["cache"]
@@ -106,7 +105,7 @@ def test_a_forward_pass_names_every_activation_where_it_is_made(axis, sized, bui
     wanted = {"batch": "data", axis: "tensor"}
     if axis == "heads":
         wanted["kv_heads"] = "tensor"  # or keys would be repeated for each device's heads
-    step = built(sized(), layouts.from_dict({"mesh": {"data": 4, "tensor": 2}, "rules": wanted}, "here.yaml"))
+    step = built(sized(), rules_file.from_dict({"mesh": {"data": 4, "tensor": 2}, "rules": wanted}, "here.yaml"))
     seen = collections.Counter()
     traced = jax.jit(step._evaluate).trace(step.abstract_state.params, step.abstract_batch)
     for name, shape, split, maker in constraints(traced):
@@ -126,7 +125,7 @@ def test_every_constraint_of_training_reaches_the_compiler(lora, sized, built):
     """On a mesh on which every activation is split somewhere."""
     rows = {"batch": "data", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
     raw = {"mesh": {"data": 4, "tensor": 2}, "rules": rows | {"residual.seq": "tensor"}}
-    step = built(sized(lora=lora), layouts.from_dict(raw, "here.yaml"))
+    step = built(sized(lora=lora), rules_file.from_dict(raw, "here.yaml"))
     traced = jax.jit(step._train).trace(step.abstract_state, step.abstract_batch)
     seen = collections.Counter()
     for name, shape, split, _ in constraints(traced):

@@ -14,9 +14,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from rich.console import Console
 
 from benchmarks.collectives import count
-from gspmd_lm import checkpoint, runtime
+from gspmd_lm import checkpoint, rules_file, runtime
 from gspmd_lm import config as configs
-from gspmd_lm import rules as layouts
 from gspmd_lm.axes import ADAPTERS
 from gspmd_lm.config import InputError, Lora
 from gspmd_lm.data import loader
@@ -55,7 +54,7 @@ def drawn(abstract):
 
 def without_kv_heads(layout):
     """The layout with key heads replicated."""
-    loaded = layouts.load(layout)
+    loaded = rules_file.load(layout)
     return dataclasses.replace(loaded, rows=tuple(row for row in loaded.rows if row.axis != "kv_heads"))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 
 LAYOUTS = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
 STEPS = 20
@@ -91,7 +91,7 @@ def test_a_layout_changes_nothing(layout, bits, small, built, batch_of, on_one_d
 
 def without_kv_heads(layout):
     """The layout with key heads replicated, as its error for too few of them says."""
-    loaded = layouts.load(layout)
+    loaded = rules_file.load(layout)
     return dataclasses.replace(loaded, rows=tuple(row for row in loaded.rows if row.axis != "kv_heads"))
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import rules as layouts
+from gspmd_lm import rules_file
 from gspmd_lm.config import InputError
 from gspmd_lm.model import loss
 from gspmd_lm.train import state, step
@@ -42,7 +42,7 @@ def test_what_is_accepted_can_be_built_and_what_is_refused_cannot(part, small, m
         rng = np.random.default_rng([part, at])
         raw, sizes = drawn(rng), {"batch": int(rng.choice([4, 12, 32])), "seq": int(rng.choice([4, 8, 12, 20, 24]))}
         options = {"kv_heads": int(rng.choice([4, 8])), "block": str(rng.choice(["sequential", "parallel"]))}
-        config, rules = small(layers=1, data=sizes, **options), layouts.from_dict(raw, "here.yaml").fill(8)
+        config, rules = small(layers=1, data=sizes, **options), rules_file.from_dict(raw, "here.yaml").fill(8)
         refused = built = ""
         try:
             state.checked(config, rules, "cpu")
@@ -77,5 +77,5 @@ def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(smal
     wanted = course("single", 2)
     assert wanted[2] < wanted[0] - 1e-2
     for rows, tokens in (({}, 8), ({"logits.seq": None}, 2), ({"logits.seq": "data"}, 4)):
-        rules = layouts.from_dict({**split, "rules": split["rules"] | rows}, "here.yaml")
+        rules = rules_file.from_dict({**split, "rules": split["rules"] | rows}, "here.yaml")
         assert course(rules, tokens) == pytest.approx(wanted, abs=1e-5), rows

@@ -1,0 +1,185 @@
+"""Reads a rules file: plain YAML values become Rules, with every problem of the file noted on the way."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gspmd_lm.axes import ARRAYS, AXES
+from gspmd_lm.config import did_you_mean, find_file, parse_yaml, read_text
+from gspmd_lm.rules import (
+    IN_BLOCKS,
+    KERNELS,
+    MESH_AXES,
+    PLATFORMS,
+    TABLES,
+    Problem,
+    Remat,
+    Row,
+    Rules,
+    ShardingError,
+    either,
+    flow,
+)  # fmt: skip
+
+SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
+
+
+def load(name: str, mesh_override: str = "") -> Rules:
+    """The rules of a file (a path, or a name in rules/; "none" is rules/single.yaml), its problems collected.
+
+    `mesh_override` is 'tensor=4' or 'data=2,tensor=4'. Raises InputError where there is no file or it is not a YAML
+    mapping; everything else that is wrong stands in `.problems`.
+    """
+    path = find_file("single" if name == "none" else name, "rules")
+    text = read_text(path)
+    raw = parse_yaml(text, str(path))
+    if not isinstance(raw, dict):
+        kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
+        raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
+                            f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
+    return dataclasses.replace(from_dict(raw, str(path), mesh_override), text=text)
+
+
+def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "") -> Rules:
+    """Rules from the plain values of a rules file, their problems collected in `.problems`. `path` is for messages."""
+    return _Reader(path).rules(raw, mesh_override)
+
+
+class _Reader:
+    """Turns the plain values of one rules file into Rules, noting every problem on the way."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.problems: list[Problem] = []
+
+    def wrong(self, message: str, key: str, value: Any, fix: str) -> None:
+        self.problems.append(Problem(message, f"{self.path}: {key}: {flow(value)}", fix))
+
+    def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
+        """Whether `word` is one of `words`; a problem if not."""
+        words = tuple(words)
+        if word not in words:
+            self.wrong(f"{what} {flow(word)}{did_you_mean(str(word), words)}", key, value, f"use {either(words)}{fix}")
+        return word in words
+
+    def size(self, number: Any, what: str, key: str, fix: str = "") -> bool:
+        """Whether `number` is a whole one from 1; a problem if not."""
+        good = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        if not good:
+            self.wrong(f"{what}={flow(number)} is no size", key, number, f"write a whole number from 1{fix}")
+        return good
+
+    def mapping(self, key: str, value: Any) -> Mapping[Any, Any]:
+        if value is not None and not isinstance(value, dict):
+            self.wrong(f"{key}: must be a mapping", key, value, f"write '{key}: {{name: value}}' or drop it")
+        return value if isinstance(value, dict) else {}
+
+    def rules(self, raw: Mapping[Any, Any], mesh_override: str) -> Rules:
+        for key, value in raw.items():
+            self.known(key, SECTIONS, "unknown section", str(key), value)
+        mesh = self.mesh(raw.get("mesh"), mesh_override)
+        rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
+        microbatches = raw.get("microbatches", 1)
+        return Rules(
+            path=self.path,
+            mesh=mesh,
+            rows=rows,
+            remat=self.remat(raw.get("remat", "none")),
+            microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
+            attention=self.attention(raw.get("attention")),
+            compiler_options={
+                platform: self.mapping(f"compiler_options.{platform}", entries)
+                for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))
+            },
+            dcn=self.dcn(raw.get("dcn"), mesh),
+            problems=tuple(self.problems),
+        )
+
+    def mesh(self, value: Any, override: str) -> dict[str, int]:
+        if not isinstance(value, dict) or not value:
+            self.wrong("mesh: a rules file needs a mesh", "mesh", value, "write for example 'mesh: {tensor: 8}'")
+            return {}
+        raw = dict(value)
+        for item in filter(None, override.split(",")):
+            name, _, size = item.partition("=")
+            if name not in raw:
+                raise ShardingError(
+                    f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
+                    f"  fix   its axes are {', '.join(map(str, raw))}"
+                )
+            if not size.removeprefix("-").isdigit():
+                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh=data=2,tensor=4")
+            raw[name] = int(size)
+        mesh: dict[str, int] = {}
+        for name, size in raw.items():
+            self.known(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
+            rest = ", or -1 for all the devices that are left"
+            mesh[str(name)] = size if size == -1 or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
+        still_open = [name for name, size in mesh.items() if size == -1]
+        if len(still_open) > 1:
+            self.wrong(
+                f"mesh: {' and '.join(still_open)} are both -1", "mesh", value, "give all but one of them a size"
+            )
+            mesh |= dict.fromkeys(still_open[1:], 1)
+        return mesh
+
+    def table(self, table: str, value: Any, mesh: Mapping[str, int]) -> Iterable[Row]:
+        for key, target in self.mapping(table, value).items():
+            array, _, axis = str(key).rpartition(".")
+            where = f"{table}.{key}"
+            names = tuple(target) if isinstance(target, list) else () if target is None else (target,)
+            found = len(self.problems)
+            if axis not in AXES:
+                hint = did_you_mean(axis, AXES)
+                if not array and axis in ARRAYS:
+                    hint = f" ({axis} is an array: write {axis}.AXIS)"
+                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(AXES)}")
+            for at, name in enumerate(names):
+                if name in names[:at]:
+                    self.wrong(f"{where}: {flow(name)} stands twice", where, target, f"name {flow(name)} once")
+                elif mesh:  # without one, that it is missing says enough
+                    what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
+                    self.known(name, mesh, what, where, target, rest)
+            if len(self.problems) == found and mesh:
+                yield Row(f"{self.path}: {where}: {flow(target)}", table, array, axis, names)
+
+    def remat(self, value: Any) -> Remat:
+        if not isinstance(value, dict):
+            policies = "none", "block", "dots", "{save: [q, k, v], offload: [residual]}"
+            good = self.known(value, policies, "remat: unknown policy", "remat", value)
+            return Remat(value if good else "none")
+        lists: dict[str, list[str]] = {"save": [], "offload": []}
+        for key, names in value.items():
+            if not self.known(key, lists, "remat: unknown entry", f"remat.{key}", names):
+                continue
+            if not isinstance(names, list):
+                self.wrong(f"remat.{key}: must be a list", f"remat.{key}", names, "write for example [q, k, v]")
+                continue
+            what = "remat: no activation of a block is named"
+            lists[key] = [name for name in names if self.known(name, IN_BLOCKS, what, f"remat.{key}", names)]
+        for name in sorted(set(lists["save"]) & set(lists["offload"])):
+            self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
+        return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
+
+    def by_platform(self, section: str, value: Any) -> list[tuple[str, Any]]:
+        entries = self.mapping(section, value).items()
+        what = f"{section}: unknown platform"
+        return [
+            (name, entry) for name, entry in entries if self.known(name, PLATFORMS, what, f"{section}.{name}", entry)
+        ]
+
+    def attention(self, value: Any) -> dict[str, str]:
+        chosen: dict[str, str] = dict.fromkeys(PLATFORMS, "xla")
+        for platform, kernel in self.by_platform("attention", value):
+            what = f"attention: {platform} has no kernel"
+            if self.known(kernel, KERNELS[platform], what, f"attention.{platform}", kernel):
+                chosen[platform] = kernel
+        return chosen
+
+    def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
+        return {
+            name: slices
+            for name, slices in self.mapping("dcn", value).items()
+            if self.known(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
+            and self.size(slices, f"dcn: {name}", f"dcn.{name}")
+        }
