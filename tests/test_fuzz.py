@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from gspmd_lm import config as configs
-from gspmd_lm import core_yaml, rules
+from gspmd_lm import core_yaml, rules, rules_file
 from gspmd_lm.axes import ARRAYS, AXES
 from gspmd_lm.config import InputError
 from gspmd_lm.placement import problems
@@ -108,7 +108,7 @@ def arrays(small):
     found = state.arrays(config)
     return (
         state.pairs(found.named_params, found.params),
-        state.activations(config, found, 1),
+        state.activations(config, found, 1, rules_file.load("none").fill(1)),
         state.pairs(found.named_optimizer, found.optimizer),
     )
 
@@ -116,7 +116,7 @@ def arrays(small):
 def check_rules(file, arrays, text):
     means_the_same(text)
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
-    layout = bounded(rules.load, str(file))
+    layout = bounded(rules_file.load, str(file))
     if not isinstance(layout, InputError):
 
         def check():
