@@ -165,8 +165,7 @@ class Compile(Kind):
 
     def left(self, trial):
         rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
-        entries = sorted(path.name for path in (trial / "cache/compile").iterdir() if path.name.endswith("-cache"))
-        return {"losses": [row["loss"] for row in rows if "loss" in row], "entries": entries}
+        return {"losses": [row["loss"] for row in rows if "loss" in row]}
 
     def at(self, trial):
         entries = list((trial / "cache/compile").glob("*-cache")) if (trial / "cache/compile").is_dir() else []
