@@ -57,7 +57,7 @@ def finished(arguments, folder, log):
     return time.monotonic() - began
 
 
-def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT_METADATA")):
+def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT_METADATA", "commit_success.txt")):
     """The sha256 of each file in a folder; of a checkpoint that of its arrays, whose files may be cut otherwise."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -89,6 +89,7 @@ def arrays(folder):
 class Kind:
     """What is done, and what must be the same afterwards. `prepare` makes what all trials share, in `self.shared`."""
 
+    done_before = ()  # how what is said ends where a run was killed after all was done
     latest = 1.05  # when a kill comes, at the latest, as a share of the time of a run that nobody disturbs
 
     def __init__(self, folder):
@@ -175,6 +176,8 @@ class Compile(Kind):
 class Convert(Kind):
     """There and back: a folder of 90 MB becomes a workdir, and the workdir a folder."""
 
+    done_before = ("has checkpoints already", "holds something already")
+
     def prepare(self):
         super().prepare()
         if (self.shared / "hub").exists():
@@ -239,7 +242,7 @@ def chain(kind, name, folder, record, draw, wanted):
                 process.wait()
                 kills.append({"after_s": round(delay, 2), "at": at})
                 continue
-            if code:
+            if code and not (kills and log.read_text().rstrip().splitlines()[-2].endswith(kind.done_before)):
                 record(
                     {
                         "kind": name,
