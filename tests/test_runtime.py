@@ -328,7 +328,7 @@ with runtime.StopSignal():
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 130
 
 
