@@ -44,9 +44,8 @@ FORWARD = {
 }
 # What a backward pass names besides.
 BACKWARD = {
-    "block_input": 2
-    + 2
-    + 1,  # gathered again; cotangents of what attention and the MLP write; that of the table's rows
+    # Gathered again (2); cotangents of what attention and the MLP write (2); that of the table's rows.
+    "block_input": 5,
     "low_rank": 5 + 2,  # made again; cotangents of what writes to the residual stream
     "logits": 1,  # their cotangent
 }
