@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from gspmd_lm import cli, config, runtime
+from gspmd_lm import cli, config, processes, runtime
 from gspmd_lm.convert import export
+from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
-from gspmd_lm.verbs import convert, generate
+from gspmd_lm.verbs import convert, generate, session
 
 MODEL = config.Model(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
@@ -99,6 +101,20 @@ def test_another_architecture_is_told_before_anything_is_compiled(verb, workdir,
     code, out, err = verb(way, f"--workdir={workdir}", "--set=model.mlp=128", *asked, *PLACE)
     assert code == 2 and "another architecture\n  mlp: 64 in the checkpoint, 128 in the config" in out + err
     assert "compiled" not in out + err
+
+
+def test_processes_compare_the_texts_and_the_tokenizer_that_they_have_read(monkeypatch):
+    told = []
+    monkeypatch.setattr(processes, "compare", lambda facts, say: told.append(facts))
+    here = SimpleNamespace(say=print)
+    texts = [[1, 2], [3]], [np.asarray([1, 2]), np.asarray([3])], [[1], [2, 3]], [[1, 2]]
+    session.compare_texts(here, Bytes(), texts[0])
+    assert not told  # there is nobody to compare with
+    monkeypatch.setattr(processes, "several", lambda: True)
+    for ids in texts:
+        session.compare_texts(here, Bytes(), ids)
+    assert told[0] == told[1] and told[0]["tokenizer"] == "bytes"
+    assert all(a != b for i, a in enumerate(told[1:]) for b in told[1:][:i])
 
 
 def test_a_prompt_that_does_not_fit_is_refused(verb, workdir):
