@@ -1,4 +1,4 @@
-"""Logical axes + rules + mesh -> where arrays live, for the model (axes.Placement) and for whole trees."""
+"""Logical axes + rules + mesh -> where arrays live, for the model (placing.Placement) and for whole trees."""
 
 import dataclasses
 import math
@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspmd_lm.axes import ACTIVATIONS, Remat, Split, placed_by, scope
+from gspmd_lm.axes import ACTIVATIONS
+from gspmd_lm.placing import Remat, Spec, Split, placed_by, scope
 from gspmd_lm.rules import Problem, Rules, check
 
 
@@ -52,9 +53,9 @@ class MeshPlacement:
             is_leaf=lambda leaf: isinstance(leaf, Named),
         )
 
-    def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
-        with scope(table, array):
-            return jax.lax.with_sharding_constraint(x, self.sharding(table, array, axes, x.shape))
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        with scope(spec.table, spec.array):
+            return jax.lax.with_sharding_constraint(x, self.sharding(spec.table, spec.array, spec.axes, x.shape))
 
     def split(self, array: str, axis: str) -> Split:
         return _split(self.rules, array, axis)
@@ -62,8 +63,16 @@ class MeshPlacement:
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
 
-    def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
-        """The sum over the leading dimension of `partials`, which is split as `split` says.
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """Each device gets the copy of its own piece, of which only the type is new."""
+        place = self.sharding(spec.table, spec.array, spec.axes, x.shape)
+        each = [tuple(name for name in names if name not in split.over) for names in _dimensions(place.spec, x.ndim)]
+        sharding = NamedSharding(self.mesh, _partition_spec([split.over, *each]))
+        with scope(spec.table, spec.array):
+            return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.pieces, *x.shape)), sharding)
+
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the leading dimension of `addends`, which is split as `split` says.
 
         Left to the partitioner this is an all-reduce and a slice on CPU, and wherever its reduce-scatter pass does not
         match: twice the traffic. Saying psum_scatter costs nothing elsewhere. A mesh axis that the result is not
@@ -71,22 +80,22 @@ class MeshPlacement:
         summed with psum.
         """
         over = split.over
-        result = self.sharding(table, array, axes, partials.shape[1:])
+        result = self.sharding(spec.table, spec.array, spec.axes, addends.shape[1:])
         if not over:
-            with scope(table, array):
-                return jax.lax.with_sharding_constraint(partials.sum(0), result)
-        spec = [tuple(names) for names in _dimensions(result.spec, partials.ndim - 1)]
+            with scope(spec.table, spec.array):
+                return jax.lax.with_sharding_constraint(addends.sum(0), result)
+        dimensions = _dimensions(result.spec, addends.ndim - 1)
         scatter: list[tuple[int, tuple[str, ...]]] = []
-        for dimension, names in enumerate(spec):
+        for dimension, names in enumerate(dimensions):
             inner = names
             while inner and not set(inner) <= set(over):
                 inner = inner[1:]
             if inner:
                 scatter.append((dimension, inner))
-                spec[dimension] = names[: len(names) - len(inner)]
+                dimensions[dimension] = names[: len(names) - len(inner)]
         scattered = {name for _, names in scatter for name in names}
         summed = tuple(name for name in over if name not in scattered)
-        leftover = [tuple(name for name in names if name not in over) for names in spec]
+        leftover = [tuple(name for name in names if name not in over) for names in dimensions]
 
         def local(x: jax.Array) -> jax.Array:
             x = x[0]
@@ -98,14 +107,14 @@ class MeshPlacement:
             names + next((inner for at, inner in scatter if at == dimension), ())
             for dimension, names in enumerate(leftover)
         ]
-        with scope(table, array):
+        with scope(spec.table, spec.array):
             reduced = jax.shard_map(
                 local,
                 mesh=self.mesh,
                 in_specs=_partition_spec([over, *leftover]),
                 out_specs=_partition_spec(out),
                 check_vma=False,
-            )(partials)
+            )(addends)
             return jax.lax.with_sharding_constraint(reduced, result)
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
@@ -155,7 +164,8 @@ class Recorder:
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.problems: list[Problem] = []
 
-    def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        array, axes, table = spec
         if array in ACTIVATIONS:
             self.problems += self.rules.resolve(table, array, axes, x.shape)[1]
             self.arrays[array] = axes, x.shape
@@ -163,13 +173,16 @@ class Recorder:
         return x
 
     def split(self, array: str, axis: str) -> Split:
-        return dataclasses.replace(_split(self.rules, array, axis), pieces=1)
+        return _split(self.rules, array, axis)._replace(pieces=1)
 
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
 
-    def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
-        return self.constrain(partials.sum(0), array, axes, table)
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return x[None]
+
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return self.constrain(addends.sum(0), spec)
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         return function
@@ -205,7 +218,7 @@ def problems(
 
 def _split(rules: Rules, array: str, axis: str) -> Split:
     over = rules.split("rules", array, axis)
-    return Split(over, math.prod(rules.mesh[name] for name in over), (f"{array}.{axis}",))
+    return Split(over, math.prod(rules.mesh[name] for name in over))
 
 
 def _partition_spec(spec: Any) -> PartitionSpec:

@@ -15,7 +15,7 @@ from gspmd_lm.rules import Rules
 
 NEAR = 30  # instructions within which a tensor without a name of its own is explained
 # Files whose lines say less than those that call them.
-_GENERAL = ("axes.py", "placement.py", "projection.py")
+_GENERAL = ("placement.py", "placing.py", "products.py")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ _NOT_MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What an operation's name says; see `axes.scope`."""
+    """What an operation's name says; see `placing.scope`."""
 
     phase: str  # forward, backward, recomputation, optimizer
     modules: tuple[str, ...]  # layers, attention_norm
@@ -60,7 +60,7 @@ def read(op_name: str) -> Name:
         elif dot and role in TABLES:
             placed = role, rest
         elif "->" in word:
-            einsum = word.replace("z", "")
+            einsum = word.replace("z", "").replace("b", "")
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     of = tuple(filter(None, scopes.get("of", "").split("+")))

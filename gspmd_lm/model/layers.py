@@ -1,19 +1,23 @@
-"""The parts of a block: weights, norms, MLP, dropout, rotary positions and the token table."""
+"""The parts of a block: weights and products with them, norms, MLP, dropout and rotary positions."""
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
-from gspmd_lm import axes, config
-from gspmd_lm.axes import ADAPTERS, Weight, scope, shard, use
-from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL, Adapter, Product
+from gspmd_lm import config
+from gspmd_lm.axes import ADAPTERS
+from gspmd_lm.placing import Weight, remat, shard, use
+from gspmd_lm.products import einsum, read
 
+RESIDUAL = "residual: batch seq embed"
+BLOCK_INPUT = "block_input: batch seq embed"
+HIDDEN = "hidden: batch seq mlp"
+LOW_RANK = "low_rank: batch seq rank"
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -27,7 +31,7 @@ def cheap(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     Elementwise steps are computed again faster than their results are read back from memory.
     """
-    return function if axes.remat() else jax.checkpoint(function, prevent_cse=False)
+    return function if remat() else jax.checkpoint(function, prevent_cse=False)
 
 
 def weight(
@@ -41,8 +45,9 @@ def weight(
     """A parameter of `module`, annotated with one logical axis per dimension. It is cast when it is used."""
     names = tuple(axes.split())
     array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
-    frozen = cfg.lora is not None and name not in ADAPTERS
-    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype), frozen)
+    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] == ("layers",)
+    array = jax.lax.stop_gradient(array) if frozen else array
+    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype), frozen, scanned)
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
@@ -51,20 +56,40 @@ def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg:
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 
-def adapted(module: nn.Module, product: Product, cfg: config.Model) -> Product:
-    """`product` with an adapter, which adds nothing at first, where its weight is to have one.
+class Matrix(NamedTuple):
+    """A weight, and the two matrices of its low-rank adapter where it has one (arXiv 2106.09685)."""
+
+    weight: Weight
+    adapter: tuple[Weight, ...] = ()
+    scale: float = 1.0
+
+
+def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Matrix:
+    """The weight, with an adapter, which adds nothing at first, where it is to have one.
 
     Adapters rest in float32: a step changes them by less than bfloat16 can tell.
     """
-    name, names, sizes = product.weight.path.rpartition(".")[2], product.weight.axes, product.weight.array.shape
+    name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
     lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
     if lora is None or name not in lora.targets:
-        return product
-    read, rank = len(product.letters()[0]) - 2, lora.rank  # how many of the weight's axes are read
-    start, zeros = nn.initializers.normal(math.prod(sizes[:read]) ** -0.5), nn.initializers.zeros
-    a = weight(module, f"{name}_a", " ".join((*names[:read], "rank")), (*sizes[:read], rank), cfg, start)
-    b = weight(module, f"{name}_b", " ".join(("rank", *names[read:])), (rank, *sizes[read:]), cfg, zeros)
-    return product._replace(adapter=Adapter(a, b, lora.scale))
+        return Matrix(weight_)
+    inner, rank = 1 if names[0] == "embed" else len(names) - 1, lora.rank  # how many of the weight's axes are read
+    start, zeros = nn.initializers.normal(math.prod(sizes[:inner]) ** -0.5), nn.initializers.zeros
+    a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
+    b = weight(module, f"{name}_b", " ".join(("rank", *names[inner:])), (rank, *sizes[inner:]), cfg, zeros)
+    return Matrix(weight_, (a, b), lora.scale)
+
+
+def project(equation: str, x: Any, matrix: Matrix) -> Any:
+    """The einsum of `x` and the matrix; with an adapter, x w + scale (x a) b."""
+    y = einsum(equation, x, matrix.weight)
+    if not matrix.adapter:
+        return y
+    (outer, w), out = equation.partition("->")[0].split(","), equation.partition("->")[2]
+    read_letters = "".join(letter for letter in w if letter in outer)
+    a, b = matrix.adapter
+    low_BTR = matrix.scale * einsum(f"{outer},{read_letters}R->BTR", x, a)
+    return y + einsum(f"BTR,R{w.replace(read_letters, '')}->{out}", read(low_BTR, LOW_RANK, LOW_RANK), b)
 
 
 def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:
@@ -102,41 +127,35 @@ class Norm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The two halves of a gated or plain feed-forward network, so that a parallel block can add before it reduces."""
+    """A gated or plain feed-forward network."""
 
     cfg: config.Model
 
     def setup(self):
         cfg, shape = self.cfg, (self.cfg.embed, self.cfg.mlp)
-        self.gated = cfg.mlp_kind == "gated"
-        names = ("gate", "up") if self.gated else ("up",)
+        names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
         inward = [matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names]
         down = matrix(self, "w_down", "mlp embed", shape[::-1], cfg)
         if cfg.mlp_bias:
             self.inward_bias = [bias(self, f"b_{name}", "mlp", shape[1:], cfg) for name in names]
             self.b_down = bias(self, "b_down", "embed", shape[:1], cfg)
-        self.reads = tuple(adapted(self, Product("BTD,DF->BTF", w, "hidden"), cfg) for w in inward)
-        self.writes = adapted(self, Product("BTF,FD->BTD", down, "hidden"), cfg)
+        self.w_in = [adapted(self, w, cfg) for w in inward]
+        self.w_down = adapted(self, down, cfg)
 
-    def products(self) -> tuple[Product, ...]:
-        """What the MLP reads from the block's input."""
-        return self.reads
-
-    def hidden(self, *read: jax.Array) -> jax.Array:
-        """hidden_BTF from the values of `products`."""
-        if self.cfg.mlp_bias:
-            read = tuple(x + b for x, b in zip(read, self.inward_bias, strict=True))
+    def __call__(self, x_BTD: Any) -> Any:
+        """What the MLP adds to the residual stream, from a block's input that was read."""
+        cfg = self.cfg
+        in_BTF = [project("BTD,DF->BTF", x_BTD, w) for w in self.w_in]
+        if cfg.mlp_bias:
+            in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
         @cheap
         def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
-            hidden_BTF = ACTIVATIONS[self.cfg.activation](first)
-            return hidden_BTF * rest[0] if self.gated else hidden_BTF
+            return math.prod(rest, start=ACTIVATIONS[cfg.activation](first))
 
-        return shard(activated(*(shard(x_BTF, "hidden: batch seq mlp") for x_BTF in read)), "hidden: batch seq mlp")
-
-    def out(self) -> Product:
-        """What the MLP writes to the residual stream, its bias aside."""
-        return self.writes
+        hidden_BTF = shard(activated(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
+        y_BTD = project("BTF,FD->BTD", hidden_BTF, self.w_down)
+        return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
 
 
 def dropout(x_BTD: jax.Array, rate: float, row_keys_B: jax.Array | None, site: int) -> jax.Array:
@@ -177,51 +196,3 @@ def sinusoids(positions_BT: jax.Array, width: int) -> jax.Array:
     inverse_wavelength = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
     angle_BTD = positions_BT[..., None] * inverse_wavelength
     return jnp.concatenate([jnp.sin(angle_BTD), jnp.cos(angle_BTD)], -1)[..., :width]
-
-
-def look_up(table: Weight, ids_BT: jax.Array) -> jax.Array:
-    """The rows of `table` for `ids_BT`, [B, T, D].
-
-    A table that is whole along its rows is read where it rests: when it is split along `embed`, two small
-    all-to-alls of the result cost less than gathering the table. One split along its rows is gathered along `embed`
-    first; each piece then looks up the rows it has, and one reduction adds them up.
-    """
-    rows, batch = axes.split(table.path, table.axes[0]), axes.split("block_input", "batch")
-    if rows.pieces == 1:
-        with scope("of", table.path):
-            # Cast last, so that the gradients of a repeated id add up in float32: in bfloat16, a sum of equal ones
-            # stops growing at 256 of them.
-            return table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
-    V, D = table.array.shape
-    R = V // rows.pieces
-    first_Z = R * jnp.arange(rows.pieces)
-
-    def within(ids: jax.Array, first: jax.Array) -> jax.Array:
-        """Row numbers within the piece that begins at `first`; R, out of bounds, for ids of other pieces."""
-        return jnp.where((ids >= first) & (ids < first + R), ids - first, R)
-
-    of = scope("of", table.path)
-
-    @jax.custom_vjp
-    @of
-    def call(array):
-        table_ZRD = use(table.holding(array)).reshape(rows.pieces, R, D)
-        found_ZBTD = jax.vmap(lambda rows_RD, first: rows_RD.at[within(ids_BT, first)].get(mode="fill", fill_value=0))(
-            table_ZRD, first_Z
-        )
-        return axes.reduce(found_ZBTD, rows, RESIDUAL)
-
-    @of
-    def backward(_, dx_BTD):
-        dx_BTD = shard(dx_BTD, BLOCK_INPUT).astype(jnp.float32)
-        dx_bBTD, ids_bBT = (rearrange(x, "(b B) ... -> b B ...", b=batch.pieces) for x in (dx_BTD, ids_BT))
-
-        def scattered(ids, dx, first):
-            return jnp.zeros((R, D), jnp.float32).at[within(ids, first)].add(dx, mode="drop")
-
-        by_rows = jax.vmap(scattered, in_axes=(None, None, 0))
-        partials = jax.vmap(by_rows, in_axes=(0, 0, None))(ids_bBT, dx_bBTD, first_Z).reshape(batch.pieces, V, D)
-        return (axes.reduce(partials, batch, table.spec, "optimizer").astype(table.array.dtype),)
-
-    call.defvjp(lambda array: (call(array), None), backward)
-    return call(table.array)
