@@ -40,8 +40,9 @@ def einsum(equation: str, x: Any, w: "Weight | jax.Array") -> Any:
         return jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w)
     (a, b), out = _letters(equation), equation.partition("->")[2]
     if not isinstance(w, Weight):
-        rows = split(ROWS, "batch")
-        return _partial(_einsum(f"{a},{b}->b{out}", x, w, b=("B", rows)), rows, (f"{ROWS}.batch",), ())
+        rows, sums = split(ROWS, "batch"), f"{ROWS}.batch"
+        with scope("sum", sums):
+            return _partial(_einsum(f"{a},{b}->b{out}", x, w, b=("B", rows)), rows, (sums,), ())
     if isinstance(x, Partial):
         how = _How(f"z{a},{b}->z{out}", f"z{out},{b}->z{a}", f"z{a},z{out}->b{b}", w.holding(None))
         times = functools.partial(_product, how)
@@ -197,12 +198,14 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
             a, b, out = (letters.replace(piece, "") for letters in (a, b, out))
         elif letter:
             (x, a), (y, b) = _cut(x, a, letter, over, piece), _cut(y, b, letter, over, piece)
-            out = out.replace(letter, f"{piece}{letter}")
-    found = jnp.einsum(f"{a},{b}->{out}", x, y)
-    for piece, (letter, _) in cuts.items():
-        if letter and (at := out.find(f"{piece}{letter}")) >= 0:
-            found = found.reshape(*found.shape[:at], -1, *found.shape[at + 2 :])
-            out = out.replace(f"{piece}{letter}", letter)
+            out = f"{piece}{out}" if letter in out else out
+    found = jnp.einsum(f"{a},{b}->{out}", x, y)  # pieces come first, or it would transpose the result
+    for piece, (letter, over) in cuts.items():
+        if over.pieces > 1 and letter and letter in out:
+            at, out = out.index(piece), out.replace(piece, "")
+            to = out.index(letter)
+            found = jnp.moveaxis(found, at, to)
+            found = found.reshape(*found.shape[:to], -1, *found.shape[to + 2 :])
     return found
 
 
@@ -214,21 +217,21 @@ def _cut(x: jax.Array, letters: str, letter: str, over: Split, piece: str) -> tu
     return x.reshape(shape), letters.replace(letter, f"{piece}{letter}")
 
 
-def _of(*paths: str) -> Any:
-    return scope("of", *paths) if paths else contextlib.nullcontext()
+def _scope(role: str, *names: str) -> Any:
+    return scope(role, *names) if names else contextlib.nullcontext()
 
 
 def _sum(home: Spec, over: Split, sums: Sequence[str], of: Sequence[str], addends: jax.Array) -> jax.Array:
     place = placement()
     assert place
-    with _of(*of), scope("sum", *sums):
+    with _scope("of", *of), scope("sum", *sums):
         return place.total(addends, over, home)
 
 
 def _copies(spec: Spec, over: Split, of: Sequence[str], x: jax.Array) -> jax.Array:
     place = placement()
     assert place
-    with _of(*of):
+    with _scope("of", *of):
         return place.copies(place.constrain(x, spec), over, spec)
 
 
@@ -296,7 +299,8 @@ def _product(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> j
 def _forward(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
     weight = how.weight.holding(w)
     used = w if weight.used else use(weight)
-    with contextlib.nullcontext() if weight.used else _of(weight.path):
+    sums = (how.sums,) if "z" in how.forward and how.sums else ()
+    with _scope("of", *() if weight.used else (weight.path,)), _scope("sum", *sums):
         y = _einsum(how.forward, x, used, z=how.cut)
     return y, (x, used if remat() else w, jnp.zeros((), w.dtype))
 
@@ -305,9 +309,9 @@ def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, rest = saved
     weight, rows = how.weight.holding(rest), split(ROWS, "batch")
     rows = Split() if set(rows.over) & set(how.cut[1].over) else rows
-    with _of(weight.path):
+    with scope("of", weight.path):
         w = w if remat() else use(weight.holding(w))
-        with scope("sum", how.sums) if how.sums else contextlib.nullcontext():
+        with _scope("sum", *((how.sums,) if how.sums else ())):
             dx = _einsum(how.dx, dy, w, z=how.cut)
         dw = None
         if not weight.frozen:
