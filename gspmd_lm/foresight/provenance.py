@@ -205,6 +205,11 @@ class Provenance:
                 yield user
                 waiting += users.get(user.name, ())
 
+    def reads(self, user: Instruction, instruction: Instruction) -> bool:
+        """Whether a value is an operand of one of its consumers, but for copies."""
+        operands = (self.operand(user, number) for number in range(len(user.operands)))
+        return any(instruction in self.trail(operand) for operand in operands)
+
     @functools.cache  # noqa: B019  # one for each module, and gone with it
     def _users(self, computation: str) -> dict[str, list[Instruction]]:
         found: dict[str, list[Instruction]] = {}

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.kernels.attention import K, Q, V, attend, attend_to_cache, keys_axis
-from gspmd_lm.model.layers import Norm, adapted, bias, matrix, project, rope
+from gspmd_lm.model.layers import Norm, rope
+from gspmd_lm.model.weights import adapted, bias, matrix, project
 from gspmd_lm.placing import like, shard
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"

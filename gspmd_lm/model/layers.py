@@ -1,23 +1,21 @@
-"""The parts of a block: weights and products with them, norms, MLP, dropout and rotary positions."""
+"""The parts of a block: norms, MLP, dropout and rotary positions."""
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.axes import ADAPTERS
-from gspmd_lm.placing import Weight, remat, shard, use
-from gspmd_lm.products import einsum, read
+from gspmd_lm.model.weights import adapted, bias, matrix, project, weight
+from gspmd_lm.placing import remat, shard, use
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
 HIDDEN = "hidden: batch seq mlp"
-LOW_RANK = "low_rank: batch seq rank"
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -32,69 +30,6 @@ def cheap(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     Elementwise steps are computed again faster than their results are read back from memory.
     """
     return function if remat() else jax.checkpoint(function, prevent_cse=False)
-
-
-def weight(
-    module: nn.Module,
-    name: str,
-    axes: str,
-    shape: tuple[int, ...],
-    cfg: config.Model,
-    init: nn.initializers.Initializer,
-) -> Weight:
-    """A parameter of `module`, annotated with one logical axis per dimension. It is cast when it is used."""
-    names = tuple(axes.split())
-    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
-    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] == ("layers",)
-    array = jax.lax.stop_gradient(array) if frozen else array
-    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype), frozen, scanned)
-
-
-def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
-    """A matrix drawn from a normal distribution; those that write to the residual stream start smaller with depth."""
-    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down") else 1.0
-    return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
-
-
-class Matrix(NamedTuple):
-    """A weight, and the two matrices of its low-rank adapter where it has one (arXiv 2106.09685)."""
-
-    weight: Weight
-    adapter: tuple[Weight, ...] = ()
-    scale: float = 1.0
-
-
-def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Matrix:
-    """The weight, with an adapter, which adds nothing at first, where it is to have one.
-
-    Adapters rest in float32: a step changes them by less than bfloat16 can tell.
-    """
-    name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
-    lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
-    if lora is None or name not in lora.targets:
-        return Matrix(weight_)
-    inner, rank = 1 if names[0] == "embed" else len(names) - 1, lora.rank  # how many of the weight's axes are read
-    start, zeros = nn.initializers.normal(math.prod(sizes[:inner]) ** -0.5), nn.initializers.zeros
-    a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
-    b = weight(module, f"{name}_b", " ".join(("rank", *names[inner:])), (rank, *sizes[inner:]), cfg, zeros)
-    return Matrix(weight_, (a, b), lora.scale)
-
-
-def project(equation: str, x: Any, matrix: Matrix) -> Any:
-    """The einsum of `x` and the matrix; with an adapter, x w + scale (x a) b."""
-    y = einsum(equation, x, matrix.weight)
-    if not matrix.adapter:
-        return y
-    (outer, w), out = equation.partition("->")[0].split(","), equation.partition("->")[2]
-    read_letters = "".join(letter for letter in w if letter in outer)
-    a, b = matrix.adapter
-    low_BTR = matrix.scale * einsum(f"{outer},{read_letters}R->BTR", x, a)
-    return y + einsum(f"BTR,R{w.replace(read_letters, '')}->{out}", read(low_BTR, LOW_RANK, LOW_RANK), b)
-
-
-def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:
-    """A bias that starts at zero, ready to be added."""
-    return use(weight(module, name, axes, shape, cfg, nn.initializers.zeros))
 
 
 class Norm(nn.Module):

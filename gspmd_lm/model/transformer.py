@@ -9,7 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.model.attention import CACHE, Attention, Cache
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, matrix, sinusoids, weight
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids
+from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.placing import Weight, remat, shard, use
 from gspmd_lm.products import look_up, read, write
 
