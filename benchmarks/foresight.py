@@ -35,8 +35,8 @@ ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "b
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
          "of_the_step": "of the step"}  # fmt: skip
-FITS = {"row": "trained row", "limit_gib": "limit, GiB", "needs_gib": "needs when short, GiB", "fits": "fits in 98%",
-        "peak_gib": "peak there, GiB", "compile_s": "compiled in s"}  # fmt: skip
+FITS = {"row": "trained row", "limit_gib": "limit, GiB", "needs_gib": "needs, GiB", "share": "of the limit",
+        "fits": "in 98%", "date": "on"}  # fmt: skip
 COMPILATION = {"program": "program", "compile_s": "compiled in s", "most_gb": "most memory of the process, GB",
                "fits": "fits", "step_time_s": "predicted step, s"}  # fmt: skip
 
@@ -139,19 +139,17 @@ def compilation(layout: str, name: str, where: str, *sets: str) -> dict[str, Any
 
 
 def fits(row: step_times.Row) -> dict[str, Any]:
-    """Whether a configuration that was trained on its hardware compiles with SPARED of the memory there."""
+    """What a configuration that was trained on its hardware needs there, beside SPARED of the memory."""
     where = target.parse(row.target)
     assert where.chip
-    limit_bytes = where.chip.usable_hbm_bytes
-    spared = compiled(row, int(SPARED * limit_bytes))
+    limit_bytes, needs_bytes = where.chip.usable_hbm_bytes, needed_bytes(row)
     return {
         "row": row.name,
         "limit_gib": round(limit_bytes / 2**30, 2),
-        "needs_gib": round(needed_bytes(row) / 2**30, 2),
-        "fits": "no" if spared.refusal else "yes",
-        "peak_gib": spared.memory and round(spared.memory["peak_memory_in_bytes"] / 2**30, 2),
-        "compile_s": round(spared.compile_s),
-        "versions": dict(spared.versions),
+        "needs_gib": round(needs_bytes / 2**30, 2),
+        "share": f"{needs_bytes / limit_bytes:.1%}",
+        "fits": needs_bytes <= SPARED * limit_bytes,
+        "date": datetime.date.today().isoformat(),
     }
 
 

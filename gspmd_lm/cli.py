@@ -91,7 +91,12 @@ def _flags(verb: str) -> flags.FlagValues:
     if verb in FORESIGHT:
         text("config", "tiny", "what is computed: a path, or a name in configs/.")
         text("rules", None, "where it runs: a path or a name in rules/; several with commas between them.")
-        text("target", None, "cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, h100:4x8, ...: nothing of it is needed.")
+        text(
+            "target",
+            None,
+            "hardware that need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, h100:4x8, ... "
+            "Step times compare layouts; on GPUs they are 24% too short in the mean (docs/foresight.md).",
+        )
         text("phase", "train", "which step: train, or prefill or decode of data.batch rows with data.seq slots each.")
         text("json", None, "write everything to this file.")
         text("html", None, "write one self-contained page to this file.")

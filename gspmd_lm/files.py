@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,21 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = str(path)
         raise
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to be filled, which takes its place when all of it is there. It must not hold anything.
+
+    What a process that was killed left there goes. System errors name `folder`.
+    """
+    partial = folder.absolute().with_name(f"{folder.name}.partial")
+    with naming(folder):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        yield partial
+        os.replace(partial, folder)
 
 
 def replace_json(path: Path, value: Any) -> None:

@@ -3,7 +3,7 @@
 # request that exists is waited for, a run that was cut short goes on from its newest checkpoint.
 set -euo pipefail
 
-# Fill in, or set in the environment; REPOSITORY, REVISION, WORKDIR and TRAIN stand in jobs/tpu_vm.sh.
+# Fill in, or set in the environment; REPOSITORY, REVISION, WORKDIR, COMPILED and TRAIN stand in jobs/tpu_vm.sh.
 export PROJECT=${PROJECT:-}
 export ZONE=${ZONE:-}                    # us-west4-a
 export TPU=${TPU:-}                      # name for the slice; the request gets the same

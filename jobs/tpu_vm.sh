@@ -10,6 +10,7 @@ TPU=${TPU:-}                   # name of the slice, see `gcloud compute tpus tpu
 REPOSITORY=${REPOSITORY:-}     # git URL of your copy, which the workers can clone
 REVISION=${REVISION:-main}
 WORKDIR=${WORKDIR:-}           # gs://bucket/runs/name, one for all workers
+COMPILED=${COMPILED:-${WORKDIR%/*}/compiled}  # compiled programs: a slice made anew finds them and starts warm
 TRAIN=(--config=llama3_8b --rules=fsdp_tp --set "data.source=/data/*.jsonl" --set data.tokenizer=/data/tokenizer.json)
 
 : "${PROJECT:?fill it in}" "${ZONE:?fill it in}" "${TPU:?fill it in}" "${REPOSITORY:?fill it in}" "${WORKDIR:?fill it in}"
@@ -26,6 +27,6 @@ on_all_workers "
   git fetch --quiet origin $(printf %q "$REVISION")
   git checkout --quiet --detach FETCH_HEAD
   test -d .venv || ~/.local/bin/uv venv --quiet --python 3.12
-  ~/.local/bin/uv pip install --quiet -e '.[tpu]' gcsfs"
+  ~/.local/bin/uv pip install --quiet -e '.[tpu,gcs]'"
 
-on_all_workers "cd gspmd_lm; exec .venv/bin/python main.py$(printf ' %q' "${TRAIN[@]}" "--workdir=$WORKDIR")"
+on_all_workers "cd gspmd_lm; exec .venv/bin/python main.py$(printf ' %q' "${TRAIN[@]}" "--workdir=$WORKDIR" "--compile_cache=$COMPILED")"

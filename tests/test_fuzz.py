@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from gspmd_lm import config as configs
-from gspmd_lm import core_yaml, rules
+from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.axes import ARRAYS, AXES
 from gspmd_lm.config import InputError
-from gspmd_lm.placement import problems
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
@@ -103,27 +102,16 @@ def file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def arrays(small):
-    config = small(layers=1)
-    found = state.arrays(config)
-    return (
-        state.pairs(found.named_params, found.params),
-        state.activations(config, found, 1),
-        state.pairs(found.named_optimizer, found.optimizer),
-    )
+def config(small):
+    return small(layers=1)
 
 
-def check_rules(file, arrays, text):
+def check_rules(file, config, text):
     means_the_same(text)
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
-    layout = bounded(rules.load, str(file))
+    layout = bounded(rules_file.load, str(file))
     if not isinstance(layout, InputError):
-
-        def check():
-            filled = layout.fill(8)
-            rules.check(problems(filled, *arrays))
-
-        bounded(check)
+        bounded(lambda: state.checked(config, layout.fill(8), "cpu"))
 
 
 def check_config(file, text):
@@ -155,8 +143,8 @@ OVERRIDES = st.builds("{}={}".format, KEYS | WORDS, VALUES)
 
 @FEW
 @given(text=RULES)
-def test_rules_files(file, arrays, text):
-    check_rules(file, arrays, text)
+def test_rules_files(file, config, text):
+    check_rules(file, config, text)
 
 
 @FEW
@@ -174,8 +162,8 @@ def test_overrides(override):
 @pytest.mark.slow
 @MANY
 @given(text=RULES)
-def test_many_rules_files(file, arrays, text):
-    check_rules(file, arrays, text)
+def test_many_rules_files(file, config, text):
+    check_rules(file, config, text)
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import venv
 from pathlib import Path
 
 import pytest
+
+from tests.launched import free_port
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -54,9 +55,7 @@ def test_the_command_of_the_readme(tmp_path):
 
 
 def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=4"]
     together = [
         start(*flags, f"--workdir={tmp_path}/two", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
@@ -74,6 +73,32 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
     # What two processes saved, one goes on with.
     finish(start(*flags[:-2], "--rules=tp8", "--steps=6", f"--workdir={tmp_path}/two"))
     assert len(losses(tmp_path / "two")) == 6
+
+
+@pytest.mark.parametrize(
+    "given, difference",
+    [
+        ((["--set=optimizer.b1=0.8"], ["--set=optimizer.b1=0.9"]), "config.optimizer.b1: 0.8 in process 0, 0.9 in"),
+        ((["--mesh=fsdp=4,tensor=2"], []), 'rules.mesh: [["fsdp", 4], ["tensor", 2]] in process 0, [["fsdp", 2]'),
+        ((["--set=data.source=~/text.txt", "--set=data.held_out=0.0"],) * 2, "data: "),
+    ],
+)
+def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_path, given, difference):
+    port, started = free_port(), []
+    for i, flags in enumerate(given):
+        home = tmp_path / str(i)  # each has another text by the same name
+        home.mkdir()
+        (home / "text.txt").write_text("".join(f"text {n} of {i}\n" for n in range(500)))
+        own = {"HOME": str(home), "GSPMD_LM_CACHE": str(home / "cache")}
+        where = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={i}"]
+        flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=2", f"--workdir={tmp_path}/run", *flags, *where]
+        started.append(start(*flags, **own))
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [2, 2], outputs
+    for output in outputs:
+        assert "the processes of this run were not given the same" in output and difference in output
+        assert "step " not in output and "Traceback" not in output
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """A model of ours as a folder that transformers loads, written tensor by tensor."""
 
+import contextlib
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspmd_lm import config
+from gspmd_lm import config, files
 from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
@@ -49,23 +49,17 @@ def write(
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
     number = np.dtype(safetensors.DTYPES[kind])
     sizes = {name: int(np.prod(shape)) * number.itemsize for name, shape in shapes.items()}
-    files = safetensors.plan(sizes, file_bytes)
-    writes = jax.process_index() == 0
-    partial = safetensors.partial(folder)
-    if writes:
-        if partial.exists():  # of an export that was killed
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        (partial / architecture.CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for name, path in (beside or {}).items():
-            shutil.copy(path, partial / name)
-        if len(files) > 1:
-            (partial / safetensors.INDEX).write_text(safetensors.index(files, sum(sizes.values())), encoding="utf-8")
-    for file_name, names in files.items():
-        head = safetensors.start({name: (kind, shapes[name]) for name in names})
-        _write_file(partial / file_name if writes else None, head, [tensors[name] for name in names], model, number)
-    if writes:
-        os.replace(partial, folder)
+    plan = safetensors.plan(sizes, file_bytes)
+    with files.appearing(folder) if jax.process_index() == 0 else contextlib.nullcontext() as made:
+        if made:
+            (made / architecture.CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+            for name, path in (beside or {}).items():
+                shutil.copy(path, made / name)
+            if len(plan) > 1:
+                (made / safetensors.INDEX).write_text(safetensors.index(plan, sum(sizes.values())), encoding="utf-8")
+        for file_name, names in plan.items():
+            head = safetensors.start({name: (kind, shapes[name]) for name in names})
+            _write_file(made and made / file_name, head, [tensors[name] for name in names], model, number)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("convert.export")
 

@@ -1,8 +1,6 @@
 """Adapters as a folder that PEFT loads: adapter_config.json and adapter_model.safetensors."""
 
 import json
-import os
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
-from gspmd_lm import config
+from gspmd_lm import config, files
 from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
@@ -46,17 +44,13 @@ def write_adapter(
         a, b = _matrices(members, model)
         tensors[f"{_PREFIX}{name}.lora_A.weight"], tensors[f"{_PREFIX}{name}.lora_B.weight"] = a, b
     if jax.process_index() == 0:
-        partial = safetensors.partial(folder)
-        if partial.exists():  # of an export that was killed
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
         description = json.dumps(_description(row, modules, model, base_name), indent=2)
-        (partial / CONFIG).write_text(description + "\n", encoding="utf-8")
-        with open(partial / WEIGHTS, "wb") as file:
-            file.write(safetensors.start({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
-            for tensor in tensors.values():
-                file.write(np.ascontiguousarray(tensor, np.float32).data)
-        os.replace(partial, folder)
+        with files.appearing(folder) as made:
+            (made / CONFIG).write_text(description + "\n", encoding="utf-8")
+            with open(made / WEIGHTS, "wb") as file:
+                file.write(safetensors.start({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
+                for tensor in tensors.values():
+                    file.write(np.ascontiguousarray(tensor, np.float32).data)
 
 
 def described(folder: Path, model: config.Model, like: Mapping[str, Any] | None = None) -> tuple[Family, config.Model]:

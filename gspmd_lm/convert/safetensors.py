@@ -177,12 +177,6 @@ def check_new(folder: Path) -> None:
         raise InputError(f"{folder}: holds something already\n  fix   give the name of a new folder")
 
 
-def partial(folder: Path) -> Path:
-    """Where a folder is while it is being written."""
-    folder = folder.absolute()
-    return folder.with_name(f"{folder.name}.partial")
-
-
 def plan(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> dict[str, list[str]]:
     """File name -> the tensors in it, in their order, at most `file_bytes` in each file; one file where all fit.
 

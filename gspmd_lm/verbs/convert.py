@@ -1,9 +1,8 @@
 """convert: a Hugging Face folder becomes a workdir, and a workdir a Hugging Face folder."""
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from etils import epath
 
 from gspmd_lm import checkpoint, core_yaml, files
 from gspmd_lm import config as configs
-from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, export, peft, pretrained
 from gspmd_lm.convert.strict_json import parse
 from gspmd_lm.data import chat, tokenizer
@@ -74,8 +73,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         params = found.load(built.state_shardings.params)
         # The checkpoint comes last: where it is, all else is there, and until then the same command can be given again.
         if here.machine.is_main:
-            with _writing(workdir):
-                _write_beside(workdir, found, beside)
+            _write_beside(workdir, found, beside)
         checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
         checkpoints.wait()
     here.say(f"{workdir}: config.yaml, {ORIGINAL}/ and checkpoint 0")
@@ -113,18 +111,6 @@ def _json(value: Any) -> bytes:
     return f"{json.dumps(value, indent=2)}\n".encode()
 
 
-@contextlib.contextmanager
-def _writing(folder: epath.Path | Path) -> Iterator[None]:
-    """Turns what the file system refuses into RunFailed, which names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(
-            f"{folder}: cannot be written ({error.strerror or error})\n"
-            "  fix   make room there, or give another folder, and give the same command again"
-        ) from error
-
-
 def _export(values: flags.FlagValues, workdir: str) -> int:
     if values.ignore:
         raise InputError("--ignore: of convert --from=DIR alone\n  fix   drop it")
@@ -155,11 +141,10 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     if model.lora and not values.adapter:
         merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
         params, model = merge(params), dataclasses.replace(model, lora=None)
-    with _writing(folder):
-        if values.adapter:
-            peft.write_adapter(folder, model, params, values.base, like)
-        else:
-            export.write(folder, model, params, like, values.dtype, beside)
+    if values.adapter:
+        peft.write_adapter(folder, model, params, values.base, like)
+    else:
+        export.write(folder, model, params, like, values.dtype, beside)
     if here.machine.is_main:
         size = sum(path.stat().st_size for path in folder.iterdir())
         here.say(f"{folder}: {human_bytes(size)}, {len(list(folder.iterdir()))} files")

@@ -57,7 +57,7 @@ def finished(arguments, folder, log):
     return time.monotonic() - began
 
 
-def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT_METADATA")):
+def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT_METADATA", "commit_success.txt")):
     """The sha256 of each file in a folder; of a checkpoint that of its arrays, whose files may be cut otherwise."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -89,6 +89,9 @@ def arrays(folder):
 class Kind:
     """What is done, and what must be the same afterwards. `prepare` makes what all trials share, in `self.shared`."""
 
+    done_before = ()  # how what is said ends where a run was killed after all was done
+    latest = 1.05  # when a kill comes, at the latest, as a share of the time of a run that nobody disturbs
+
     def __init__(self, folder):
         self.folder, self.shared = folder, folder / "shared"
 
@@ -107,22 +110,18 @@ class Kind:
 
 
 class Train(Kind):
+    latest = 0.22  # so that one trial is killed several times
+
     def command(self, trial):
-        return [
-            *SMALL,
-            *RANDOM,
-            "--rules=none",
-            f"--workdir={trial}/run",
-            "--set=train.checkpoint_every=2",
-            "--set=train.steps=200",
-        ]
+        return [*SMALL, *RANDOM, "--rules=none", f"--workdir={trial}/run", f"--compile_cache={self.shared}/compile",
+                "--set=train.checkpoint_every=2", "--set=train.steps=600"]  # fmt: skip
 
     def left(self, trial):
         rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
         losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
         # What a kill after the last save left to be deleted stays there: a run with nothing to do changes nothing.
         steps = sorted(path.name for path in (trial / "run/checkpoints").iterdir() if path.name != "deleted")
-        return {"losses": losses, "steps": steps, "state": arrays(trial / "run/checkpoints/200/state")}
+        return {"losses": losses, "steps": steps, "state": arrays(trial / "run/checkpoints/600/state")}
 
     def at(self, trial):
         folder = trial / "run/checkpoints"
@@ -160,14 +159,14 @@ class Tokens(Kind):
         return "tokenizing" if partial else "before or after"
 
 
-class Compile(Train):
+class Compile(Kind):
     def command(self, trial):
-        return [item for item in super().command(trial) if item != "--compile_cache=none"] + ["--steps=4"]
+        return [*SMALL, *RANDOM, "--rules=none", f"--workdir={trial}/run", f"--compile_cache={trial}/cache/compile",
+                "--steps=4"]  # fmt: skip
 
     def left(self, trial):
         rows = [json.loads(line) for line in (trial / "run/metrics.jsonl").read_text().splitlines()]
-        entries = sorted(path.name for path in (trial / "cache/compile").iterdir() if path.name.endswith("-cache"))
-        return {"losses": [row["loss"] for row in rows if "loss" in row], "entries": entries}
+        return {"losses": [row["loss"] for row in rows if "loss" in row]}
 
     def at(self, trial):
         entries = list((trial / "cache/compile").glob("*-cache")) if (trial / "cache/compile").is_dir() else []
@@ -176,6 +175,8 @@ class Compile(Train):
 
 class Convert(Kind):
     """There and back: a folder of 90 MB becomes a workdir, and the workdir a folder."""
+
+    done_before = ("has checkpoints already", "holds something already")
 
     def prepare(self):
         super().prepare()
@@ -232,7 +233,7 @@ def chain(kind, name, folder, record, draw, wanted):
     for stage, seconds in enumerate(known["seconds"]):
         while True:
             process = start(kind.command(trial), trial, log)
-            delay = draw.uniform(0.3, 1.05) * seconds if len(kills) < wanted else PATIENCE_S
+            delay = draw.uniform(0.05, kind.latest) * seconds if len(kills) < wanted else PATIENCE_S
             try:
                 code = process.wait(delay)
             except subprocess.TimeoutExpired:
@@ -241,7 +242,7 @@ def chain(kind, name, folder, record, draw, wanted):
                 process.wait()
                 kills.append({"after_s": round(delay, 2), "at": at})
                 continue
-            if code:
+            if code and not (kills and log.read_text().rstrip().splitlines()[-2].endswith(kind.done_before)):
                 record(
                     {
                         "kind": name,

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -25,7 +26,6 @@ pytestmark = [
 ]
 # Locks whose holder is silent after 6 seconds instead of 5 minutes.
 QUICK = "from gspmd_lm import cli, lock; lock.BEAT_S, lock.STALE_S = 1.0, 6.0; cli.main()"
-STEPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +48,25 @@ def start(store, tmp_path):
 
     def start(workdir, *flags):
         arguments = [*SMALL, *RANDOM, "--rules=none", f"--workdir={workdir}", *flags]
-        process = subprocess.Popen(
-            [sys.executable, "-c", QUICK, *arguments], cwd=ROOT,
-            env=store | {"GSPMD_LM_CACHE": str(tmp_path / "cache")},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        log = tmp_path / f"log{len(started)}"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", QUICK, *arguments], cwd=ROOT, stdout=out, stderr=out,
+                env=store | {"GSPMD_LM_CACHE": str(tmp_path / "cache")},
+            )  # fmt: skip
+        process.log = log
         started.append(process)
         return process
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def finish(process, code=0):
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == code, output
-    return output
+    assert process.wait(600) == code, process.log.read_text()
+    return process.log.read_text()
 
 
 @pytest.fixture
@@ -82,24 +83,34 @@ def losses(text):
     return [(row["step"], row["loss"]) for row in map(json.loads, text.splitlines()) if "loss" in row]
 
 
-def test_a_run_is_saved_killed_and_resumed(start, objects, tmp_path):
-    flags = "--set=train.checkpoint_every=3", f"--set=train.steps={STEPS}"
-    finish(start(tmp_path / "local", *flags))
-    draw, kills = random.Random(0), 0
-    while True:
+def newest(store, run):
+    """The newest checkpoint, as the store itself lists them: gcsfs keeps copies of its listings."""
+    asked = f"{store['STORAGE_EMULATOR_HOST']}/storage/v1/b/bucket/o?prefix={run}/checkpoints/"
+    with urllib.request.urlopen(asked, timeout=60) as response:
+        names = [item["name"] for item in json.load(response).get("items", [])]
+    return max((int(step) for name in names if (step := name.split("/")[2]).isdigit()), default=0)
+
+
+def test_a_run_is_saved_killed_and_resumed(start, store, objects, tmp_path):
+    flags = "--set=train.checkpoint_every=3", "--set=train.steps=100000"
+    draw, saved = random.Random(0), 0
+    for _ in range(4):
         process = start("gs://bucket/killed", *flags)
-        try:
-            process.communicate(timeout=draw.uniform(8, 25) if kills < 4 else 600)
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            kills += 1
-    assert process.returncode == 0 and kills == 4
+        while newest(store, "killed") <= saved:
+            assert process.poll() is None, finish(process)
+            time.sleep(0.2)
+        time.sleep(draw.uniform(0, 2))
+        process.kill()
+        process.wait()
+        saved = newest(store, "killed")
+    output = finish(start("gs://bucket/killed", *flags, f"--steps={saved + 9}"))
+    assert "restored step" in output
+    finish(start(tmp_path / "local", *flags, f"--steps={saved + 9}"))
     remote = objects.cat_file("bucket/killed/metrics.jsonl").decode()
     assert losses(remote) == losses((tmp_path / "local/metrics.jsonl").read_text())  # each step once, bit for bit
     assert not objects.exists("bucket/killed/lock.json")
-    output = finish(start("gs://bucket/killed", f"--set=train.steps={STEPS}"))
-    assert f"stands at step {STEPS}, nothing to do" in output
+    output = finish(start("gs://bucket/killed", *flags, f"--steps={saved + 9}"))
+    assert f"stands at step {saved + 9}, nothing to do" in output
 
 
 def test_a_second_run_waits_and_takes_over_from_one_that_ends(start, objects):

@@ -61,7 +61,6 @@ def test_the_order_is_a_function_of_seed_and_step():
         assert (train.indices_at(step, range(8)) == again.indices_at(step, range(8))).all()
     one, two = (np.concatenate([each.indices_at(step, range(8)) for step in range(9)]) for each in (train, other))
     assert (one != two).any()
-    assert isinstance(_open(seed=-1)[0].indices_at(0, range(8)), np.ndarray)
 
 
 def test_the_second_epoch_of_a_seed_is_not_the_first_of_the_next():

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import secrets
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,13 @@ def ones():
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    compiled = jax.jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((3,), jnp.float32, sharding=WHOLE)).compile()
+    # Another program each time: XLA cannot write out what came from a compile cache, which other tests enable.
+    offset = secrets.randbelow(2**20)
+    compiled = (
+        jax.jit(lambda x: 2 * x + offset - offset)
+        .lower(jax.ShapeDtypeStruct((3,), jnp.float32, sharding=WHOLE))
+        .compile()
+    )
     path = tmp_path / "step"
     path.write_bytes(exported.pack(compiled, KEY, NAME, VERSIONS))
     exported.record(path)

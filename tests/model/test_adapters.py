@@ -119,6 +119,7 @@ def test_settings_that_make_no_sense():
     assert "a plain MLP has no w_gate, only w_up and w_down" in message(
         "model.lora={targets: [wq, w_gate]}", "model.mlp_kind=plain"
     )
-    wrong = message("model.lora={rank: 0, alpha: 0, targets: [wq, wq]}")
-    assert "rank=0 must be at least 1" in wrong and "alpha=0" in wrong and "each once" in wrong
+    wrong = message("model.lora={rank: 0, alpha: 0, targets: [wq]}")
+    assert "rank: must be at least 1, got 0" in wrong and "alpha: must be above 0" in wrong
+    assert "each once" in message("model.lora={rank: 1, alpha: 1, targets: [wq, wq]}")
     assert "missing" in message("model.lora={rank: 4}")
