@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.axes import ACTIVATIONS
-from gspmd_lm.placing import Remat, Spec, Split, placed_by, scope
+from gspmd_lm.placing import Spec, Split, placed_by, scope
 from gspmd_lm.rules import Problem, Rules, check
 
 
@@ -35,8 +35,8 @@ class MeshPlacement:
         return self.rules.attention["gpu" if platform in ("cuda", "rocm") else platform]
 
     @property
-    def remat(self) -> Remat | None:
-        return remat(self.rules)
+    def remat(self) -> Callable[..., Any] | None:
+        return policy(self.rules)
 
     def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Where `table` puts an array. Raises ShardingError for one that no check saw, made only under these rules."""
@@ -64,7 +64,7 @@ class MeshPlacement:
         return _split(self.rules, array, axis).pieces
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """Each device gets the copy of its own piece, of which only the type is new."""
+        """A device holds the copy of its own piece, which is what it holds of `x`: nothing moves."""
         place = self.sharding(spec.table, spec.array, spec.axes, x.shape)
         each = [tuple(name for name in names if name not in split.over) for names in _dimensions(place.spec, x.ndim)]
         sharding = NamedSharding(self.mesh, _partition_spec([split.over, *each]))
@@ -72,12 +72,12 @@ class MeshPlacement:
             return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.pieces, *x.shape)), sharding)
 
     def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the leading dimension of `addends`, which is split as `split` says.
+        """The sum over the first dimension of `addends`, which is split over the mesh axes of `split`.
 
-        Left to the partitioner this is an all-reduce and a slice on CPU, and wherever its reduce-scatter pass does not
-        match: twice the traffic. Saying psum_scatter costs nothing elsewhere. A mesh axis that the result is not
-        split over, or only as an outer part of a dimension (whose blocks would come out in the wrong order), is
-        summed with psum.
+        The partitioner would make it an all-reduce and a slice on CPU, and elsewhere where its pass for
+        reduce-scatters does not match. That is twice the traffic, so psum_scatter is said here. A mesh axis that does
+        not split the result is summed with psum. So is one inside of which an axis that is not summed over splits the
+        same dimension: the blocks of a reduce-scatter would come out in the wrong order.
         """
         over = split.over
         result = self.sharding(spec.table, spec.array, spec.axes, addends.shape[1:])
@@ -127,35 +127,33 @@ class MeshPlacement:
         )
 
 
-def remat(rules: Rules) -> Remat | None:
-    """The rules' choice of what to compute again, as a jax.checkpoint policy."""
+def policy(rules: Rules) -> Callable[..., Any] | None:
+    """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed."""
     policies, chosen = jax.checkpoint_policies, rules.remat
     if chosen.policy == "none":
         return None
     if chosen.policy == "block":
-        return Remat(policies.nothing_saveable)
+        return policies.nothing_saveable
     if chosen.policy == "dots":
         # A product that is summed over devices has its own batch dimension; its sum is kept as `residual`.
         sums = policies.save_only_these_names("residual")
-        return Remat(policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, sums))
-    return Remat(
-        policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(chosen.save),
-            names_which_can_be_offloaded=list(chosen.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, sums)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(chosen.save),
+        names_which_can_be_offloaded=list(chosen.offload),
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
 
 class Recorder:
-    """A Placement that places nothing and notes which activations a model names and where its rules do not fit them.
+    """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them.
 
-    The rules say how loops are cut and which axes are split alike, as they do when the model runs. Sums are made in one
-    piece, because an axis that does not divide has no equal pieces.
+    Loops are cut as the rules say, and axes compare as split alike or not. Sums have one addend, because an axis that
+    does not divide has no equal pieces.
     """
 
-    remat: Remat | None = None
+    remat: Callable[..., Any] | None = None
     attention = "xla"
 
     def __init__(self, rules: Rules) -> None:

@@ -1,6 +1,11 @@
-"""The words with which a model says where its arrays live; on one device each of them is the identity.
+"""The words with which a model says where its arrays live. On one device each of them is the identity.
 
-A model names arrays and axes and never sees a mesh. Whoever builds a step supplies a `Placement` through `placed_by`.
+A model names arrays and axes and never sees a mesh. Whoever traces a step says with `placed_by` what names mean in it.
+
+How it works is hidden here and in `products.py`: the axes of the mesh are automatic, so that the compiler decides what
+is not said, and sums over devices are arrays of addends. Explicit axes of JAX, whose types have unreduced sums, would
+need less code, but jax 0.10.2 refuses with them 9 of 22 placements of a decoder's parts that rules may ask for, among
+them a sequence that queries and keys share and every split table. `benchmarks/explicit_axes.py` tries them all.
 """
 
 import contextlib
@@ -19,51 +24,41 @@ from gspmd_lm.axes import ARRAYS, AXES
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter as a layer holds it: its array at rest, its path ('layers.attention.wq') and logical axes.
+    """A parameter as a layer holds it: its array, and what the rules and `use` need to know of it."""
 
-    The gradient of one that is frozen is never computed. One that is scanned belongs to a layer of the scan.
-    """
-
-    array: jax.Array
-    path: str
-    axes: tuple[str, ...]
+    array: jax.Array  # at rest, or in use if `used`
+    path: str  # "layers.attention.wq"
+    axes: tuple[str, ...]  # the logical axis of each dimension
     compute_dtype: jnp.dtype
-    frozen: bool = False
-    scanned: bool = False
-    used: bool = False  # whether the array is in use already
+    frozen: bool = False  # its gradient is never computed
+    scanned: bool = False  # it belongs to a layer of the scan
+    used: bool = False
 
     def holding(self, array: Any) -> "Weight":
         return dataclasses.replace(self, array=array)
 
 
 class Split(NamedTuple):
-    """Into how many pieces an axis is split, and over what. The model may only compare splits and count pieces."""
+    """How an axis is split. A model compares splits and counts pieces; it never reads the mesh axes."""
 
-    over: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()  # mesh axes
     pieces: int = 1
 
 
 class Spec(NamedTuple):
-    """An array's name and its logical axes, in one of the tables of a rules file."""
+    """An array's name and logical axes, and the table of the rules file that places it."""
 
     array: str
     axes: tuple[str, ...]
-    table: str = "rules"
-
-
-@dataclasses.dataclass(frozen=True)
-class Remat:
-    """A block is computed again in the backward pass, except for the values that `policy` keeps."""
-
-    policy: Callable[..., Any]
+    table: str = "rules"  # in use; "weights" at rest; "optimizer" as a gradient
 
 
 class Placement(Protocol):
-    """How arrays are split: the answers that rules and a mesh give to the model's questions."""
+    """What rules and a mesh answer to the model's questions. The functions of this module ask them."""
 
     @property
-    def remat(self) -> Remat | None:
-        """What the backward pass computes again."""
+    def remat(self) -> Callable[..., Any] | None:
+        """See `placing.remat`."""
         ...
 
     @property
@@ -72,38 +67,40 @@ class Placement(Protocol):
         ...
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """`x` where the table (rules: in use; weights: at rest; optimizer: gradients) says the array lives."""
+        """`x` where the rules place the array that `spec` names."""
         ...
 
     def split(self, array: str, axis: str) -> Split:
-        """How one axis of an array in use is split, for copies and sums."""
+        """How an axis of an array in use is split, where copies or addends are made for each piece."""
         ...
 
     def pieces(self, array: str, axis: str) -> int:
-        """Into how many pieces one axis of an activation is split, for loops that cut it further."""
+        """See `placing.pieces`."""
         ...
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """One copy of `x`, which `spec` names, for each piece of `split`, along a new first dimension."""
+        """[pieces, ...]: `x`, which lives as `spec` says, for each piece of `split`."""
         ...
 
     def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the first dimension, one addend for each piece of `split`, where `spec` lives: a
-        reduce-scatter where that is split over the same mesh axes, else an all-reduce."""
+        """The sum over the first dimension, which has one addend for each piece of `split`, where `spec` says.
+
+        The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
+        """
         ...
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-        """`function` run by each device on its own piece of the arrays, which are named as in `shard`."""
+        """See `placing.per_device`."""
         ...
 
 
 def scope(role: str, *names: str) -> Any:
-    """A context in which the compiled program's operations carry `names` in theirs; `foresight` reads them there.
+    """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
 
-    The role is a table, for an array where that table puts it; `sum`, for the axes that a reduction adds over; or
-    `of`, for the weights that the operations belong to.
+    The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
+    summed over ("sum"), or the weights that operations belong to ("of"). Without names nothing is written.
     """
-    return jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
+    return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
 
 
 _current: ContextVar[Placement | None] = ContextVar("placement", default=None)
@@ -111,7 +108,7 @@ _current: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 @contextlib.contextmanager
 def placed_by(placement: Placement | None) -> Iterator[None]:
-    """While a step is traced, arrays are placed by `placement`."""
+    """A context in which `placement` places the arrays of what is traced."""
     token = _current.set(placement)
     try:
         yield
@@ -136,19 +133,22 @@ def parse(text: str, rank: int) -> Spec:
 
 
 def split(array: str, axis: str) -> Split:
-    """How an axis of an array is split; in one piece on a single device."""
+    """How the rules split an axis of an array; in one piece on a single device."""
     place = placement()
     return place.split(array, axis) if place else Split()
 
 
 def pieces(array: str, axis: str) -> int:
-    """Into how many pieces an axis of an activation is split: a loop cuts it so that each step has a part of each."""
+    """Into how many pieces the rules split an axis of an activation.
+
+    A loop over the axis takes a part of every piece in each turn, so that all devices have work in it.
+    """
     place = placement()
     return place.pieces(array, axis) if place else 1
 
 
-def remat() -> Remat | None:
-    """What the backward pass computes again; None where it keeps what it needs."""
+def remat() -> Callable[..., Any] | None:
+    """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
     place = placement()
     return place.remat if place else None
 
@@ -160,7 +160,7 @@ def attention_kernel() -> str:
 
 
 def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-    """`function`, which must not look across devices, run on each device's own piece of the named arrays."""
+    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`."""
     place = placement()
     return place.per_device(function, inputs, output) if place else function
 
@@ -169,7 +169,7 @@ def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:
-    """`x`, an activation, where the rules say it lives, and under its name for a remat policy.
+    """`x`, an activation, where the rules say it lives. Remat policies know it by its name.
 
     `spec` names the array and each of its dimensions: "residual: batch seq embed".
     """
@@ -177,41 +177,47 @@ def shard(x: jax.Array, spec: str) -> jax.Array:
 
 
 def like(x: jax.Array, spec: str) -> jax.Array:
-    """`x` placed like the activation that `spec` names: says in which dtype it is gathered from there."""
+    """`x` where the activation lives that `spec` names, though `x` is not that activation.
+
+    Said before a `shard` that gathers, it fixes the dtype that travels: that of `x`.
+    """
     place, found = placement(), parse(spec, x.ndim)
     return place.constrain(x, found) if place else x
 
 
 def use(weight: Weight, dtype: Any = None) -> jax.Array:
-    """The weight where the rules say it is in use, cast to its compute dtype before it is gathered.
+    """The weight where the rules say it is in use. It is cast to its compute dtype first, and gathered after.
 
-    With another `dtype` its values still have that precision. Its gradients are added up in `dtype`, and live where the
-    rules say gradients do.
+    A wider `dtype` changes neither its values nor what travels: only its gradients are added up in that dtype.
     """
-    what = Spec(weight.path, weight.axes), weight.compute_dtype, jnp.dtype(dtype or weight.compute_dtype)
-    return _placed(what, weight.array)
+    spec = Spec(weight.path, weight.axes)
+    return _use(spec, weight.compute_dtype, jnp.dtype(dtype or weight.compute_dtype), weight.array)
 
 
 def used(weight: Weight) -> Weight:
-    """The weight with its array in use, for products without a gradient."""
+    """The weight with its array in use, for products in a loop that is not differentiated."""
     return dataclasses.replace(weight, array=use(weight), used=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _placed(what: tuple[Spec, Any, Any], w: jax.Array) -> jax.Array:
-    place, (spec, compute_dtype, dtype) = placement(), what
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _use(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> jax.Array:
+    place = placement()
     with scope("rules", spec.array):
         w = w.astype(compute_dtype)
     if place:
-        # Said of the cast weight at rest too, or some compilers gather first and cast then: twice the bytes.
+        # The cast weight is placed at rest too, since some compilers gather first and cast after: twice the bytes.
         w = place.constrain(place.constrain(w, spec._replace(table="weights")), spec)
     return w.astype(dtype)
 
 
-def _placed_backward(what: tuple[Spec, Any, Any], like: jax.Array, dw: jax.Array) -> tuple[jax.Array]:
+def _use_forward(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _use(spec, compute_dtype, dtype, w), jnp.zeros((), w.dtype)
+
+
+def _use_backward(spec: Spec, compute_dtype: Any, dtype: Any, like: jax.Array, dw: jax.Array) -> tuple[jax.Array]:
     place = placement()
-    dw = place.constrain(dw, what[0]._replace(table="optimizer")) if place else dw
+    dw = place.constrain(dw, spec._replace(table="optimizer")) if place else dw
     return (dw.astype(like.dtype),)
 
 
-_placed.defvjp(lambda what, w: (_placed(what, w), jnp.zeros((), w.dtype)), _placed_backward)
+_use.defvjp(_use_forward, _use_backward)

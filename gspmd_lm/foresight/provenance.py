@@ -60,7 +60,7 @@ def read(op_name: str) -> Name:
         elif dot and role in TABLES:
             placed = role, rest
         elif "->" in word:
-            einsum = word.replace("z", "").replace("b", "")
+            einsum = word.replace("z", "").replace("r", "")  # pieces of weights and rows (products.py)
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     of = tuple(filter(None, scopes.get("of", "").split("+")))

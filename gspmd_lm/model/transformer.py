@@ -137,8 +137,8 @@ def _block(alone: bool = True) -> type[nn.Module]:
     one, the compiler takes what the forward pass computed, or computes all of them again at once, and holds the
     gathered weights of all.
     """
-    again = remat()
-    return nn.remat(Block, prevent_cse=not alone, policy=again.policy) if again else Block
+    policy = remat()
+    return nn.remat(Block, prevent_cse=not alone, policy=policy) if policy else Block
 
 
 def decode(
