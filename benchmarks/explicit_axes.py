@@ -2,8 +2,9 @@
 
     python -m benchmarks.explicit_axes
 
-Each part is plain JAX and is lowered with its gradients, on 8 simulated devices; nothing is compiled or run. A rules
-file may ask for each of these placements, and under automatic axes each of them works.
+A rules file may ask for each of these placements, and under automatic axes each of them works. Each part is plain JAX,
+lowered with its gradients for 8 simulated devices; nothing is compiled or run. What is refused would need the placement
+of its result said at the operation itself, in the model or within jax.nn.
 """
 
 from collections.abc import Callable, Iterator

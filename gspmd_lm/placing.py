@@ -1,11 +1,6 @@
 """The words with which a model says where its arrays live. On one device each of them is the identity.
 
 A model names arrays and axes and never sees a mesh. Whoever traces a step says with `placed_by` what names mean in it.
-
-How it works is hidden here and in `products.py`: the axes of the mesh are automatic, so that the compiler decides what
-is not said, and sums over devices are arrays of addends. Explicit axes of JAX, whose types have unreduced sums, would
-need less code, but jax 0.10.2 refuses with them 9 of 22 placements of a decoder's parts that rules may ask for, among
-them a sequence that queries and keys share and every split table. `benchmarks/explicit_axes.py` tries them all.
 """
 
 import contextlib
@@ -165,7 +160,11 @@ def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output
     return place.per_device(function, inputs, output) if place else function
 
 
-# The words
+# The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that
+# is still to be made is an array of addends (products.py). JAX's explicit axes, whose types know unreduced sums, would
+# take less code. But with them jax 0.10.2 refuses 8 of 22 placements of a decoder's parts that a rules file may ask
+# for, such as any split of the token table, unless the model says at the operation where its result lives. The 22 are
+# those of benchmarks/explicit_axes.py.
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:

@@ -98,7 +98,7 @@ def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array
         if over.pieces == 1:
             return table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
         in_use = Spec(table.path, table.axes)
-        table_rVD = _copied(rows, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
+        table_rVD: Any = _copied(rows, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
         table_rzVD = table_rVD.reshape(rows.over.pieces, over.pieces, -1, table_rVD.shape[-1])
         ids_rBT = ids_BT.reshape(rows.over.pieces, -1, *ids_BT.shape[1:])
         first_z = table_rzVD.shape[2] * jnp.arange(over.pieces)

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def cheap(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, of which only the inputs are kept for the backward pass where nothing else is recomputed.
+    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
 
     Elementwise steps are computed again faster than their results are read back from memory.
     """
@@ -78,7 +78,7 @@ class Mlp(nn.Module):
         self.w_down = adapted(self, down, cfg)
 
     def __call__(self, x_BTD: Any) -> Any:
-        """What the MLP adds to the residual stream, from a block's input that was read."""
+        """What the MLP adds to the residual stream, still to be written. `x_BTD` comes from `products.read`."""
         cfg = self.cfg
         in_BTF = [project("BTD,DF->BTF", x_BTD, w) for w in self.w_in]
         if cfg.mlp_bias:

@@ -133,9 +133,9 @@ class Decoder(nn.Module):
 def _block(alone: bool = True) -> type[nn.Module]:
     """Block, computed again in the backward pass where the rules say so.
 
-    A scan is barrier enough for a block that is alone in it. A block beside others has a barrier of its own. Without
-    one, the compiler takes what the forward pass computed, or computes all of them again at once, and holds the
-    gathered weights of all.
+    A block that is alone in a scan needs no barrier against common subexpressions. One beside others does: without it
+    the compiler takes what the forward pass computed, or computes all blocks again at once and holds the gathered
+    weights of all.
     """
     policy = remat()
     return nn.remat(Block, prevent_cse=not alone, policy=policy) if policy else Block

@@ -24,7 +24,7 @@ def weight(
     cfg: config.Model,
     init: nn.initializers.Initializer,
 ) -> Weight:
-    """A parameter of `module`, annotated with one logical axis per dimension. It is cast when it is used."""
+    """A parameter of `module`, annotated with one logical axis per dimension; with adapters, only these are trained."""
     names = tuple(axes.split())
     array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
     frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] == ("layers",)
@@ -33,45 +33,46 @@ def weight(
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
-    """A matrix drawn from a normal distribution; those that write to the residual stream start smaller with depth."""
+    """A matrix drawn from a normal distribution. The deeper the model, the smaller start those that write to its
+    residual stream."""
     shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down") else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 
-class Matrix(NamedTuple):
-    """A weight, and the two matrices of its low-rank adapter where it has one (arXiv 2106.09685)."""
+class Adapted(NamedTuple):
+    """A matrix, and the two of its low-rank adapter where it has one (arXiv 2106.09685)."""
 
     weight: Weight
     adapter: tuple[Weight, ...] = ()
     scale: float = 1.0
 
 
-def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Matrix:
-    """The weight, with an adapter, which adds nothing at first, where it is to have one.
+def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
+    """The matrix, with an adapter if the config gives it one. An adapter adds nothing at first.
 
-    Adapters rest in float32: a step changes them by less than bfloat16 can tell.
+    Adapters rest in float32, because a step changes them by less than bfloat16 can tell.
     """
     name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
     lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
     if lora is None or name not in lora.targets:
-        return Matrix(weight_)
+        return Adapted(weight_)
     inner, rank = 1 if names[0] == "embed" else len(names) - 1, lora.rank  # how many of the weight's axes are read
     start, zeros = nn.initializers.normal(math.prod(sizes[:inner]) ** -0.5), nn.initializers.zeros
     a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
     b = weight(module, f"{name}_b", " ".join(("rank", *names[inner:])), (rank, *sizes[inner:]), cfg, zeros)
-    return Matrix(weight_, (a, b), lora.scale)
+    return Adapted(weight_, (a, b), lora.scale)
 
 
-def project(equation: str, x: Any, matrix: Matrix) -> Any:
-    """The einsum of `x` and the matrix; with an adapter, x w + scale (x a) b."""
+def project(equation: str, x: Any, matrix: Adapted) -> Any:
+    """The einsum of `x` and a matrix w; with an adapter, x w + scale (x a) b."""
     y = einsum(equation, x, matrix.weight)
     if not matrix.adapter:
         return y
     (outer, w), out = equation.partition("->")[0].split(","), equation.partition("->")[2]
-    read_letters = "".join(letter for letter in w if letter in outer)
+    summed = "".join(letter for letter in w if letter in outer)
     a, b = matrix.adapter
-    low_BTR = matrix.scale * einsum(f"{outer},{read_letters}R->BTR", x, a)
-    return y + einsum(f"BTR,R{w.replace(read_letters, '')}->{out}", read(low_BTR, LOW_RANK, LOW_RANK), b)
+    low_BTR = matrix.scale * einsum(f"{outer},{summed}R->BTR", x, a)
+    return y + einsum(f"BTR,R{w.replace(summed, '')}->{out}", read(low_BTR, LOW_RANK, LOW_RANK), b)
 
 
 def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:
