@@ -36,11 +36,11 @@ def read(x: Any, home: str, spec: str) -> Any:
 
 
 def einsum(equation: str, x: Any, w: Weight | jax.Array) -> Any:
-    """`jnp.einsum` of an activation and a weight, or of two activations: the gradient of a weight.
+    """`jnp.einsum` of an activation and a weight, or of two activations, which gives the gradient of a weight.
 
     A sum over an axis along which the weight is split is left to `write`, and a sum over the rows of two activations to
-    `gradient`. Where a weight is split along several such axes, this holds for the first; the compiler sums over the
-    others at once.
+    `gradient`. If the weight is split along several axes that are summed over, the compiler sums over all but the first
+    at once.
     """
     if placement() is None:
         return jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w)
@@ -51,8 +51,8 @@ def einsum(equation: str, x: Any, w: Weight | jax.Array) -> Any:
             return _partial(_einsum(f"{a},{b}->r{out}", x, w, r=("B", rows.over)), rows)
     how = functools.partial(_How, w.holding(None), b)
     if isinstance(x, Partial):
-        parts = []
         assert not x.rest
+        parts = []
         for part in x.parts:
             again = how(f"z{a}", f"z{out}", f"z{a}", "", Sum(part.sum.over, (), (w.path,)))
             parts.append(Addends(_product(again, part.array, None, w.array), part.sum | again.sum))
@@ -132,7 +132,7 @@ class Sum(NamedTuple):
             return _place().total(addends, self.over, home)
 
     def copies(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """What is the derivative of `made`: the sum's gradient, gathered as `spec` says, for each addend."""
+        """What `made` is the derivative of, and its own: a copy for each addend of `x`, gathered as `spec` says."""
         place = _place()
         with scope("of", *self.of):
             return place.copies(place.constrain(x, spec), self.over, spec)
@@ -187,20 +187,20 @@ def _partial(addends: jax.Array, sum_: Sum) -> Any:
 class Read:
     """An activation that `einsum` reads, gathered.
 
-    Its gradient is a sum over devices for each way in which the weights that read it are split. The addends of such a
-    sum come together as the gradient of a slot: zeros of their shape, which nobody reads.
+    Its gradient is a sum over devices, one for each way in which the weights that read it are split. Autodiff adds up
+    the addends of such a sum as the gradient of a slot: zeros of their shape, whose values nobody uses.
     """
 
     def __init__(self, x: jax.Array, home: str, spec: str):
         self.x = shard(like(x, home), spec)
-        self.fixed = jax.lax.stop_gradient(self.x)  # once for all: a scan keeps what is made here for each
+        self.fixed = jax.lax.stop_gradient(self.x)  # one for all products: a scan would keep one for each
         self._before, self._home = x, parse(home, x.ndim)
         self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
 
     def slot(self, sum_: Sum) -> jax.Array:
         """The slot of those who read the activation with weights that are split alike."""
         if sum_.over not in self._slots:
-            sums: list[Sum] = []  # it is complete when the backward pass is traced, which names the sum after them all
+            sums: list[Sum] = []  # complete by the time the backward pass is traced, which names the one sum after all
             self._slots[sum_.over] = _slot(sum_.over, self._home, sums, self._before), sums
         slot, sums = self._slots[sum_.over]
         sums.append(sum_)
@@ -252,7 +252,7 @@ class _How(NamedTuple):
     y: str
     dx: str
     letter: str  # of the axis along which the weight is split in use; "" if no axis that matters is
-    sum: Sum  # over that axis: in `y` if it is one of `x`, otherwise in `dx`
+    sum: Sum  # over that axis; where `x` is addends, their sum
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
