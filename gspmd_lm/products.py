@@ -132,7 +132,7 @@ class Sum(NamedTuple):
             return _place().total(addends, self.over, home)
 
     def copies(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """What `made` is the derivative of, and its own: a copy for each addend of `x`, gathered as `spec` says."""
+        """The derivative of `made`: `x`, gathered as `spec` says, once for each addend."""
         place = _place()
         with scope("of", *self.of):
             return place.copies(place.constrain(x, spec), self.over, spec)
