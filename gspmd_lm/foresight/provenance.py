@@ -36,7 +36,7 @@ class Name:
     phase: str  # forward, backward, recomputation, optimizer
     modules: tuple[str, ...]  # layers, attention_norm
     of: tuple[str, ...] = ()  # weights, or a part of the step that has none
-    sums: tuple[str, ...] = ()  # q.heads: the axes that are added over
+    sums: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
     placed: tuple[str, str] | None = None  # the table, and the array where it puts it
     einsum: str = ""
 
@@ -48,7 +48,7 @@ class Name:
 
 @functools.lru_cache(maxsize=65536)
 def read(op_name: str) -> Name:
-    """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.attention.wo/sum.attention_out.heads/...' in parts."""
+    """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.attention.wo/sum.layers.attention.wo.heads/...' in parts."""
     words = [word for word in re.split(r"[/()]+", re.sub(r"\bjit\([^()]*\)", "", op_name)) if word]
     scopes: dict[str, str] = {}
     placed: tuple[str, str] | None = None
