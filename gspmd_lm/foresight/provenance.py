@@ -48,7 +48,7 @@ class Name:
 
 @functools.lru_cache(maxsize=65536)
 def read(op_name: str) -> Name:
-    """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.attention.wo/sum.layers.attention.wo.heads/...' in parts."""
+    """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.mlp.w_down/sum.layers.mlp.w_down.mlp/...' in parts."""
     words = [word for word in re.split(r"[/()]+", re.sub(r"\bjit\([^()]*\)", "", op_name)) if word]
     scopes: dict[str, str] = {}
     placed: tuple[str, str] | None = None
