@@ -162,9 +162,9 @@ def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output
 
 # The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that
 # is still to be made is an array of addends (products.py). JAX's explicit axes, whose types know unreduced sums, would
-# take less code. But with them jax 0.10.2 refuses 8 of 22 placements of a decoder's parts that a rules file may ask
-# for, such as any split of the token table, unless the model says at the operation where its result lives. The 22 are
-# those of benchmarks/explicit_axes.py.
+# take less code. But with them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules file
+# may ask for, such as any split of the token table, unless the model says at the operation where its result lives. The
+# 22 are those of benchmarks/explicit_axes.py.
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:
