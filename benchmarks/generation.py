@@ -51,7 +51,7 @@ def ours(prompts: np.ndarray, new: int) -> Run:
     rules, rows = rules_file.load("single"), prompts.tolist()
     built, _ = generate.plan(cfg, rules, jax.devices()[:1], "cpu", rows, new_tokens=new, batch=len(rows))
     start = jax.jit(lambda: nn.unbox(init(cfg.model, jax.random.key(0))), out_shardings=built.param_shardings)
-    generator = generate.Generator(built, start(), Bytes(), print)
+    generator = generate.Generator(built, start(), Bytes())
 
     def run() -> Times:
         generator.figures = generate.Figures(built.cache_bytes_per_device)

@@ -174,6 +174,30 @@ class Checkpoints:
             self._manager.close()
             self._empty_trash()
 
+    def candidates(self, step: int | None = None) -> list[int]:
+        """The steps that `choose` tries, in its order; none where nothing was saved. No file of arrays is read.
+
+        Raises:
+            InputError: `step` does not exist, only steps that were not finite came after each of them, or the first
+                one has another architecture.
+        """
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise InputError(
+                f"{self.directory}: there is no checkpoint {step}\n"
+                f"  fix   {f'use one of {_listed(steps)}' if steps else 'give the workdir of a run that has saved one'}"
+            )
+        found = self._not_bad(steps[::-1]) if step is None else [step]
+        if steps and not found:
+            raise InputError(
+                f"{self.directory}: no finite step followed any checkpoint ({_listed(steps)})\n"
+                f"  fix   --step={steps[-1]} uses it all the same; or give another workdir"
+            )
+        legible = [one for one in found[:1] if jax.process_index() == 0 and not self._damage(one, ("run",))]
+        for first in from_first(legible):
+            self._described(first)
+        return found
+
     def choose(self, step: int | None = None, abstract_state: Any = None) -> Chosen | None:
         """The newest undamaged checkpoint, or `step`; None if there is none. Its arrays are not read.
 
@@ -181,23 +205,15 @@ class Checkpoints:
         one that only steps came after that were not finite. abstract_state: what `restore` will be asked for.
 
         Raises:
-            InputError: `step` does not exist or is damaged, all steps are damaged, or what was saved has another
-                architecture or, with `abstract_state`, another tree, shape or dtype.
+            InputError: as `candidates` does; `step` is damaged, or all steps are; or what was saved has, with
+                `abstract_state`, another tree, shape or dtype.
         """
         self.wait()
-        steps = self.steps()
-        if step is not None and step not in steps:
-            raise InputError(
-                f"{self.directory}: there is no checkpoint {step}\n"
-                f"  fix   {f'use one of {_listed(steps)}' if steps else 'give the workdir of a run that has saved one'}"
-            )
-        candidates = self._not_bad(steps[::-1]) if step is None else [step]
+        candidates = self.candidates(step)
         if not candidates:
             return None
         chosen = self._first_undamaged(candidates)
-        folder = self.directory / str(chosen)
-        run = json.loads((folder / "run" / "metadata").read_text())
-        self._check_architecture(run["architecture"], f"{folder}")
+        folder, run = self._described(chosen)
         if abstract_state is not None:
             with closing(ocp.StandardCheckpointHandler()) as reader:
                 saved = reader.metadata(folder / "state").tree
@@ -303,7 +319,7 @@ class Checkpoints:
         damages: dict[int, str] = {}
         chosen = -1
         for step in candidates if jax.process_index() == 0 else ():
-            damage = "" if step == self._undamaged else files.damage(self.directory / str(step), _ITEMS)
+            damage = self._damage(step, _ITEMS)
             if not damage:
                 chosen = self._undamaged = step
                 break
@@ -317,6 +333,16 @@ class Checkpoints:
                 "  fix   restore another step, or start in another --workdir"
             )
         return chosen
+
+    def _damage(self, step: int, items: Sequence[str]) -> str:
+        return "" if step == self._undamaged else files.damage(self.directory / str(step), items)
+
+    def _described(self, step: int) -> tuple[epath.Path, dict[str, Any]]:
+        """The folder of a step and what its run said of it. Raises InputError where it has another architecture."""
+        folder = self.directory / str(step)
+        run = json.loads((folder / "run" / "metadata").read_text())
+        self._check_architecture(run["architecture"], f"{folder}")
+        return folder, run
 
     def _check_architecture(self, saved: Mapping[str, Any], place: str) -> None:
         wanted = self._architecture

@@ -1,5 +1,6 @@
 """Compiled programs, kept in a folder or a bucket by jax: found again, kept small, and repaired."""
 
+import contextlib
 import glob
 import logging
 import os
@@ -59,7 +60,9 @@ def enable(directory: str | None = None) -> CompileCache:
         if not chosen:  # a folder that somebody else named is theirs to keep small
             _trim(Path(folder), LIMIT_BYTES)
     except ImportError as error:
-        raise InputError(f"--compile_cache={directory}: {error}\n  fix   pip install what it names") from error
+        raise InputError(
+            f"{chosen}: the compile cache cannot be opened ({error})\n  fix   pip install what it names"
+        ) from error
     except OSError as error:
         raise InputError(
             f"{chosen or cache_folder('compile')}: the compile cache cannot be written ({error})\n"
@@ -84,8 +87,11 @@ def enable(directory: str | None = None) -> CompileCache:
 
 def _trim(folder: Path, limit_bytes: int) -> None:
     """Deletes the entries that were not used for the longest time until the others fit."""
-    entries = [(max(stat.st_atime, stat.st_mtime), stat.st_size, file) for file in folder.glob("*-cache")
-               if (stat := file.stat())]  # fmt: skip
+    entries = []
+    for file in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process makes room too
+            stat = file.stat()
+            entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, file))
     total_bytes = sum(size for _, size, _ in entries)
     for _, size, file in sorted(entries):
         if total_bytes <= limit_bytes:

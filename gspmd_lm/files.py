@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A name beside `path` for a file to be written; the file takes the place of `path`, unless something is raised."""
     new = path.with_name(f".{path.name}.new")
     try:
-        with naming(path):
+        with naming(path, new):
             yield new
             with new.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -41,12 +41,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A context whose system errors name `path`: those of writing, such as a full disk, name no file by themselves."""
+def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """A context whose system errors name `path` where they name no file, as of a full disk, or one of `partial`."""
     try:
         yield
     except OSError as error:
-        error.filename = str(path)
+        if error.filename is None or (partial and Path(error.filename).is_relative_to(partial)):
+            error.filename = str(path)
         raise
 
 
@@ -57,7 +58,7 @@ def appearing(folder: Path) -> Iterator[Path]:
     What a process that was killed left there goes. System errors name `folder`.
     """
     partial = folder.absolute().with_name(f"{folder.name}.partial")
-    with naming(folder):
+    with naming(folder, partial):
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
@@ -92,11 +93,12 @@ def seal(folder: epath.PathLike, names: Sequence[str]) -> None:
 
 
 def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
-    """What differs from what `seal` saw: a file that changed, is missing or was added; '' where nothing does."""
+    """What differs from what `seal` saw among `names`: a file that changed, is missing or was added; else ''."""
     folder = epath.Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes()).items()
         sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest}
+        sums = {name: its for name, its in sums.items() if name.partition("/")[0] in names}
         files = _files(folder, names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what flipped bits can make of it
         return f"{MANIFEST} cannot be read: {error}"

@@ -87,14 +87,25 @@ def _described(holder: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return _parsed(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _parsed(written: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(written)
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 
 
 class _Beating:
-    """A lock that is an object of a store: made only if absent, written anew every BEAT_S, stale after STALE_S."""
+    """A lock that is an object of a store: made only if absent, and written anew every BEAT_S.
+
+    It is stale when a start that waits saw nothing new for STALE_S, or when what it says is older than that and nothing
+    new came for longer than a beat: the first needs no clock but the waiting process's own.
+    """
 
     def __init__(self, url: str, say: Say):
         import fsspec
@@ -126,20 +137,21 @@ class _Beating:
 
     def _acquire(self) -> None:
         waited_from = seen_at = time.monotonic()
-        seen = None
+        seen: bytes | None = None
         while not self._create():
-            holder = self._read()
-            now = time.monotonic()
-            if holder != seen:
-                if seen is None and holder:
-                    self.say(f"{self.url}: {_described(holder)} holds the lock; waiting until it ends or is silent")
-                elif holder and now - waited_from > STALE_S:
+            written, now = self._written(), time.monotonic()
+            holder = _parsed(written)
+            who = _described(holder) if holder else "a process that left no name"
+            if written != seen:
+                if seen is None:
+                    self.say(f"{self.url}: {who} holds the lock; waiting until it ends or is silent")
+                elif now - waited_from > STALE_S:
                     raise refused(self.url.rpartition("/")[0], holder)
-                seen, seen_at = holder, now
-            silent_s = now - seen_at
-            if holder and silent_s >= BEAT_S * 1.5 and time.time() - float(holder.get("beat", 0)) > STALE_S:
-                self.say(f"{self.url}: the lock of {_described(holder)} is taken over: it was silent for "
-                         f"{STALE_S / 60:.0f} minutes")  # fmt: skip
+                seen, seen_at = written, now
+            silent_s, beat = now - seen_at, holder.get("beat") if holder else None
+            aged = isinstance(beat, float) and time.time() - beat > STALE_S and silent_s >= BEAT_S * 1.5
+            if aged or silent_s > STALE_S:
+                self.say(f"{self.url}: the lock of {who} is taken over: it was silent for {STALE_S / 60:.0f} minutes")
                 with contextlib.suppress(FileNotFoundError):
                     self.store.rm_file(self.path)
                 continue
@@ -155,12 +167,14 @@ class _Beating:
     def _beaten(self) -> bytes:
         return json.dumps(self.mine | {"beat": time.time()}).encode()
 
-    def _read(self) -> dict[str, Any] | None:
+    def _written(self) -> bytes:
         try:
-            found = json.loads(self.store.cat_file(self.path))
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+            return self.store.cat_file(self.path)
+        except OSError:
+            return b""
+
+    def _read(self) -> dict[str, Any] | None:
+        return _parsed(self._written())
 
     def _beat(self) -> None:
         while not self.ended.wait(BEAT_S):

@@ -24,6 +24,7 @@ CONNECT_S = 20  # for connecting to the first process
 LAST_S = 3  # that the first process stays when it failed, for the others to end
 CAUSE_S = 2  # for the end of another process to be noticed, when something failed here
 GRACE_S = 10  # for a process to end by its own error, once it has heard that another one failed
+HEARTBEAT_S = 3600  # until jax gives up a process, even a stopped one
 SILENT_HOST_S = 30  # until the connection to a host that vanished counts as closed
 _POLL_MS = 1000
 
@@ -125,14 +126,18 @@ def _shown(facts: Mapping[str, Any], field: str) -> str:
 def watch(say: Callable[[str], None] = lambda _: None) -> None:
     """From here on this process ends, with exit code 1, when another one dies, and with its code when it fails.
 
-    Where the first process cannot be reached at a port of its own, that is said, and jax's heartbeat is all there is.
+    Where the first process cannot be reached at a port of its own, that is said: a death is then noticed by jax's
+    heartbeat, after HEARTBEAT_S.
     """
     global _watch
     if several() and _watch is None:
         try:
             _watch = _Watch()
         except OSError as error:
-            say(f"warning: other processes are not watched ({error}): that one has died is noticed by its heartbeat")
+            say(
+                f"warning: other processes are not watched ({error}): it takes jax up to {HEARTBEAT_S // 60} minutes "
+                "to notice that one has died"
+            )
 
 
 def leave(code: int, message: str = "") -> None:
@@ -160,12 +165,19 @@ class _Watch:
         self.present: set[int] = set()  # connected, and not known to have ended
         me = {"process": self.index, "host": socket.gethostname(), "pid": os.getpid()}
         if self.index == 0:
-            listener = socket.create_server(("", 0))
+            try:
+                listener = socket.create_server(("", 0))
+            except OSError:
+                _client().key_value_set("gspmd_lm/watch", "null")
+                raise
             secret = secrets.token_hex(16)
             _client().key_value_set("gspmd_lm/watch", json.dumps([listener.getsockname()[1], secret, me]))
             threading.Thread(target=self._accept, args=(listener, secret), daemon=True).start()
             return
-        port, secret, first = json.loads(_value("gspmd_lm/watch", 0, lambda _: None))
+        listening = json.loads(_value("gspmd_lm/watch", 0, lambda _: None))
+        if listening is None:
+            raise OSError("process 0 cannot listen at a port")
+        port, secret, first = listening
         from jax._src import distributed
 
         host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")

@@ -24,7 +24,6 @@ from gspmd_lm.config import InputError, did_you_mean
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
-HEARTBEAT_TIMEOUT_S = 3600  # that a process has died is noticed by its connection (processes.py); a stopped one lives
 
 # How long simulated devices wait for each other before XLA warns, and before it ends the process (20 and 40 seconds by
 # default): other work on the machine may hold one of them up.
@@ -205,7 +204,7 @@ def _join(platform: str, coordinator: str | None, num_processes: int | None, pro
             num_processes,
             process_id,
             cluster_detection_method="deactivate" if coordinator else None,
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            heartbeat_timeout_seconds=processes.HEARTBEAT_S,
         )
     except (ValueError, RuntimeError) as error:
         if coordinator is None and "coordinator_address should be defined" in str(error):
@@ -319,9 +318,11 @@ def _free_bytes() -> int | None:
         free = found["MemAvailable"] + found["SwapFree"]
     except (OSError, KeyError, ValueError):
         return None
-    with contextlib.suppress(OSError, ValueError):  # of a container; "max" where it has no limit of its own
+    with contextlib.suppress(OSError, ValueError, KeyError):  # of a container; "max" where it has no limit of its own
         group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(held["inactive_file"])  # which the system takes back
+        free = min(free, int((group / "memory.max").read_text()) - used)
     return free
 
 

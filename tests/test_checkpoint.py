@@ -22,7 +22,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gspmd_lm import checkpoint, config
+from gspmd_lm import checkpoint, config, files
 from gspmd_lm.checkpoint import Checkpoints
 from gspmd_lm.config import InputError, RunFailed
 
@@ -214,11 +214,25 @@ def test_what_only_failed_steps_followed_is_not_chosen_unasked(run):
     assert again.choose().step == 3
 
 
-def test_no_step_that_is_good_means_none_at_all(run):
+def test_where_no_step_is_good_none_is_chosen_and_none_is_replaced_unasked(run):
     checkpoints = run.open()
     checkpoints.save(1, make_state(1), {})
     assert checkpoints.give_up() is None
-    assert run.open().choose() is None and run.open().restore(abstract(make_state(1))) is None
+    for use in (Checkpoints.choose, lambda opened: opened.restore(abstract(make_state(1))), Checkpoints.candidates):
+        with pytest.raises(InputError, match=r"no finite step followed any checkpoint \(1\)\n  fix   --step=1 uses it"):
+            use(run.open())
+    assert run.open().choose(1).step == 1
+
+
+def test_another_architecture_is_told_before_the_arrays_are_summed(run, monkeypatch):
+    with closing(run.open()) as checkpoints:
+        checkpoints.save(1, make_state(1), {})
+    summed = []
+    sum_of = files.sum_of
+    monkeypatch.setattr(files, "sum_of", lambda file: summed.append(str(file)) or sum_of(file))
+    with pytest.raises(InputError, match="another architecture"):
+        run.open(architecture=ARCHITECTURE | {"embed": 4}).choose()
+    assert len(summed) == 1 and summed[0].endswith("run/metadata")
 
 
 def test_branches_without_arrays_may_differ(run):

@@ -1,10 +1,13 @@
 """The command line: verbs, flags, exit codes, and that wrong input never shows a traceback."""
 
+import errno
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 from gspmd_lm import cli, compile_cache
@@ -51,6 +54,9 @@ def run(capsys, monkeypatch):
         (("generate", "--workdir=w"), "w: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR"),
         (("convert", "--workdir=w"), "convert goes one way\n  fix   give either --from=DIR or --to=DIR\n"),
         (("convert", "--workdir=w", "--from=nowhere"), "--from=nowhere: no such folder\n  fix   "),
+        (("--rules=", "--dry_run"), "--rules= is empty; a variable that is not set?\n  fix   give a value"),
+        (("--config=", "--dry_run"), "--config= is empty; a variable that is not set?\n  fix   "),
+        (("eval", "--workdir="), "--workdir= is empty; a variable that is not set?\n  fix   "),
         (
             ("--profile=13:10",),
             "--profile=13:10: not two steps, the first before the second\n  fix   --profile=10:13\n",
@@ -153,6 +159,48 @@ def test_a_workdir_that_cannot_be_made(run, tmp_path, monkeypatch):
     code, _, err = run("--config=uva", "--rules=tp8", f"--workdir={tmp_path / 'file' / 'run'}")
     assert code == 2
     assert err == f"{tmp_path / 'file' / 'run'}: cannot be written (Not a directory)\n  fix   --workdir=DIR\n"
+
+
+@pytest.fixture
+def before_data(monkeypatch, tmp_path):
+    """Fails where rows are asked for: what is wrong with the place of a run is to be told before."""
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(train.loader, "open", lambda *_: pytest.fail("the data was read"))
+
+
+@pytest.mark.usefixtures("before_data")
+def test_a_workdir_that_is_a_dangling_link(run, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    code, _, err = run("--config=uva", "--rules=tp8", f"--workdir={tmp_path / 'link'}", "--compile_cache=none")
+    assert code == 2
+    assert f"/link: a symbolic link to {tmp_path / 'gone'}, which is not there\n  fix   make that folder\n" in err
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.usefixtures("before_data")
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_workdir_that_is_read_only(run, tmp_path, monkeypatch, number):
+    """As the system says it, which lets the user root write wherever a disk can be written to."""
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    flags = "--config=uva", "--rules=tp8", f"--workdir={workdir}", "--compile_cache=none"
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    said = f"{workdir}: cannot be written in ({os.strerror(number)})\n  fix   --workdir=DIR\n"
+    code, _, err = run(*flags)
+    assert (code, err) == (2, said) and list(workdir.iterdir()) == []
+
+
+@pytest.mark.usefixtures("before_data")
+def test_a_tracker_that_is_not_installed(run, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
+    code, _, err = run("--config=uva", "--rules=tp8", "--set=train.trackers=[wandb]", f"--workdir={tmp_path / 'run'}")
+    assert code == 2 and err.startswith("train.trackers: wandb needs the package wandb, which is not installed\n  fix")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_failure_of_the_program_shows_where(capsys, monkeypatch):

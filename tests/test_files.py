@@ -26,6 +26,19 @@ def test_a_file_is_replaced_or_left_as_it_was(tmp_path, monkeypatch):
     assert path.read_text() == "new" and [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_an_error_names_the_file_that_it_is_of(tmp_path):
+    with pytest.raises(FileNotFoundError) as error, files.appearing(tmp_path / "out") as partial:
+        (partial / "copy").write_bytes((tmp_path / "missing").read_bytes())
+    assert error.value.filename == str(tmp_path / "missing")
+    with pytest.raises(IsADirectoryError) as error, files.appearing(tmp_path / "out2") as partial:
+        (partial / "x").mkdir()
+        (partial / "x").write_bytes(b"")
+    assert error.value.filename == str(tmp_path / "out2")
+    with pytest.raises(OSError) as error, files.naming(tmp_path / "full"):
+        raise OSError(28, "No space left on device")
+    assert error.value.filename == str(tmp_path / "full")
+
+
 @pytest.fixture
 def sealed(tmp_path):
     folder = tmp_path / "entry"

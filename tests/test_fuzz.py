@@ -4,7 +4,9 @@ A hundred of each by default, two thousand with `pytest -m slow tests/test_fuzz.
 """
 
 import datetime
+import functools
 import math
+import operator
 import time
 from pathlib import Path
 
@@ -71,9 +73,9 @@ def bounded(function, *arguments):
     return found
 
 
-def means_the_same(text):
+def means_the_same(text, read, *more):
     """Reads a text, and compares what it means with what ruamel.yaml reads by YAML 1.2, where both read it."""
-    found = bounded(configs.parse_yaml, text, "here")
+    found = bounded(read, text, *more)
     if isinstance(found, InputError):
         return None
     try:
@@ -107,7 +109,7 @@ def config(small):
 
 
 def check_rules(file, config, text):
-    means_the_same(text)
+    means_the_same(text, configs.parse_yaml, "here")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     layout = bounded(rules_file.load, str(file))
     if not isinstance(layout, InputError):
@@ -115,7 +117,7 @@ def check_rules(file, config, text):
 
 
 def check_config(file, text):
-    means_the_same(text)
+    means_the_same(text, configs.parse_yaml, "here")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     found = bounded(configs.load, str(file))
     if not isinstance(found, InputError):
@@ -124,13 +126,15 @@ def check_config(file, text):
 
 
 def check_override(override):
+    key, _, value = override.partition("=")
     raw = core_yaml.load((ROOT / "configs/tiny.yaml").read_text())
 
-    def load():
-        configs.override(raw, [override], "tiny")
-        return configs.from_dict(raw, "tiny")
+    def laid(value):
+        configs.override(raw, [f"{key}={value}"], "tiny")
+        return functools.reduce(operator.getitem, key.strip().split("."), raw)
 
-    bounded(load)
+    means_the_same(value, laid)
+    bounded(configs.from_dict, raw, "tiny")
 
 
 RULES = mutated("rules") | PLAIN.map(lambda value: core_yaml.dump(value)) | st.text(max_size=60)

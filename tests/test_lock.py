@@ -113,6 +113,17 @@ def test_on_a_store_a_silent_lock_is_taken_over(store):
     assert "the lock of process 7 on elsewhere, since yesterday, is taken over: it was silent" in said[-1]
 
 
+def test_on_a_store_a_silent_lock_is_taken_over_whatever_it_says(store):
+    ahead = {"process": 7, "host": "elsewhere", "since": "tomorrow", "token": "x", "beat": time.time() + 3600}
+    for written in (json.dumps(ahead).encode(), b"", b"{\xff", b"[]"):
+        store.pipe_file("/run/lock.json", written)
+        said = []
+        with lock._Beating(URL, said.append):
+            assert json.loads(store.cat_file("/run/lock.json"))["process"] == os.getpid()
+        who = "process 7 on elsewhere, since tomorrow," if b"7" in written else "a process that left no name"
+        assert f"{who} holds the lock; waiting" in said[0] and f"the lock of {who} is taken over" in said[-1]
+
+
 def test_on_a_store_a_run_that_lost_its_lock_stops(store):
     with lock._Beating(URL, print) as held:
         held.check()

@@ -91,6 +91,16 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(verb, fol
     assert code == 2 and "typo: no checkpoint" in err
 
 
+@pytest.mark.parametrize("way", ["generate", "eval"])
+def test_another_architecture_is_told_before_anything_is_compiled(verb, workdir, tmp_path, way):
+    text = tmp_path / "some.txt"
+    text.write_text("some text")
+    asked = ["--prompt=abc"] if way == "generate" else [f"--text={text}"]
+    code, out, err = verb(way, f"--workdir={workdir}", "--set=model.mlp=128", *asked, *PLACE)
+    assert code == 2 and "another architecture\n  mlp: 64 in the checkpoint, 128 in the config" in out + err
+    assert "compiled" not in out + err
+
+
 def test_a_prompt_that_does_not_fit_is_refused(verb, workdir):
     code, out, err = verb("generate", f"--workdir={workdir}", "--prompt=" + "x" * 60, "--max_new_tokens=6", *PLACE)
     assert (code, out) == (2, "") and "60 tokens and 6 new ones are more than model.context=64" in err

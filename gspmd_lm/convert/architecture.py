@@ -81,12 +81,12 @@ def settings(row: Family, raw: Mapping[str, Any], place: str, ignored: Collectio
 def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
     """The fields of a config.json that are set and whose meaning is not known.
 
-    Null, false, 0 and what is empty count as not set. transformers has no such field, or it would be known (there is a
-    test of that), and names are given to what is there, not to what is missing. `is_causal` is the exception.
+    Null and what is empty count as not set. False and 0 do not: `is_causal: false` says something. transformers has no
+    such field, so no default of it either, or the field would be known (there is a test of that).
     """
     source, _ = _read(row, raw)
     known = source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
-    return sorted(name for name in raw.keys() - known if raw[name])
+    return sorted(name for name in raw.keys() - known if raw[name] not in (None, "", [], {}))
 
 
 def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:

@@ -99,6 +99,17 @@ REFUSED = {
     "attention_chunk_size": "attention within chunks is not done",
     "per_layer_config": "layers that differ in more than their window are not done",
     "pruned_heads": "layers from which heads were taken are not done",
+    "add_cross_attention": "attention to another model's output is not done",
+    "tie_encoder_decoder": "an encoder is not done",
+    "use_resampler": "a model of several parts, such as one that sees images: only text models are read",
+    "use_mrope": "rotation by several positions at once, which this family does not have",
+    "rope_interleaved": "rotated neighbours, which this family does not have",
+    "attention_bias": "biases in attention, which this family does not have",
+    "mlp_bias": "biases in the MLP, which this family does not have",
+    "qkv_bias": "biases in attention, which this family does not have",
+    "lm_head_bias": "a bias of the output, which this family does not have",
+    "qk_layernorm": "norms of queries and keys, which this family does not have",
+    "use_qk_norm": "norms of queries and keys, which this family does not have",
 }
 # Fields that transformers reads for every family, though no family's config lists them.
 EVERY_FAMILY: tuple[Part, ...] = (Only("is_causal", True, "lets tokens see later ones: not done"),)

@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,9 @@ SEGMENT_BYTES = 16 * 1024 * 1024  # of documents between two notes of progress
 SPLITS = ("train", "held_out")
 PROGRESS = "progress.json"
 ENTRY = (PROGRESS, *(f"{name}.tokens" for name in SPLITS))  # the files of a folder
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -79,8 +83,7 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     settings = json.dumps([FORMAT, source.fingerprint, tokenizer.fingerprint, held_out])
     folder = cache_folder("data") / hashlib.sha256(settings.encode()).hexdigest()[:24]
     try:
-        cache = _read(folder, progress)
-        if cache:
+        if cache := _read(folder):
             return cache
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder.with_suffix(".lock"))
@@ -91,10 +94,10 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
                 progress("waiting for another process to tokenize", 0, 0)
             lock.acquire()
         try:
-            cache = _read(folder, progress)
+            cache = _read(folder, _log.warning)
             if not cache:
                 _build(folder, source, tokenizer, held_out, progress)
-                cache = _read(folder, progress)
+                cache = _read(folder)
         finally:
             lock.release()
     except OSError as error:
@@ -106,13 +109,12 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     return cache
 
 
-def _read(folder: Path, progress: Progress | None) -> Cache | None:
-    """The cache of a folder, None if there is none or it is damaged."""
+def _read(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cache | None:
+    """The cache of a folder, None if there is none or it is damaged, which `say` hears of."""
     if not folder.is_dir():
         return None
     if damage := files.damage(folder, ENTRY):
-        if progress:
-            progress(f"{folder}: damaged ({damage}), the tokens are made anew", 0, 0)
+        say(f"{folder}: damaged ({damage}), the tokens are made anew")
         return None
     noted = Progressed(**files.read_json(folder / PROGRESS))
     splits = []
@@ -137,7 +139,7 @@ class _File:
         self.sha256.update(tokens)
 
 
-def _begun(partial: Path, progress: Progress | None) -> tuple[Progressed, dict[str, _File]] | None:
+def _begun(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
     """How far a build came that was killed, and its files; None if there is none, or it is damaged."""
     opened: dict[str, _File] = {}
     try:
@@ -156,8 +158,7 @@ def _begun(partial: Path, progress: Progress | None) -> tuple[Progressed, dict[s
     except FileNotFoundError:
         pass
     except ValueError as error:
-        if progress:
-            progress(f"{partial}: damaged ({error}), the tokens are made anew", 0, 0)
+        _log.warning("%s: damaged (%s), the tokens are made anew", partial, error)
     for one in opened.values():
         one.file.close()
     return None
@@ -167,7 +168,7 @@ def _build(
     folder: Path, source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
 ) -> None:
     partial = folder.with_suffix(".partial")
-    begun = _begun(partial, progress)
+    begun = _begun(partial)
     if not begun:
         shutil.rmtree(partial, ignore_errors=True)
         noted = _survey(source, tokenizer, held_out, progress)
@@ -175,7 +176,7 @@ def _build(
         for name in SPLITS:
             (partial / f"{name}.tokens").touch()
         files.replace_json(partial / PROGRESS, dataclasses.asdict(noted))
-        begun = _begun(partial, progress)
+        begun = _begun(partial)
         assert begun
     noted, written = begun
     replaced_before = noted.replaced_bytes - tokenizer.replaced_bytes

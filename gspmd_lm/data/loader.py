@@ -14,6 +14,7 @@ from grain.experimental import index_shuffle
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data import cache, chat, packing, sources, tokenizer
 
+MOST_RANDOM_TOKENS = 2**30  # of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 
 
@@ -148,6 +149,11 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
 def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
     """Loaders of random rows; those held out are drawn anew and equally many, as random rows have no sides."""
     data, vocab = config.data, config.model.vocab
+    if count * (data.seq + 1) > MOST_RANDOM_TOKENS:
+        raise InputError(
+            f"data.source: random:{count} in rows of data.seq={data.seq:,} is more than {MOST_RANDOM_TOKENS:,} tokens, "
+            f"which would be drawn at once\n  fix   random:{max(MOST_RANDOM_TOKENS // (data.seq + 1), 1)} or less"
+        )
 
     def split_loader(training: bool) -> Loader:
         use = "training" if training else "evaluation"

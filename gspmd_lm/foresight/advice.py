@@ -13,6 +13,7 @@ from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.prices import CALL
+from gspmd_lm.foresight.schedule import UNKNOWN_TURNS
 from gspmd_lm.rules import KERNELS, Problem, Rules, human_bytes
 from gspmd_lm.train.state import attention_lacks
 
@@ -175,12 +176,12 @@ def _unfused(fused: str, predicted: "Prediction | None") -> Iterator[Warning]:
 
 
 def _unpriced(predicted: "Prediction | None") -> Iterator[Warning]:
-    """What the predicted time leaves out. The bytes of a kernel do not tell how long it computes."""
+    """What the predicted time leaves out. The bytes of a kernel or a loop do not tell how long it takes."""
     if predicted is None:
         return
-    kernels = [name for name in predicted.unpriced if name.startswith(CALL)]
-    if kernels or predicted.unpriced_share > TRIFLE:
-        most = kernels or sorted(predicted.unpriced, key=predicted.unpriced.__getitem__, reverse=True)
+    long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TURNS]
+    if long or predicted.unpriced_share > TRIFLE:
+        most = long or sorted(predicted.unpriced, key=predicted.unpriced.__getitem__, reverse=True)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
         yield Warning(
             "unpriced",

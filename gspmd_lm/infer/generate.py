@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,6 @@ from gspmd_lm.infer.programs import Programs, Prompts
 from gspmd_lm.infer.sampling import Choice, Sampling
 from gspmd_lm.infer.text import Pieces, Stops
 from gspmd_lm.rules import Rules
-
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +134,10 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 class Generator:
     """Compiled programs and the weights they run with: generates after any number of prompts."""
 
-    def __init__(self, built: Programs, params: Any, tokenizer: Tokenizer, say: Say = lambda _: None):
+    def __init__(self, built: Programs, params: Any, tokenizer: Tokenizer):
         """`params`: placed as `built.abstract_params`; where layers are unrolled, a copy of them is kept instead."""
         self.programs, self.params, self.tokenizer = built, built.split(params), tokenizer
-        began = time.perf_counter()
         self.prefill, self.decode = built.compiled
-        say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
         self.figures = Figures(built.cache_bytes_per_device)
 
     def generate(

@@ -266,12 +266,16 @@ class Run:
     def _failed(self, failed: tuple[int, int], checkpoints: Checkpoints) -> RunFailed:
         """What is said when too many steps in a row were not finite; later starts use no checkpoint of theirs."""
         step, skipped = failed
-        good = checkpoints.give_up()
-        then = f"goes on from checkpoint {good}, the newest that a finite step followed" if good else "begins anew"
+        good, steps = checkpoints.give_up(), checkpoints.steps()
+        if good is not None:
+            then = f"goes on from checkpoint {good}, the newest that a finite step followed; --step=N from an older one"
+        elif steps:
+            then = f"with --step={steps[-1]} goes on from that checkpoint, which no finite step followed"
+        else:
+            then = "begins anew"
         return RunFailed(
             f"step {step}: the loss or gradient of the last {skipped} steps was not finite, and they changed nothing\n"
             f"  fix   lower optimizer.learning_rate, or look at the data; the same command {then}"
-            + (", and --step=N from an older one" if good else "")
         )
 
     def _meter(self, start: int) -> metrics.Meter:

@@ -157,9 +157,10 @@ class Log:
             where = ", ".join(map(str, damaged[:5]))
             say(f"warning: {self.path}: line {where} cannot be read and is left out ({len(damaged)} in all)")
         kept = [row for row, step in zip(rows, steps, strict=True) if step is not None and step <= start_step]
-        self.lines = [row.decode() for row in kept]
-        if old != (text := self._text()):
+        text = b"".join(row + b"\n" for row in kept)
+        if old != text:
             files.replace(self.path, text)
+        self.remote = text if files.is_remote(self.path) else None
         self.trackers: list[Tracker] = []
         for tracker in trackers:
             if tracker == "tensorboard":
@@ -170,12 +171,13 @@ class Log:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one row. Values that are not finite are written as null, which every JSON reader accepts."""
         plain = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self.lines.append(json.dumps({"step": step, **plain}))
-        if files.is_remote(self.path):  # object stores do not append: the file is written whole
-            files.replace(self.path, self._text())
+        row = json.dumps({"step": step, **plain}) + "\n"
+        if self.remote is not None:  # object stores do not append: the file is written whole
+            self.remote += row.encode()
+            files.replace(self.path, self.remote)
         else:
             with files.naming(Path(self.path)), self.path.open("a") as file:
-                file.write(self.lines[-1] + "\n")
+                file.write(row)
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         for tracker in self.trackers:
             tracker.log(step, finite)
@@ -184,13 +186,10 @@ class Log:
         for tracker in self.trackers:
             tracker.close()
 
-    def _text(self) -> bytes:
-        return "".join(f"{line}\n" for line in self.lines).encode()
-
 
 def _step_of(row: bytes) -> float | None:
     """The step of a row; None for one that is damaged."""
     try:
         return float(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -43,7 +43,10 @@ class Source:
 
 
 def find(config: Config) -> Source:
-    """The workdir that train.init_from names; only names are read. Raises InputError where it has no checkpoint."""
+    """The workdir that train.init_from names. No arrays are read.
+
+    Raises InputError where it has no checkpoint to use, or the newest is of another architecture.
+    """
     path = config.train.init_from
     workdir = epath.Path(path).expanduser()
     place = f"train.init_from: {path}"
@@ -51,7 +54,7 @@ def find(config: Config) -> Source:
     adapters = configs.load(str(described)).model.lora if described.exists() else None
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=adapters))
     with checkpoint.of_run(workdir, config) as checkpoints:
-        if checkpoints.steps():
+        if checkpoints.candidates():
             return Source(workdir, config)
     if (workdir / "config.json").exists():
         raise InputError(

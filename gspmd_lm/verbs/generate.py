@@ -1,6 +1,7 @@
 """generate: text after prompts, streamed to the terminal or as JSONL."""
 
 import re
+import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
@@ -30,9 +31,11 @@ def run(values: flags.FlagValues) -> int:
     if not values.temperature and sampling != Sampling(seed=values.seed):
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
     here = session.begin(values, stderr=True)
+    check_weights(here, workdir, values.step)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens)
+    session.compare_texts(here, tokens, [line.tokens for line in prompts])
     built, notes = generate.plan(
         config, here.rules, here.devices, here.machine.platform, [line.tokens for line in prompts],
         new_tokens=values.max_new_tokens, batch=values.batch, tokenizer=tokens,
@@ -42,9 +45,11 @@ def run(values: flags.FlagValues) -> int:
     for note in notes:
         here.say(note)
     compile_cache.enable(values.compile_cache)
+    began = time.perf_counter()
     _ = built.compiled  # whether it fits is known before the weights are read
+    here.say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
     params = restored(here, workdir, built.abstract_params, values.step)
-    generator = generate.Generator(built, params, tokens, here.say)
+    generator = generate.Generator(built, params, tokens)
     pieces = generator.generate(
         [line.tokens for line in prompts],
         new_tokens=values.max_new_tokens,
@@ -60,12 +65,18 @@ def run(values: flags.FlagValues) -> int:
     return 0
 
 
+def check_weights(here: session.Session, workdir: str, step: int | None) -> None:
+    """Raises InputError where a workdir has no weights of the config's model. None are read."""
+    with checkpoint.of_run(workdir, here.config) as checkpoints:
+        if not checkpoints.candidates(step):
+            raise session.no_checkpoint(workdir)
+
+
 def restored(here: session.Session, workdir: str, abstract_params: Any, step: int | None) -> Any:
-    """The weights of a workdir, placed. Raises InputError where there are none."""
+    """The weights of a workdir that `check_weights` has seen, placed."""
     with checkpoint.of_run(workdir, here.config, here.say) as checkpoints:
         found = checkpoints.restore_weights(abstract_params, step)
-    if found is None:
-        raise session.no_checkpoint(workdir)
+    assert found is not None, "check_weights() has seen a checkpoint"
     return found[1]
 
 

@@ -10,7 +10,7 @@ from gspmd_lm.config import Config, InputError, read_text
 from gspmd_lm.data import tokenizer
 from gspmd_lm.infer import generate, score
 from gspmd_lm.verbs import session
-from gspmd_lm.verbs.generate import restored
+from gspmd_lm.verbs.generate import check_weights, restored
 
 
 def run(values: flags.FlagValues) -> int:
@@ -22,6 +22,7 @@ def run(values: flags.FlagValues) -> int:
         raise InputError(f"--output={values.output}: for the results of --continuations=FILE.jsonl\n  fix   drop it")
     session.check_output(values.output, values.continuations)
     here = session.begin(values, stderr=not values.text)
+    check_weights(here, workdir, values.step)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
     generate.check_tokenizer(config, tokens)
@@ -32,9 +33,11 @@ def run(values: flags.FlagValues) -> int:
             raise InputError(f"--text={values.text}: empty, there is nothing to score\n  fix   give a text")
         seq = min(_window(values.seq, config), len(ids))
         rows = -(-len(ids) // seq)
+        session.compare_texts(here, tokens, [ids])
     else:
         text, ids = b"", []
         lines = score.read(values.continuations, tokens, config.model.context)
+        session.compare_texts(here, tokens, [line.request.tokens for line in lines])
         seq, rows = max(len(line.request.tokens) - 1 for line in lines), len(lines)
     rows = min(values.batch, rows)
     built, warnings = score.build(config, here.rules, here.devices, here.machine.platform, rows, seq)

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +20,7 @@ from gspmd_lm import checkpoint, files, lock, processes, rules_file, runtime, ve
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data.sources import Progress
+from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.rules import Rules
 
 
@@ -95,6 +98,14 @@ def _facts(here: Session, values: flags.FlagValues) -> dict[str, Any]:
     }
 
 
+def compare_texts(here: Session, tokens: Tokenizer, texts: Iterable[Iterable[int]]) -> None:
+    """Raises InputError, in every process, where they have read other texts or another tokenizer."""
+    sums = hashlib.sha256()
+    for ids in texts:
+        sums.update(json.dumps([*map(int, ids)]).encode())
+    processes.compare({"tokenizer": tokens.fingerprint, "texts, as tokens": sums.hexdigest()}, here.say)
+
+
 def needs(values: flags.FlagValues, flag: str, example: str) -> str:
     """The value of a flag that a verb cannot do without. Raises InputError."""
     value = getattr(values, flag)
@@ -156,17 +167,20 @@ def written(here: Session, workdir: epath.Path) -> Iterator[Callable[[], None]]:
         raise InputError(
             f"{workdir}: a symbolic link to {path.readlink()}, which is not there\n  fix   make that folder"
         )
+    if not here.machine.is_main:
+        yield lambda: None
+        return
     fresh = not workdir.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
-    try:
-        with lock.held(workdir, here.say) if here.machine.is_main else contextlib.nullcontext(lambda: None) as check:
+    with lock.held(workdir, here.say) as check:
+        try:
             yield check
-    finally:
-        if fresh and {file.name for file in workdir.iterdir()} <= {lock.LOCK}:
-            workdir.rmtree()
+        finally:
+            if fresh and {file.name for file in workdir.iterdir()} <= {lock.LOCK, lock.HOLDER}:
+                workdir.rmtree()
 
 
 def _file(given: str | None, workdir: object, name: str) -> str | None:

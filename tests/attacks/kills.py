@@ -275,6 +275,11 @@ def together(count, folder, log, workdir, *more):
     ]  # fmt: skip
 
 
+def checkpoints(workdir):
+    """The numbers of the checkpoints, the newest last."""
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
 def reached(workdir, step, processes):
     """Waits until the run has logged `step`. Raises RuntimeError where a process ends before."""
     began = time.monotonic()
@@ -321,11 +326,13 @@ def lose_one(folder, record, draw, count, victim, how):
                 codes.append(None)
         took_s = time.monotonic() - began
         rows = (workdir / "metrics.jsonl").read_bytes().count(b"\n")
+        saved = checkpoints(workdir)
         again = together(count, folder, base / "again.txt", workdir)
         restart_s = reached(workdir, rows + 5, again)
-        good = None not in codes and all(codes)
+        restored = not saved or f"restored step {saved[-1]} of" in (base / "again-0.txt").read_text()
+        good = None not in codes and all(codes) and restored
         facts |= {"others_ended_after_s": round(took_s, 1), "codes": codes, "back_after_s": round(restart_s, 1)}
-        record(facts | {"survived": good, "why": "" if good else f"see {base}"})
+        record(facts | {"survived": good, "why": "" if good else f"restored {restored}, see {base}"})
         processes += again
     for process in processes:
         process.kill()
@@ -334,7 +341,7 @@ def lose_one(folder, record, draw, count, victim, how):
 
 
 def signals(folder, record, count, victim, sent):
-    """Signals to one process of a run: all of them must end, with a checkpoint of the step that they stopped at."""
+    """Signals to one process of a run: all must end, after one with a checkpoint of the step they stopped at."""
     base = folder / "signals" / f"trial{int(time.time() * 1000)}"
     base.mkdir(parents=True)
     log, workdir = base / "log.txt", base / "run"
@@ -351,10 +358,14 @@ def signals(folder, record, count, victim, sent):
             codes.append(None)
             process.kill()
     names = "+".join(signal.Signals(number).name for number in sent)
-    saved = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
-    good = all(code == 0 for code in codes) if len(sent) == 1 else None not in codes
+    saved = checkpoints(workdir)
+    if len(sent) == 1:
+        said = log.with_name(f"{log.stem}-0.txt").read_text()
+        good = all(code == 0 for code in codes) and f"stopped at step {saved[-1]} on request" in said
+    else:  # the second one ends the run at once, so that what was saved last stays the newest
+        good = None not in codes and bool(saved)
     record({"kind": "signals", "kills": [{"at": f"{names} to process {victim} of {count}"}], "codes": codes,
-            "took_s": round(time.monotonic() - began, 1), "saved": saved[-1:], "survived": good and bool(saved),
+            "took_s": round(time.monotonic() - began, 1), "saved": saved[-1:], "survived": good,
             "why": "" if good else f"see {base}"})  # fmt: skip
 
 

@@ -191,6 +191,7 @@ def _wait_until(condition, within_s=180.0):
         ),
         ({"source": "none/*.txt"}, 257, "matches no file"),
         ({"source": "random:x"}, 257, "write random:ROWS"),
+        ({"source": f"random:{10**30}"}, 257, r"more than 1,073,741,824 tokens, .*\n  fix   random:32537631 or less"),
         ({"tokenizer": "none.json"}, 257, "no such file"),
     ],
 )

@@ -12,6 +12,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Array
+from gspmd_lm.foresight.schedule import UNKNOWN_TURNS
 from gspmd_lm.rules import Problem
 
 GB = 10**9
@@ -56,6 +57,8 @@ def test_more_communication_than_is_needed():
 
 
 def test_what_has_no_price():
+    warning = only(found(unpriced={UNKNOWN_TURNS: 1e-9}), "unpriced")  # priced as one turn, whatever its share then is
+    assert UNKNOWN_TURNS in warning.message
     warning = only(found(unpriced={"custom-call mine at layers.mlp": 1e-6, "sort": 1e-6}), "unpriced")
     assert "custom-call mine at layers.mlp" in warning.message and "sort" not in warning.message
     assert "cost_estimate" in warning.fix

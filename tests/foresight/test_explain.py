@@ -1,12 +1,14 @@
 """explain and compare as a user types them, and what a run says of itself before it starts."""
 
+import dataclasses
 import json
+import shutil
 
 import pytest
 
 from gspmd_lm import cli
 from gspmd_lm.config import InputError
-from gspmd_lm.foresight import explain, report
+from gspmd_lm.foresight import explain, hardware, report, target
 
 SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64"]
 
@@ -110,21 +112,33 @@ def test_a_run_says_what_it_will_cost(run, tmp_path):
 
 
 def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
-    from gspmd_lm.foresight import target
-    from gspmd_lm.foresight.hardware import CHIPS
+    """On devices whose memory is of just the bytes that the program needs it starts, with one byte less it does not."""
+    argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=1", f"--workdir={tmp_path / 'run'}")
+    chip = hardware.CHIPS["h100"]
 
-    tiny_chip = target.Target("v5e:2x4", "tpu", CHIPS["v5e"], (2, 4))
-    monkeypatch.setattr(target, "of", lambda devices: tiny_chip)
-    monkeypatch.setattr("gspmd_lm.foresight.memory.measure", does_not_fit(explain.memory.measure))
-    argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=2", f"--workdir={tmp_path / 'run'}")
-    code, out, errors = run(*argv)
-    assert code == 2 and "step 1/2" not in out
+    def started_on(usable_bytes):
+        small = dataclasses.replace(chip, usable_hbm_bytes=usable_bytes)
+        monkeypatch.setattr(target, "of", lambda devices: target.Target("h100:8", "gpu", small, (1, 8)))
+        return run(*argv)
+
+    code, out, errors = started_on(1000)
+    assert code == 2 and "step 1/1" not in out and not (tmp_path / "run" / "metrics.jsonl").exists()
     assert "the layout does not fit, and nothing was started" in errors and "Memory per device" in errors
+    peak_bytes = []
+    monkeypatch.setattr(explain.memory, "measure", noting(explain.memory.measure, peak_bytes))
+    assert started_on(10**9)[0] == 0
+    shutil.rmtree(tmp_path / "run")
+    assert started_on(peak_bytes[-1] - 1)[0] == 2
+    assert started_on(peak_bytes[-1])[0] == 0
 
 
-def does_not_fit(measure):
-    def measured(compiled, state_bytes, limit_bytes, module, known, accepted):
-        return measure(compiled, state_bytes, 1000, module, known)
+def noting(measure, peak_bytes):
+    """`measure`, of whose results the peaks are kept."""
+
+    def measured(*arguments):
+        found = measure(*arguments)
+        peak_bytes.append(found.peak_bytes)
+        return found
 
     return measured
 

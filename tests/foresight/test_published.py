@@ -14,7 +14,8 @@ from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.hardware import CHIPS
 from gspmd_lm.train import state
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/foresight.md").read_text()
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs/foresight.md").read_text()
 ROWS = step_times.rows()
 KEPT = measure.read("foresight_times")
 pytestmark = pytest.mark.usefixtures("shapes_once")
@@ -37,6 +38,21 @@ def test_the_document_has_the_other_tables_too(name):
     table = measure.markdown(measure.read(f"foresight_{name}"), getattr(foresight, name.upper()))
     assert table in DOCUMENT
     assert foresight_memory.table(measure.read("foresight_memory")) in DOCUMENT
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
+def test_other_pages_give_the_same_errors(page):
+    text = " ".join((ROOT / page).read_text().split())
+    tpus = next(row for row in published_errors.errors(KEPT) if row["chip"] == "all TPUs")
+    assert re.findall(r"([\d.]+%)(?: off)? in the mean", text) == [tpus["mean"]]
+    assert re.search(rf"\b{['one', 'two', 'three', 'four'][tpus['rows'] - 1]} (published )?TPU runs", text)
+    assert "24% too short in the mean of four" in text and "by 24% in the mean of 4" in explain.GPU_ERROR
+
+
+def test_the_readme_counts_the_pairs_in_the_known_order():
+    pairs = measure.read("foresight_order")
+    assert all(pair["as_known"] == "yes" for pair in pairs) and len(pairs) == 15
+    assert "fifteen of fifteen pairs came out in the known order" in (ROOT / "README.md").read_text()
 
 
 def test_the_known_errors_are_those_of_the_benchmark():

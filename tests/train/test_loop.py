@@ -154,6 +154,16 @@ def test_a_checkpoint_of_another_architecture_is_refused(run, straight, small):
         run(workdir, "dp8", wider).train(13)
 
 
+def test_weights_of_another_architecture_are_refused_before_the_data_is_read(run, straight, small, tmp_path):
+    workdir, _ = straight
+    wider = small(layers=1, mlp=128, data={"batch": 8}, train=TRAIN | {"init_from": str(workdir)})
+    begun = run(tmp_path, "dp8", wider)
+    begun.open_rows = lambda: pytest.fail("the data was read")
+    with pytest.raises(InputError, match=r"(?s)mlp.*64.*128"):
+        begun.train(13)
+    assert not begun.compiled
+
+
 def test_steps_that_are_not_finite_stop_the_run(run, small, tmp_path):
     """A learning rate that throws the weights to infinity: later steps are skipped and counted (see test_step.py)."""
     wild = {"learning_rate": 1.0e38, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
@@ -202,6 +212,31 @@ def test_a_start_after_divergence_goes_on_from_the_newest_good_checkpoint(run, d
     assert "checkpoint 5 replaces 5" in said
     assert state_of(again)[0] == 7 and rows_of(tmp_path)[-1]["skipped_steps"] == 0
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 4, 5, 7]
+
+
+def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
+    """No finite step has followed the last checkpoint of a run that ended, and none will."""
+    workdir, _ = straight
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    config = run(workdir, "dp8").config
+    at = state_of(run(workdir, "dp8"))[0]
+    for step in (tmp_path / "checkpoints").iterdir():
+        if int(step.name) != at:
+            shutil.rmtree(step)
+    nan = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, z_loss=1.0e38),
+        train=dataclasses.replace(config.train, steps=at + 20, max_skipped=3),
+    )
+    with pytest.raises(RunFailed, match=f"the same command with --step={at} goes on from that checkpoint, which no"):
+        run(tmp_path, "dp8", nan).train(at + 20)
+    before = rows_of(tmp_path)
+    with pytest.raises(InputError, match=rf"no finite step followed any checkpoint \({at}\)\n  fix   --step={at} uses"):
+        run(tmp_path, "dp8", config).train(at + 20)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(at)] and rows_of(tmp_path) == before
+    again = run(tmp_path, "dp8", config)
+    again.train(at + 1, step=at)
+    assert state_of(again)[0] == at + 1
 
 
 def test_a_step_can_be_gone_back_to_on_purpose(run, diverged, tmp_path):
