@@ -100,7 +100,7 @@ def test_on_a_store_a_start_waits_for_the_run_before_it(store):
     time.sleep(0.3)
     left = time.monotonic()
     first.__exit__()
-    waiting.join(20)
+    waiting.join(180)
     assert entered and entered[0] >= left and len(said) == 1
 
 
@@ -129,7 +129,7 @@ def test_on_a_store_a_run_that_lost_its_lock_stops(store):
         held.check()
         other = held.mine | {"token": "another", "process": 9, "host": "there"}
         store.pipe_file("/run/lock.json", json.dumps(other).encode())
-        held.thread.join(10)
+        held.thread.join(180)
         with pytest.raises(RunFailed, match="taken over by process 9 on there"):
             held.check()
     assert store.exists("/run/lock.json")  # it is the other one's
