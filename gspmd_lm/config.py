@@ -287,7 +287,7 @@ def find_file(name: str, folder: str) -> Path:
     Raises InputError with the nearest known name.
     """
     package = Path(__file__).parent
-    roots = [Path(), Path(folder), package.parent / folder, package / folder]
+    roots = [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]
     for root in roots:
         for candidate in (root / name, root / f"{name}.yaml"):
             if candidate.is_file():

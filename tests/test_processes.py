@@ -120,6 +120,8 @@ def test_the_wheel_carries_rules_and_configs(tmp_path):
     subprocess.run([bin_folder / "pip", "install", "-q", wheel], check=True, capture_output=True)
     empty = tmp_path / "empty"
     empty.mkdir()
+    code = "import gspmd_lm.rules as m; print(m.InputError, m.__package__)"  # the module, though a folder has its name
+    subprocess.run([bin_folder / "python", "-c", code], cwd=empty, check=True)
     run = subprocess.run(
         [bin_folder / "gspmd-lm", "--rules=tp8.yaml", "--steps=2"], cwd=empty, capture_output=True, text=True
     )
