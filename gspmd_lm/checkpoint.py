@@ -5,21 +5,18 @@ newest good one is never rotated away, and one that only steps came after that w
 """
 
 import dataclasses
-import glob
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import jax
 import orbax.checkpoint as ocp
-import tensorstore
 from etils import epath
 
-from gspmd_lm import files, trees
+from gspmd_lm import files, orbax_folder, trees
 from gspmd_lm.config import Config, InputError, Model, RunFailed
 from gspmd_lm.processes import from_first
 from gspmd_lm.verdicts import Verdicts
@@ -85,7 +82,7 @@ class Checkpoints:
         Raises:
             InputError: `directory` is something else than a directory, or its kind of path cannot be opened.
         """
-        self.directory = _open_directory(directory)
+        self.directory = orbax_folder.opened(directory)
         self._keep = keep
         self._keep_every = keep_every
         self._architecture = _as_json(architecture)
@@ -96,7 +93,7 @@ class Checkpoints:
         self._saved: list[str] = []  # the names of the arrays that are being written
         self._verdicts = Verdicts(self.directory)
         self._kept_good = _Steps()
-        logging.getLogger("absl").addFilter(_is_worth_reading)
+        logging.getLogger("absl").addFilter(orbax_folder.is_worth_reading)
 
     def steps(self) -> list[int]:
         """The steps whose writing has finished, oldest first."""
@@ -215,8 +212,7 @@ class Checkpoints:
         chosen = self._first_undamaged(candidates)
         folder, run = self._described(chosen)
         if abstract_state is not None:
-            with closing(ocp.StandardCheckpointHandler()) as reader:
-                saved = reader.metadata(folder / "state").tree
+            saved = orbax_folder.tree(folder / "state")
             if set(saved) == {"params"}:
                 raise InputError(
                     f"{folder}: holds weights without the state of a training run\n"
@@ -234,7 +230,7 @@ class Checkpoints:
         found = self.choose(step, abstract_state)
         if not found:
             return None
-        state = _read(found.folder, abstract_state)
+        state = orbax_folder.read(found.folder / "state", abstract_state)
         self._at = found.step
         if not from_first(self._verdicts.on(found.step)):
             self._verdicts.ask(found.step)
@@ -249,11 +245,10 @@ class Checkpoints:
         found = self.choose(step)
         if not found:
             return None
-        with closing(ocp.PyTreeCheckpointHandler()) as reader:
-            saved = reader.metadata(found.folder / "state").tree
+        saved = orbax_folder.tree(found.folder / "state")
         wanted = {"params": abstract_params}
         trees.compare({name: tree for name, tree in saved.items() if name in wanted}, wanted, f"{found.folder}", True)
-        return found.step, _read(found.folder, wanted)["params"]
+        return found.step, orbax_folder.read(found.folder / "state", wanted)["params"]
 
     def _steps(self) -> list[int]:
         return sorted(found.step for found in _NAMES.find_all(self.directory))
@@ -301,10 +296,7 @@ class Checkpoints:
         """
         self._empty_trash()
         (folder,) = [path for path in self.directory.iterdir() if path.name.split(".")[0] == str(self._at)]
-        # Orbax's own reader of metadata would keep 200 kB of memory for each save.
-        place = f"{folder / 'state'}/" if files.is_remote(folder) else f"file://{quote(str(folder / 'state'))}/"
-        stored = tensorstore.KvStore.open(f"{place}|ocdbt:").result().list().result()
-        missing = sorted({f"{name}/.zarray" for name in self._saved} - {key.decode() for key in stored})
+        missing = sorted(set(self._saved) - orbax_folder.names(folder / "state"))
         if missing:
             raise RuntimeError(f"{folder}: {len(missing)} arrays were not written, among them {missing[0]}")
         files.seal(folder, _ITEMS)
@@ -371,55 +363,6 @@ class _Steps:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         return [checkpoint.step in self.steps for checkpoint in checkpoints]
-
-
-def _read(folder: epath.Path, wanted: Any) -> Any:
-    """The arrays of a step that have a place in `wanted`, which has been compared with what the step holds.
-
-    They are asked for in the tree that was saved, because Orbax compares the two, their empty branches included: an
-    optimizer without a part that never had arrays would be refused.
-    """
-    with closing(ocp.PyTreeCheckpointHandler()) as reader:
-        saved = reader.metadata(folder / "state").tree
-        arrays = dict(trees.named(wanted))
-        parts = {name.partition(".")[0] for name in arrays}
-        asked: Any = {name: tree for name, tree in saved.items() if name in parts}
-        asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[trees.name_of(path)], asked)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
-        args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
-        found = dict(trees.named(reader.restore(folder / "state", args=args)))
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[trees.name_of(path)], wanted)
-
-
-def _open_directory(directory: str) -> epath.Path:
-    """The absolute path of `directory`, reached once, so that a wrong one stops the run before it starts."""
-    path = epath.Path(directory)
-    scheme, is_url, _ = directory.partition("://")
-    if is_url and scheme != "gs":  # Orbax 0.12.8 makes s3:/ of s3:// and calls it a relative path
-        raise InputError(
-            f"{directory}: Orbax writes checkpoints to local paths and to gs://, not to {scheme}://\n"
-            "  fix   mount the bucket as a file system and give its path, or use gs://"
-        )
-    try:
-        if not is_url:
-            path = path.expanduser().absolute()
-        is_other = path.exists() and not path.is_dir()
-    except ImportError as error:
-        fix = "pip install gcsfs" if scheme == "gs" else f"see to it: {error}"
-        raise InputError(f"{directory}: {scheme}:// needs a package that is not installed\n  fix   {fix}") from error
-    if is_other:
-        raise InputError(f"{directory}: not a directory\n  fix   give another path for checkpoints")
-    if not is_url and glob.has_magic(str(path)):
-        raise InputError(
-            f"{path}: Orbax takes a path with [, * or ? for a pattern and would find other files, or none\n"
-            "  fix   rename the folder, or give another --workdir"
-        )
-    return path
-
-
-def _is_worth_reading(record: logging.LogRecord) -> bool:
-    """False for Orbax's progress notes, hundreds of lines per run, and for tracebacks of what `wait` raises anyway."""
-    return "orbax" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,11 @@ def _flags(verb: str) -> flags.FlagValues:
     whole("num_processes", None, "how many processes there are.")
     whole("process_id", None, "which of them this one is, from 0.")
     text("compile_cache", None, "folder of compiled programs; none switches it off. Default: the user's cache.")
-    whole("step", None, "which checkpoint to begin from. Default: the newest undamaged one that a finite step may have followed.")
+    whole(
+        "step",
+        None,
+        "which checkpoint to begin from. Default: the newest sound one; --step takes one in doubt too.",
+    )
     if verb == "train":
         whole("steps", None, "where to stop. The schedule's length is the config's train.steps, also the default.", 1)
         yes_no("dry_run", "print every array and its bytes per device, and stop.")

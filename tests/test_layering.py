@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "model": "kernels products placing axes config",
     "data": "files config",
     "verdicts": "files",
-    "checkpoint": "verdicts processes files trees config",
+    "orbax_folder": "files trees config",
+    "checkpoint": "orbax_folder verdicts processes files trees config",
     "train": "model kernels placement mesh rules placing axes checkpoint data runtime compile_cache processes files "
     "versions core_yaml config",
     "infer": "train model kernels placement mesh rules placing axes data runtime config",

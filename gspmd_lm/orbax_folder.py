@@ -1,0 +1,77 @@
+"""The folders that Orbax keeps arrays in: which can be used, what they hold, and their arrays."""
+
+import glob
+import logging
+from contextlib import closing
+from typing import Any
+from urllib.parse import quote
+
+import jax
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+
+from gspmd_lm import files, trees
+from gspmd_lm.config import InputError
+
+
+def opened(directory: str) -> epath.Path:
+    """The absolute path of `directory`, reached once, so that a wrong one stops the run before it starts."""
+    path = epath.Path(directory)
+    scheme, is_url, _ = directory.partition("://")
+    if is_url and scheme != "gs":  # Orbax 0.12.8 makes s3:/ of s3:// and calls it a relative path
+        raise InputError(
+            f"{directory}: Orbax writes checkpoints to local paths and to gs://, not to {scheme}://\n"
+            "  fix   mount the bucket as a file system and give its path, or use gs://"
+        )
+    try:
+        if not is_url:
+            path = path.expanduser().absolute()
+        is_other = path.exists() and not path.is_dir()
+    except ImportError as error:
+        fix = "pip install gcsfs" if scheme == "gs" else f"see to it: {error}"
+        raise InputError(f"{directory}: {scheme}:// needs a package that is not installed\n  fix   {fix}") from error
+    if is_other:
+        raise InputError(f"{directory}: not a directory\n  fix   give another path for checkpoints")
+    if not is_url and glob.has_magic(str(path)):
+        raise InputError(
+            f"{path}: Orbax takes a path with [, * or ? for a pattern and would find other files, or none\n"
+            "  fix   rename the folder, or give another --workdir"
+        )
+    return path
+
+
+def tree(folder: epath.Path) -> Any:
+    """The tree of what describes the arrays of a folder: their shapes and dtypes."""
+    with closing(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.metadata(folder).tree
+
+
+def names(folder: epath.Path) -> set[str]:
+    """The names of the arrays of a folder. `tree` would keep 200 kB of memory for each call."""
+    place = f"{folder}/" if files.is_remote(folder) else f"file://{quote(str(folder))}/"
+    stored = tensorstore.KvStore.open(f"{place}|ocdbt:").result().list().result()
+    return {name for name, _, kind in (key.decode().rpartition("/") for key in stored) if kind == ".zarray"}
+
+
+def read(folder: epath.Path, wanted: Any) -> Any:
+    """The arrays of a folder that have a place in `wanted`, which has been compared with what it holds.
+
+    They are asked for in the tree that was saved, because Orbax compares the two, their empty branches included: an
+    optimizer without a part that never had arrays would be refused.
+    """
+    saved = tree(folder)
+    with closing(ocp.PyTreeCheckpointHandler()) as reader:
+        arrays = dict(trees.named(wanted))
+        parts = {name.partition(".")[0] for name in arrays}
+        asked: Any = {name: part for name, part in saved.items() if name in parts}
+        asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[trees.name_of(path)], asked)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
+        args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
+        found = dict(trees.named(reader.restore(folder, args=args)))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[trees.name_of(path)], wanted)
+
+
+def is_worth_reading(record: logging.LogRecord) -> bool:
+    """False for Orbax's progress notes, hundreds of lines per run, and for tracebacks of what `wait` raises anyway."""
+    return "orbax" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)
