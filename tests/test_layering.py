@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import axes, rules
+from gspmd_lm.foresight import compile
 
 PACKAGE = Path(__file__).parent.parent / "gspmd_lm"
 MODULES = sorted(
@@ -239,3 +240,21 @@ print(json.dumps([xla_bridge.backends_are_initialized(), changed, settings, left
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [False, [], [], 0]
+
+
+def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():
+    """What the steps import, wherever it is imported, is among the files that explain's key is made of."""
+    covered = [f"gspmd_lm/{name}" for name in compile._SOURCES]
+    left, found = ["gspmd_lm.train.step", "gspmd_lm.infer.programs"], set()
+    while left:
+        if (module := left.pop()) not in found:
+            found.add(module)
+            names = (name.split(".") for name in imports(ast.walk(tree(module))))
+            # The module itself, and what it is asked for by name.
+            candidates = {".".join(parts[:size]) for parts in names for size in (len(parts), len(parts) - 1)}
+            left += candidates & set(MODULES) - {"gspmd_lm"}
+    assert "gspmd_lm.model.loss" in found
+    files = {str(path.relative_to(PACKAGE.parent)) for path in (PACKAGE.parent / f"{name.replace('.', '/')}.py"
+             for name in found) if path.exists()}  # fmt: skip
+    outside = {file for file in files if not any(file == name or file.startswith(f"{name}/") for name in covered)}
+    assert outside == {"gspmd_lm/processes.py"}  # which waits, and computes nothing
