@@ -69,6 +69,13 @@ def finish(process, code=0):
     return process.log.read_text()
 
 
+def wait_for(process, words):
+    """Returns when a run has said something."""
+    while words not in process.log.read_text():
+        assert process.poll() is None, process.log.read_text()
+        time.sleep(0.2)
+
+
 @pytest.fixture
 def objects(store, monkeypatch):
     """The store, as fsspec has it."""
@@ -113,20 +120,17 @@ def test_a_run_is_saved_killed_and_resumed(start, store, objects, tmp_path):
     assert f"stands at step {saved + 9}, nothing to do" in output
 
 
-def test_a_second_run_waits_and_takes_over_from_one_that_ends(start, objects):
+def test_a_second_run_waits_and_takes_over_from_one_that_ends(start):
     first = start("gs://bucket/shared", "--set=train.checkpoint_every=50", "--set=train.steps=100000")
-    while not objects.exists("bucket/shared/lock.json"):
-        time.sleep(0.5)
-    time.sleep(8)
+    wait_for(first, "loss ")
     second = start("gs://bucket/shared", "--steps=100000", "--set=train.steps=100000")
-    time.sleep(4)
+    wait_for(second, "holds the lock; waiting until it ends or is silent")
     first.send_signal(signal.SIGTERM)
     said = finish(first)
     stopped = int(said.split("stopped at step ")[1].split()[0])
-    time.sleep(10)
+    wait_for(second, "loss ")
     second.send_signal(signal.SIGTERM)
-    output = finish(second)
-    assert "holds the lock; waiting until it ends or is silent" in output and f"restored step {stopped} of" in output
+    assert f"restored step {stopped} of" in finish(second)
 
 
 def test_a_living_run_is_not_disturbed(start, objects):
