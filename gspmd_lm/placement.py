@@ -1,4 +1,4 @@
-"""Logical axes + rules + mesh -> where arrays live, for the model (axes.Placement) and for whole trees."""
+"""Logical axes + rules + mesh -> where arrays live, for the model (placing.Placement) and for whole trees."""
 
 import dataclasses
 import math
@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspmd_lm.axes import ACTIVATIONS, Remat, Split, placed_by, scope
+from gspmd_lm.axes import ACTIVATIONS
+from gspmd_lm.placing import Spec, Split, placed_by, scope
 from gspmd_lm.rules import Problem, Rules, check
 
 
@@ -34,8 +35,8 @@ class MeshPlacement:
         return self.rules.attention["gpu" if platform in ("cuda", "rocm") else platform]
 
     @property
-    def remat(self) -> Remat | None:
-        return remat(self.rules)
+    def remat(self) -> Callable[..., Any] | None:
+        return policy(self.rules)
 
     def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Where `table` puts an array. Raises ShardingError for one that no check saw, made only under these rules."""
@@ -52,9 +53,9 @@ class MeshPlacement:
             is_leaf=lambda leaf: isinstance(leaf, Named),
         )
 
-    def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
-        with scope(table, array):
-            return jax.lax.with_sharding_constraint(x, self.sharding(table, array, axes, x.shape))
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        with scope(spec.table, spec.array):
+            return jax.lax.with_sharding_constraint(x, self.sharding(spec.table, spec.array, spec.axes, x.shape))
 
     def split(self, array: str, axis: str) -> Split:
         return _split(self.rules, array, axis)
@@ -62,31 +63,39 @@ class MeshPlacement:
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
 
-    def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
-        """The sum over the leading dimension of `partials`, which is split as `split` says.
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """A device holds the copy of its own piece, which is what it holds of `x`: nothing moves."""
+        place = self.sharding(spec.table, spec.array, spec.axes, x.shape)
+        each = [tuple(name for name in names if name not in split.over) for names in _dimensions(place.spec, x.ndim)]
+        sharding = NamedSharding(self.mesh, _partition_spec([split.over, *each]))
+        with scope(spec.table, spec.array):
+            return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.pieces, *x.shape)), sharding)
 
-        Left to the partitioner this is an all-reduce and a slice on CPU, and wherever its reduce-scatter pass does not
-        match: twice the traffic. Saying psum_scatter costs nothing elsewhere. A mesh axis that the result is not
-        split over, or only as an outer part of a dimension (whose blocks would come out in the wrong order), is
-        summed with psum.
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension of `addends`, which is split over the mesh axes of `split`.
+
+        The partitioner would make it an all-reduce and a slice on CPU, and elsewhere where its pass for
+        reduce-scatters does not match. That is twice the traffic, so psum_scatter is said here. A mesh axis that does
+        not split the result is summed with psum. So is one inside of which an axis that is not summed over splits the
+        same dimension: the blocks of a reduce-scatter would come out in the wrong order.
         """
         over = split.over
-        result = self.sharding(table, array, axes, partials.shape[1:])
+        result = self.sharding(spec.table, spec.array, spec.axes, addends.shape[1:])
         if not over:
-            with scope(table, array):
-                return jax.lax.with_sharding_constraint(partials.sum(0), result)
-        spec = [tuple(names) for names in _dimensions(result.spec, partials.ndim - 1)]
+            with scope(spec.table, spec.array):
+                return jax.lax.with_sharding_constraint(addends.sum(0), result)
+        dimensions = _dimensions(result.spec, addends.ndim - 1)
         scatter: list[tuple[int, tuple[str, ...]]] = []
-        for dimension, names in enumerate(spec):
+        for dimension, names in enumerate(dimensions):
             inner = names
             while inner and not set(inner) <= set(over):
                 inner = inner[1:]
             if inner:
                 scatter.append((dimension, inner))
-                spec[dimension] = names[: len(names) - len(inner)]
+                dimensions[dimension] = names[: len(names) - len(inner)]
         scattered = {name for _, names in scatter for name in names}
         summed = tuple(name for name in over if name not in scattered)
-        leftover = [tuple(name for name in names if name not in over) for names in spec]
+        leftover = [tuple(name for name in names if name not in over) for names in dimensions]
 
         def local(x: jax.Array) -> jax.Array:
             x = x[0]
@@ -98,14 +107,14 @@ class MeshPlacement:
             names + next((inner for at, inner in scatter if at == dimension), ())
             for dimension, names in enumerate(leftover)
         ]
-        with scope(table, array):
+        with scope(spec.table, spec.array):
             reduced = jax.shard_map(
                 local,
                 mesh=self.mesh,
                 in_specs=_partition_spec([over, *leftover]),
                 out_specs=_partition_spec(out),
                 check_vma=False,
-            )(partials)
+            )(addends)
             return jax.lax.with_sharding_constraint(reduced, result)
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
@@ -118,35 +127,33 @@ class MeshPlacement:
         )
 
 
-def remat(rules: Rules) -> Remat | None:
-    """The rules' choice of what to compute again, as a jax.checkpoint policy."""
+def policy(rules: Rules) -> Callable[..., Any] | None:
+    """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed."""
     policies, chosen = jax.checkpoint_policies, rules.remat
     if chosen.policy == "none":
         return None
     if chosen.policy == "block":
-        return Remat(policies.nothing_saveable)
+        return policies.nothing_saveable
     if chosen.policy == "dots":
         # A product that is summed over devices has its own batch dimension; its sum is kept as `residual`.
         sums = policies.save_only_these_names("residual")
-        return Remat(policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, sums))
-    return Remat(
-        policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(chosen.save),
-            names_which_can_be_offloaded=list(chosen.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, sums)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(chosen.save),
+        names_which_can_be_offloaded=list(chosen.offload),
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
 
 class Recorder:
-    """A Placement that places nothing and notes which activations a model names and where its rules do not fit them.
+    """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them.
 
-    The rules say how loops are cut and which axes are split alike, as they do when the model runs. Sums are made in one
-    piece, because an axis that does not divide has no equal pieces.
+    Loops are cut as the rules say, and axes compare as split alike or not. Sums have one addend, because an axis that
+    does not divide has no equal pieces.
     """
 
-    remat: Remat | None = None
+    remat: Callable[..., Any] | None = None
     attention = "xla"
 
     def __init__(self, rules: Rules) -> None:
@@ -155,7 +162,8 @@ class Recorder:
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.problems: list[Problem] = []
 
-    def constrain(self, x: jax.Array, array: str, axes: tuple[str, ...], table: str = "rules") -> jax.Array:
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        array, axes, table = spec
         if array in ACTIVATIONS:
             self.problems += self.rules.resolve(table, array, axes, x.shape)[1]
             self.arrays[array] = axes, x.shape
@@ -163,13 +171,16 @@ class Recorder:
         return x
 
     def split(self, array: str, axis: str) -> Split:
-        return dataclasses.replace(_split(self.rules, array, axis), pieces=1)
+        return _split(self.rules, array, axis)._replace(pieces=1)
 
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
 
-    def reduce(self, partials: jax.Array, split: Split, array: str, axes: tuple[str, ...], table: str) -> jax.Array:
-        return self.constrain(partials.sum(0), array, axes, table)
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return x[None]
+
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return self.constrain(addends.sum(0), spec)
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         return function
@@ -205,7 +216,7 @@ def problems(
 
 def _split(rules: Rules, array: str, axis: str) -> Split:
     over = rules.split("rules", array, axis)
-    return Split(over, math.prod(rules.mesh[name] for name in over), (f"{array}.{axis}",))
+    return Split(over, math.prod(rules.mesh[name] for name in over))
 
 
 def _partition_spec(spec: Any) -> PartitionSpec:

@@ -32,19 +32,21 @@ MAY_IMPORT = {
     "runtime": "processes config",
     "compile_cache": "config",
     "axes": "config",
+    "placing": "axes",
+    "products": "placing axes",
     "rules": "axes core_yaml config",
     "rules_file": "axes config rules",
     "mesh": "rules config",
-    "placement": "mesh rules axes config",
-    "kernels": "axes config",
-    "model": "kernels axes config",
+    "placement": "mesh rules placing axes config",
+    "kernels": "placing axes config",
+    "model": "kernels products placing axes config",
     "data": "files config",
     "verdicts": "files",
     "orbax_folder": "files trees config",
     "checkpoint": "orbax_folder verdicts processes files trees config",
-    "train": "model kernels placement mesh rules axes checkpoint data runtime compile_cache processes files versions "
-    "core_yaml config",
-    "infer": "train model kernels placement mesh rules axes data runtime config",
+    "train": "model kernels placement mesh rules placing axes checkpoint data runtime compile_cache processes files "
+    "versions core_yaml config",
+    "infer": "train model kernels placement mesh rules placing axes data runtime config",
     "convert": "model placement checkpoint rules axes data files config",
     "foresight": "train infer placement mesh rules axes data runtime files versions config",
     "verbs": "foresight train infer convert model placement mesh rules rules_file axes checkpoint data runtime "
@@ -66,8 +68,8 @@ WITHOUT_DEVICES = (
 )  # fmt: skip
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
-    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp vjp vmap",
-    "jax.lax": "dynamic_index_in_dim dynamic_update_slice optimization_barrier rsqrt scan",
+    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp eval_shape vjp vmap",
+    "jax.lax": "dynamic_index_in_dim dynamic_update_slice optimization_barrier rsqrt scan stop_gradient",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask": "CausalMask LocalMask MultiHeadMask",
@@ -154,7 +156,8 @@ def told_of_devices(nodes):
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}  # the beginning of a longer chain
 
     def harmless(name):
-        return "._" not in name and (name in KNOWN or name.startswith(WITHOUT_DEVICES))
+        private = "._" in name or name.startswith("gspmd_lm.placing.placement")
+        return not private and (name in KNOWN or name.startswith(WITHOUT_DEVICES))
 
     for name in modules.values():
         if not harmless(name) and not any(known.startswith(f"{name}.") for known in (*KNOWN, *WITHOUT_DEVICES)):
@@ -190,13 +193,14 @@ def test_the_model_reads_as_if_there_were_one_device(module):
         "from jax.sharding import PartitionSpec; PartitionSpec()", "import jax.sharding; jax.sharding.Mesh",
         "import importlib; importlib.import_module(name)", '__import__("jax")', "x.sharding", "x.devices()",
         "jnp.zeros(3, device=d)", "jax.vmap(f, spmd_axis_name=n)", 'names = ("data", "fsdp")',
-        'axes.shard(x, "residual: fsdp seq embed")', "axes._placement.get()", "from gspmd_lm.axes import _placement",
+        'placing.shard(x, "residual: fsdp seq embed")', "placing._current.get()",
+        "from gspmd_lm.placing import _current", "placing.placement()", "from gspmd_lm.placing import placement",
         "jax.experimental.multihost_utils.process_allgather(x)", "jax.jit(f)", "jax.make_mesh((8,), n)",
     ],
 )  # fmt: skip
 def test_what_tells_of_devices_is_found(line):
-    begin = "import flax.linen as nn\nimport jax\nimport jax.numpy as jnp\nfrom gspmd_lm import axes\n"
-    harmless = 'y = jnp.exp(axes.shard(jax.nn.relu(x), "residual: batch seq embed"))\n'
+    begin = "import flax.linen as nn\nimport jax\nimport jax.numpy as jnp\nfrom gspmd_lm import placing\n"
+    harmless = 'y = jnp.exp(placing.shard(jax.nn.relu(x), "residual: batch seq embed"))\n'
     assert list(told_of_devices(ast.parse(begin + harmless))) == []
     assert list(told_of_devices(ast.parse(begin + harmless + line)))
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm import mesh, rules_file
-from gspmd_lm.axes import Split
 from gspmd_lm.placement import MeshPlacement
+from gspmd_lm.placing import Spec, Split
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 # What is summed over, and the mesh axes of the two dimensions of the result, outermost first.
@@ -28,7 +28,7 @@ def test_a_sum_is_the_same_wherever_it_lives(over, embed, mlp):
     placement = MeshPlacement(found, mesh.build(found, jax.devices()))
     pieces = 2 ** len(over)
     partials = np.random.default_rng(0).permutation(pieces * 16 * 8).astype(np.float32).reshape(pieces, 16, 8)
-    reduce = jax.jit(lambda x: placement.reduce(x, Split(over, pieces), "w_up", ("embed", "mlp"), "optimizer"))
-    total = reduce(partials)
+    home = Spec("w_up", ("embed", "mlp"), "optimizer")
+    total = jax.jit(lambda x: placement.total(x, Split(over, pieces), home))(partials)
     assert total.sharding.is_equivalent_to(placement.sharding("optimizer", "w_up", ("embed", "mlp"), (16, 8)), 2)
     np.testing.assert_array_equal(total, partials.sum(0))

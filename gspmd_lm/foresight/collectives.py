@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from gspmd_lm.axes import ACTIVATIONS
+from gspmd_lm.axes import ACTIVATIONS, WEIGHTS
 from gspmd_lm.foresight.causes import Causes
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.network import Network
@@ -15,7 +15,7 @@ from gspmd_lm.rules import Rules
 
 NEAR = 30  # instructions within which a tensor without a name of its own is explained
 # Files whose lines say less than those that call them.
-_GENERAL = ("axes.py", "placement.py", "projection.py")
+_GENERAL = ("placement.py", "placing.py", "products.py", "weights.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +126,9 @@ def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
     nothing = next(iter(names), (read(tensor.instruction.op_name), tensor.instruction))
     name, at = next((pair for pair in known if _speaks_of(given, pair[0])), next(iter(known), nothing))
     if tensor.kind in GATHERS:
-        users = itertools.islice(origins.consumers(tensor.instruction), NEAR)
-        name = _as_read(name, [read(user.op_name) for user in users if user.op_name != at.op_name])
+        users = [user for user in itertools.islice(origins.consumers(tensor.instruction), NEAR)
+                 if user.op_name != at.op_name]  # fmt: skip
+        name = _as_read(name, [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in users])
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
         lines = [*origins.called(tensor.name), *trail]
@@ -141,16 +142,25 @@ def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
     )
 
 
-def _as_read(name: Name, readers: Sequence[Name]) -> Name:
-    """`name` with what those who read the gathered tensor know better: jax 0.12 names it after where it was placed or
-    made, not after who needs it whole."""
+def _as_read(name: Name, users: Sequence[tuple[Name, bool]]) -> Name:
+    """`name` with what those who read the gathered tensor know better. It says where the tensor is placed; the
+    products that read it whole say which weights they are of."""
     if name.placed and not name.of and name.placed[1] in ACTIVATIONS:
-        reader = next((reader for reader in readers if reader.of and reader.phase == name.phase), name)
-        name = dataclasses.replace(name, of=reader.of)
-    phases = [reader.phase for reader in readers if reader.of == name.of != ()]
+        alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
+        direct = {path for reader, itself in alike if itself for path in reader.of}
+        nearest = alike[0][0].of if alike else ()
+        name = dataclasses.replace(name, of=tuple(sorted(direct, key=_in_the_model)) or nearest)
+    phases = [reader.phase for reader, _ in users if reader.of == name.of != ()]
     if name.phase == "forward" and phases and "forward" not in phases:
         name = dataclasses.replace(name, phase=phases[0])
     return name
+
+
+def _in_the_model(path: str) -> tuple[bool, int]:
+    """Where a weight stands in the table of weights; what is none comes last."""
+    names = list(WEIGHTS)
+    last = path.rpartition(".")[2]
+    return last not in names, names.index(last) if last in names else 0
 
 
 def _speaks_of(weight: str, name: Name) -> bool:

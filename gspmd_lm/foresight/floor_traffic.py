@@ -177,7 +177,7 @@ class Traffic:
         self.add(self.cost(weight.elements * itemsize, weight.rest, weight.use), times)
 
     def blocks(self) -> None:
-        """All layers. What a block reads and writes is in model/transformer.py, how in model/projection.py."""
+        """All layers. What a block reads and writes is in model/transformer.py, how in products.py."""
         attention, hidden, out, down = self.products()
         self.times = self.rules.microbatches * self.model.layers
         if self.model.block == "parallel":
@@ -256,13 +256,21 @@ class Traffic:
             self.cheaper([self.cost(size_bytes, {**y, **split}, y)], *([in_matrix] if weight.trained else []))
 
     def adapter(self, name: str, rows: set[str]) -> None:
-        """What the low-rank adapter of a matrix moves: itself, its gradients, and the sum of what lies between."""
+        """What the low-rank adapter of a matrix moves: itself, its gradients, and the sum of what lies between.
+
+        An adapter of a matrix that writes to the residual stream makes no such sum: its addends join those of the
+        matrix, and the gradient of its second matrix is summed over the axes that split its first.
+        """
+        inner: set[str] = set()
         for part in "ab":
             for weight in self.weights[f"{name}_{part}"]:
                 self.add(self.cost(weight.elements * self.compute_bytes, weight.rest, weight.use), 1)
                 own = weight.elements * self.compute_bytes / self.model.layers
-                self.move(own, weight.use, weight.gradient, rows)
-                if wide := _over(weight.use) - _over(weight.use, "embed", "layers"):
+                self.move(own, weight.use, weight.gradient, rows | inner)
+                wide = _over(weight.use) - _over(weight.use, "embed", "layers")
+                if part == "a":
+                    inner = wide
+                elif wide:
                     between = self.bytes(("batch", "seq")) * weight.sizes["rank"]
                     self.move(between, self.block_input, self.block_input, wide)
 
@@ -273,7 +281,7 @@ class Traffic:
             self.move(self.bytes(_BTD), self.block_input, self.residual, partial)
 
     def look_up(self) -> None:
-        """The token table and learned positions, forward and backward: see model/layers.py.
+        """The token table and learned positions, forward and backward: see `products.look_up`.
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """

@@ -31,12 +31,12 @@ _NOT_MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What an operation's name says; see `axes.scope`."""
+    """What an operation's name says; see `placing.scope`."""
 
     phase: str  # forward, backward, recomputation, optimizer
     modules: tuple[str, ...]  # layers, attention_norm
     of: tuple[str, ...] = ()  # weights, or a part of the step that has none
-    sums: tuple[str, ...] = ()  # q.heads: the axes that are added over
+    sums: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
     placed: tuple[str, str] | None = None  # the table, and the array where it puts it
     einsum: str = ""
 
@@ -48,7 +48,7 @@ class Name:
 
 @functools.lru_cache(maxsize=65536)
 def read(op_name: str) -> Name:
-    """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.attention.wo/sum.attention_out.heads/...' in parts."""
+    """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.mlp.w_down/sum.layers.mlp.w_down.mlp/...' in parts."""
     words = [word for word in re.split(r"[/()]+", re.sub(r"\bjit\([^()]*\)", "", op_name)) if word]
     scopes: dict[str, str] = {}
     placed: tuple[str, str] | None = None
@@ -60,7 +60,7 @@ def read(op_name: str) -> Name:
         elif dot and role in TABLES:
             placed = role, rest
         elif "->" in word:
-            einsum = word.replace("z", "")
+            einsum = word.replace("z", "").replace("r", "")  # pieces of weights and rows (products.py)
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     of = tuple(filter(None, scopes.get("of", "").split("+")))
@@ -204,6 +204,11 @@ class Provenance:
                 seen.add(user.name)
                 yield user
                 waiting += users.get(user.name, ())
+
+    def reads(self, user: Instruction, instruction: Instruction) -> bool:
+        """Whether a value is an operand of one of its consumers, but for copies."""
+        operands = (self.operand(user, number) for number in range(len(user.operands)))
+        return any(instruction in self.trail(operand) for operand in operands)
 
     @functools.cache  # noqa: B019  # one for each module, and gone with it
     def _users(self, computation: str) -> dict[str, list[Instruction]]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
 from gspmd_lm import runtime
-from gspmd_lm.axes import ACTIVATIONS, placed_by, scope
+from gspmd_lm.axes import ACTIVATIONS
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
 from gspmd_lm.kernels.attention import LANES, unsupported
@@ -23,6 +23,7 @@ from gspmd_lm.model.attention import Cache
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import empty_cache, extend
 from gspmd_lm.placement import MeshPlacement, Named, Recorder, problems, record
+from gspmd_lm.placing import placed_by, scope
 from gspmd_lm.rules import Problem, Remat, Rules, check
 from gspmd_lm.train.state import Activations, Arrays, arrays, pairs
 

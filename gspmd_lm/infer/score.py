@@ -14,7 +14,6 @@ import numpy as np
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.axes import like, scope, shard, use
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
@@ -22,9 +21,10 @@ from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, compiled, lacking, whole_pieces
 from gspmd_lm.model import loss
-from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.placement import problems, record
+from gspmd_lm.placing import like, scope, shard, use
 from gspmd_lm.rules import Problem, Rules, check
 from gspmd_lm.train.state import arrays, pairs
 

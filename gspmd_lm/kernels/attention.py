@@ -13,7 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.axes import attention_kernel, per_device, shard, split
+from gspmd_lm.placing import attention_kernel, per_device, shard, split
 
 Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"

@@ -1,16 +1,16 @@
 """Grouped-query self-attention."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.axes import like, shard
 from gspmd_lm.kernels.attention import K, Q, V, attend, attend_to_cache, keys_axis
-from gspmd_lm.model.layers import Norm, adapted, bias, matrix, rope
-from gspmd_lm.model.projection import Product
+from gspmd_lm.model.layers import Norm, rope
+from gspmd_lm.model.weights import adapted, bias, matrix, project
+from gspmd_lm.placing import like, shard
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
 
@@ -36,7 +36,7 @@ class Cache(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Self-attention in two halves, as Mlp is: what it reads, what it computes, what it writes."""
+    """Self-attention; it stays within a segment."""
 
     cfg: config.Model
 
@@ -56,40 +56,27 @@ class Attention(nn.Module):
         if cfg.qk_norm:
             self.q_norm = Norm(cfg, "head_dim")
             self.k_norm = Norm(cfg, "head_dim")
-        reads = (
-            Product("BTD,DNH->BTNH", wq, "q"),
-            Product("BTD,DKH->BTKH", wk, "k"),
-            Product("BTD,DKH->BTKH", wv, "v"),
-        )
-        self.reads = tuple(adapted(self, product, cfg) for product in reads)
-        self.writes = adapted(self, Product("BTNH,NHD->BTD", wo, "attention_out"), cfg)
+        self.wq, self.wk, self.wv, self.wo = (adapted(self, w, cfg) for w in (wq, wk, wv, wo))
 
-    def products(self) -> tuple[Product, ...]:
-        """What attention reads from the block's input."""
-        return self.reads
+    def __call__(
+        self, x_BTD: Any, batch: dict[str, jax.Array], cache: Cache | None = None, layer: jax.Array | int = 0
+    ) -> tuple[Any, Cache | None]:
+        """What attention adds to the residual stream, still to be written, and the cache. `x_BTD` comes from `read`.
 
-    def attended(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        batch: dict[str, jax.Array],
-        cache: Cache | None = None,
-        layer: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Cache | None]:
-        """attention_out_BTNH from the values of `products`; attention stays within a segment.
-
-        With a cache, k and v of the layer (from 0) are written to it; one token per row is a next one, which attends to
-        what the cache holds, several are the first ones, which attend to each other.
+        With a cache, k and v of the layer, counted from 0, are written to it. One token per row is the next one: it
+        attends to what the cache holds. Several are the first ones: they attend to each other.
         """
         cfg = self.cfg
+        q = project("BTD,DNH->BTNH", x_BTD, self.wq)
+        k = project("BTD,DKH->BTKH", x_BTD, self.wk)
+        v = project("BTD,DKH->BTKH", x_BTD, self.wv)
         if cfg.qkv_bias:
             q, k, v = q + self.bq, k + self.bk, v + self.bv
         q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, V)
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         if cfg.positions == "rope":
-            # Named once more: a policy that keeps them keeps what attention reads.
+            # Named once more, so that a remat policy that keeps them keeps what attention reads.
             q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg), Q)
             k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg), K)
         if cache:
@@ -108,8 +95,5 @@ class Attention(nn.Module):
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg)
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
-        return out_BTNH, cache
-
-    def out(self) -> Product:
-        """What attention writes to the residual stream, its bias aside."""
-        return self.writes
+        y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)
+        return y_BTD + self.bo if cfg.attention_out_bias else y_BTD, cache

@@ -1,4 +1,4 @@
-"""The parts of a block: weights, norms, MLP, dropout, rotary positions and the token table."""
+"""The parts of a block: norms, MLP, dropout and rotary positions."""
 
 import dataclasses
 import math
@@ -8,12 +8,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
-from gspmd_lm import axes, config
-from gspmd_lm.axes import ADAPTERS, Weight, scope, shard, use
-from gspmd_lm.model.projection import BLOCK_INPUT, RESIDUAL, Adapter, Product
+from gspmd_lm import config
+from gspmd_lm.model.weights import adapted, bias, matrix, project, weight
+from gspmd_lm.placing import remat, shard, use
 
+RESIDUAL = "residual: batch seq embed"
+BLOCK_INPUT = "block_input: batch seq embed"
+HIDDEN = "hidden: batch seq mlp"
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -23,53 +25,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def cheap(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, of which only the inputs are kept for the backward pass where nothing else is recomputed.
+    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
 
     Elementwise steps are computed again faster than their results are read back from memory.
     """
-    return function if axes.remat() else jax.checkpoint(function, prevent_cse=False)
-
-
-def weight(
-    module: nn.Module,
-    name: str,
-    axes: str,
-    shape: tuple[int, ...],
-    cfg: config.Model,
-    init: nn.initializers.Initializer,
-) -> Weight:
-    """A parameter of `module`, annotated with one logical axis per dimension. It is cast when it is used."""
-    names = tuple(axes.split())
-    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
-    frozen = cfg.lora is not None and name not in ADAPTERS
-    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype), frozen)
-
-
-def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
-    """A matrix drawn from a normal distribution; those that write to the residual stream start smaller with depth."""
-    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down") else 1.0
-    return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
-
-
-def adapted(module: nn.Module, product: Product, cfg: config.Model) -> Product:
-    """`product` with an adapter, which adds nothing at first, where its weight is to have one.
-
-    Adapters rest in float32: a step changes them by less than bfloat16 can tell.
-    """
-    name, names, sizes = product.weight.path.rpartition(".")[2], product.weight.axes, product.weight.array.shape
-    lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
-    if lora is None or name not in lora.targets:
-        return product
-    read, rank = len(product.letters()[0]) - 2, lora.rank  # how many of the weight's axes are read
-    start, zeros = nn.initializers.normal(math.prod(sizes[:read]) ** -0.5), nn.initializers.zeros
-    a = weight(module, f"{name}_a", " ".join((*names[:read], "rank")), (*sizes[:read], rank), cfg, start)
-    b = weight(module, f"{name}_b", " ".join(("rank", *names[read:])), (rank, *sizes[read:]), cfg, zeros)
-    return product._replace(adapter=Adapter(a, b, lora.scale))
-
-
-def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:
-    """A bias that starts at zero, ready to be added."""
-    return use(weight(module, name, axes, shape, cfg, nn.initializers.zeros))
+    return function if remat() else jax.checkpoint(function, prevent_cse=False)
 
 
 class Norm(nn.Module):
@@ -102,41 +62,35 @@ class Norm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The two halves of a gated or plain feed-forward network, so that a parallel block can add before it reduces."""
+    """A gated or plain feed-forward network."""
 
     cfg: config.Model
 
     def setup(self):
         cfg, shape = self.cfg, (self.cfg.embed, self.cfg.mlp)
-        self.gated = cfg.mlp_kind == "gated"
-        names = ("gate", "up") if self.gated else ("up",)
+        names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
         inward = [matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names]
         down = matrix(self, "w_down", "mlp embed", shape[::-1], cfg)
         if cfg.mlp_bias:
             self.inward_bias = [bias(self, f"b_{name}", "mlp", shape[1:], cfg) for name in names]
             self.b_down = bias(self, "b_down", "embed", shape[:1], cfg)
-        self.reads = tuple(adapted(self, Product("BTD,DF->BTF", w, "hidden"), cfg) for w in inward)
-        self.writes = adapted(self, Product("BTF,FD->BTD", down, "hidden"), cfg)
+        self.w_in = [adapted(self, w, cfg) for w in inward]
+        self.w_down = adapted(self, down, cfg)
 
-    def products(self) -> tuple[Product, ...]:
-        """What the MLP reads from the block's input."""
-        return self.reads
-
-    def hidden(self, *read: jax.Array) -> jax.Array:
-        """hidden_BTF from the values of `products`."""
-        if self.cfg.mlp_bias:
-            read = tuple(x + b for x, b in zip(read, self.inward_bias, strict=True))
+    def __call__(self, x_BTD: Any) -> Any:
+        """What the MLP adds to the residual stream, still to be written. `x_BTD` comes from `products.read`."""
+        cfg = self.cfg
+        in_BTF = [project("BTD,DF->BTF", x_BTD, w) for w in self.w_in]
+        if cfg.mlp_bias:
+            in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
         @cheap
         def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
-            hidden_BTF = ACTIVATIONS[self.cfg.activation](first)
-            return hidden_BTF * rest[0] if self.gated else hidden_BTF
+            return math.prod(rest, start=ACTIVATIONS[cfg.activation](first))
 
-        return shard(activated(*(shard(x_BTF, "hidden: batch seq mlp") for x_BTF in read)), "hidden: batch seq mlp")
-
-    def out(self) -> Product:
-        """What the MLP writes to the residual stream, its bias aside."""
-        return self.writes
+        hidden_BTF = shard(activated(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
+        y_BTD = project("BTF,FD->BTD", hidden_BTF, self.w_down)
+        return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
 
 
 def dropout(x_BTD: jax.Array, rate: float, row_keys_B: jax.Array | None, site: int) -> jax.Array:
@@ -177,51 +131,3 @@ def sinusoids(positions_BT: jax.Array, width: int) -> jax.Array:
     inverse_wavelength = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
     angle_BTD = positions_BT[..., None] * inverse_wavelength
     return jnp.concatenate([jnp.sin(angle_BTD), jnp.cos(angle_BTD)], -1)[..., :width]
-
-
-def look_up(table: Weight, ids_BT: jax.Array) -> jax.Array:
-    """The rows of `table` for `ids_BT`, [B, T, D].
-
-    A table that is whole along its rows is read where it rests: when it is split along `embed`, two small
-    all-to-alls of the result cost less than gathering the table. One split along its rows is gathered along `embed`
-    first; each piece then looks up the rows it has, and one reduction adds them up.
-    """
-    rows, batch = axes.split(table.path, table.axes[0]), axes.split("block_input", "batch")
-    if rows.pieces == 1:
-        with scope("of", table.path):
-            # Cast last, so that the gradients of a repeated id add up in float32: in bfloat16, a sum of equal ones
-            # stops growing at 256 of them.
-            return table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
-    V, D = table.array.shape
-    R = V // rows.pieces
-    first_Z = R * jnp.arange(rows.pieces)
-
-    def within(ids: jax.Array, first: jax.Array) -> jax.Array:
-        """Row numbers within the piece that begins at `first`; R, out of bounds, for ids of other pieces."""
-        return jnp.where((ids >= first) & (ids < first + R), ids - first, R)
-
-    of = scope("of", table.path)
-
-    @jax.custom_vjp
-    @of
-    def call(array):
-        table_ZRD = use(table.holding(array)).reshape(rows.pieces, R, D)
-        found_ZBTD = jax.vmap(lambda rows_RD, first: rows_RD.at[within(ids_BT, first)].get(mode="fill", fill_value=0))(
-            table_ZRD, first_Z
-        )
-        return axes.reduce(found_ZBTD, rows, RESIDUAL)
-
-    @of
-    def backward(_, dx_BTD):
-        dx_BTD = shard(dx_BTD, BLOCK_INPUT).astype(jnp.float32)
-        dx_bBTD, ids_bBT = (rearrange(x, "(b B) ... -> b B ...", b=batch.pieces) for x in (dx_BTD, ids_BT))
-
-        def scattered(ids, dx, first):
-            return jnp.zeros((R, D), jnp.float32).at[within(ids, first)].add(dx, mode="drop")
-
-        by_rows = jax.vmap(scattered, in_axes=(None, None, 0))
-        partials = jax.vmap(by_rows, in_axes=(0, 0, None))(ids_bBT, dx_bBTD, first_Z).reshape(batch.pieces, V, D)
-        return (axes.reduce(partials, batch, table.spec, "optimizer").astype(table.array.dtype),)
-
-    call.defvjp(lambda array: (call(array), None), backward)
-    return call(table.array)

@@ -1,6 +1,5 @@
 """The decoder: token ids in, hidden states and the output table out. It reads as if there were one device."""
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -8,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd_lm import axes, config
-from gspmd_lm.axes import Weight, shard
+from gspmd_lm import config
 from gspmd_lm.model.attention import CACHE, Attention, Cache
-from gspmd_lm.model.layers import Mlp, Norm, dropout, look_up, matrix, sinusoids, weight
-from gspmd_lm.model.projection import RESIDUAL, fan_in, fan_out
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids
+from gspmd_lm.model.weights import matrix, weight
+from gspmd_lm.placing import Weight, remat, shard, use
+from gspmd_lm.products import look_up, read, write
 
 
 class Block(nn.Module):
@@ -33,35 +33,25 @@ class Block(nn.Module):
         # Without a name of its own here, a scan keeps what it carries on the device whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         attention, mlp = Attention(cfg, name="attention"), Mlp(cfg, name="mlp")
-        reads = functools.partial(fan_out, scanned=not isinstance(layer, int))
-        writes = functools.partial(fan_in, scanned=not isinstance(layer, int))
         if row_keys_B is not None:
             row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer + 1)
 
-        def write(x_BTD: jax.Array, y_BTD: jax.Array, site: int, *parts: str) -> jax.Array:
-            if cfg.attention_out_bias and "attention" in parts:
-                y_BTD += attention.bo
-            if cfg.mlp_bias and "mlp" in parts:
-                y_BTD += mlp.b_down
+        def normed(x_BTD: jax.Array, name: str) -> Any:
+            return read(Norm(cfg, name=f"{name}_norm")(x_BTD), RESIDUAL, BLOCK_INPUT)
+
+        def added(x_BTD: jax.Array, y: Any, site: int, name: str) -> jax.Array:
+            y_BTD = write(y, BLOCK_INPUT, RESIDUAL)
             if cfg.post_norms:
-                y_BTD = Norm(cfg, name=f"{'_'.join(parts)}_post_norm")(y_BTD)
+                y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             return shard(x_BTD + dropout(y_BTD, cfg.dropout, row_keys_B, site), RESIDUAL)
 
-        normed_BTD = Norm(cfg, name="attention_norm")(x_BTD)
+        read_BTD = normed(x_BTD, "attention")
+        y, cache = attention(read_BTD, batch, cache, layer)
         if cfg.block == "parallel":
-            if cfg.shared_norm:
-                q, k, v, *read = reads(normed_BTD, *attention.products(), *mlp.products())
-            else:
-                q, k, v = reads(normed_BTD, *attention.products())
-                read = reads(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
-            attended, cache = attention.attended(q, k, v, batch, cache, layer)
-            y_BTD = writes((attended, mlp.hidden(*read)), attention.out(), mlp.out())
-            return (write(x_BTD, y_BTD, 0, "attention", "mlp"), cache), None
-        q, k, v = reads(normed_BTD, *attention.products())
-        attended, cache = attention.attended(q, k, v, batch, cache, layer)
-        x_BTD = write(x_BTD, writes((attended,), attention.out()), 0, "attention")
-        read = reads(Norm(cfg, name="mlp_norm")(x_BTD), *mlp.products())
-        return (write(x_BTD, writes((mlp.hidden(*read),), mlp.out()), 1, "mlp"), cache), None
+            y += mlp(read_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
+            return (added(x_BTD, y, 0, "attention_mlp"), cache), None
+        x_BTD = added(x_BTD, y, 0, "attention")
+        return (added(x_BTD, mlp(normed(x_BTD, "mlp")), 1, "mlp"), cache), None
 
 
 class Pattern(nn.Module):
@@ -95,14 +85,14 @@ class Decoder(nn.Module):
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
         embedding = matrix(self, "embedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
-        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"))
+        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), BLOCK_INPUT, RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
             rows = cfg.position_offset + cfg.context
             table = matrix(self, "position_embedding", "positions embed", (rows, cfg.embed), cfg)
             # Looked up in float32, so that the gradients of a position, of which every row has one, add up in it.
-            table_PD = axes.use(table).astype(jnp.float32)
+            table_PD = use(table, jnp.float32)
             x_BTD += table_PD[cfg.position_offset + batch["positions"]].astype(dtype)
         elif cfg.positions == "sinusoidal":
             x_BTD += sinusoids(batch["positions"], cfg.embed).astype(dtype)
@@ -143,12 +133,12 @@ class Decoder(nn.Module):
 def _block(alone: bool = True) -> type[nn.Module]:
     """Block, computed again in the backward pass where the rules say so.
 
-    A scan is barrier enough for a block that is alone in it. A block beside others has a barrier of its own. Without
-    one, the compiler takes what the forward pass computed, or computes all of them again at once, and holds the
-    gathered weights of all.
+    A block that is alone in a scan needs no barrier against common subexpressions. One beside others does: without it
+    the compiler takes what the forward pass computed, or computes all blocks again at once and holds the gathered
+    weights of all.
     """
-    remat = axes.remat()
-    return nn.remat(Block, prevent_cse=not alone, policy=remat.policy) if remat else Block
+    policy = remat()
+    return nn.remat(Block, prevent_cse=not alone, policy=policy) if policy else Block
 
 
 def decode(

@@ -13,12 +13,12 @@ from einops import rearrange
 from jax.sharding import Mesh
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.axes import placed_by, scope
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.placement import MeshPlacement
+from gspmd_lm.placing import placed_by, scope
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import optimizer
 from gspmd_lm.train.state import Arrays, State, abstract_batch

@@ -94,7 +94,7 @@ def test_what_a_layer_moves(moved):
     assert (gathered.mesh_axes, gathered.rules, gathered.times_per_step) == (("fsdp",), ("weights.embed",), L)
     assert gathered.elements == D * N * H // pieces and gathered.group_size == 2 and gathered.in_loop
     assert gathered.bytes_per_device_per_step == L * D * N * H // pieces * 4 // 2
-    assert gathered.einsum == "BTD,DNH->BTNH" and gathered.source.startswith("gspmd_lm/model/transformer.py:")
+    assert gathered.einsum == "BTD,DNH->BTNH" and gathered.source.startswith("gspmd_lm/model/attention.py:")
     gradient = of(found, wq, "reduce-scatter", "backward")
     assert (gradient.mesh_axes, gradient.rules) == (("fsdp",), ("rules.batch", "weights.embed"))
     summed = of(found, "layers.attention.wo", "reduce-scatter", "forward")

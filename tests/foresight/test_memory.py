@@ -82,7 +82,7 @@ def test_a_refusal_with_a_list_of_allocations_is_read():
   Largest program allocations in hbm:
 
   1. Size: 4.00G
-     Operator: op_name="jit(_train)/jvp(Decoder)/dot" source_file="/x/gspmd_lm/model/projection.py" source_line=57
+     Operator: op_name="jit(_train)/jvp(Decoder)/dot" source_file="/x/gspmd_lm/model/attention.py" source_line=57
      Shape: bf16[32,8,8192,1024]{3,2,1,0:T(8,128)(2,1)}
      Unpadded size: 4.00G
      ==========================
@@ -93,7 +93,7 @@ def test_a_refusal_with_a_list_of_allocations_is_read():
     found = memory.refused(message, STATE, 15 * 2**30)
     assert found.peak_bytes == int(21.05 * 2**30) and found.limit_bytes == 15 * 2**30
     assert [(t.bytes, t.source, t.op) for t in found.largest] == [
-        (4 * 2**30, "gspmd_lm/model/projection.py:57", "jvp(Decoder)/dot"),
+        (4 * 2**30, "gspmd_lm/model/attention.py:57", "jvp(Decoder)/dot"),
         (512 * 2**20, "", ""),
     ]
 

@@ -1,0 +1,102 @@
+"""What each shipped layout sends, holds and is predicted to take, on every kind of target: exact counts to compare.
+
+    python -m benchmarks.layout_traffic [--layouts tp8 fsdp8] [--targets cpu:8 v5p:2x2x2] [--write]
+    python -m benchmarks.layout_traffic --before FILE    # beside the rows of another run, kept with --json FILE
+
+Only compilers run: bytes and temporaries are those of the compiled program, times are predicted.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure
+from gspmd_lm import config, rules_file
+from gspmd_lm.foresight import compile, explain, target
+from gspmd_lm.rules import Remat
+
+# Small enough to compile in seconds, and large enough that compilers move activations and weights as in large models.
+MODEL = ("model.embed=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp=2048",
+         "model.vocab=8192", "model.padded_vocab=8192", "model.context=512", "model.compute_dtype=bfloat16",
+         "data.batch=32", "data.seq=512")  # fmt: skip
+# As a rules file has it, or with another remat; + more of the model.
+CASES = {
+    **{name: (name, "", ()) for name in ("dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp")},
+    "fsdp2_tp4, none": ("fsdp2_tp4", "none", ()),
+    "fsdp2_tp4, dots": ("fsdp2_tp4", "dots", ()),
+    "fsdp8, none": ("fsdp8", "none", ()),
+    "tp8, parallel": ("tp8", "", ("model.block=parallel",)),
+    "fsdp2_tp4, lora": ("fsdp2_tp4", "", ("model.lora={rank: 8, alpha: 16, targets: [wq, wk, wv, wo, w_up, w_down]}",)),
+}
+GENERATION = ("decode_tp8",)
+TARGETS = ("cpu:8", "v5p:2x2x2", "v5e:2x4", "v6e:2x4", "h100:8")
+COLUMNS = {"layout": "layout", "target": "target", "sent_mb": "sent, MB", "kinds": "of which, MB",
+           "temporaries_mb": "temporaries, MB", "step_ms": "predicted step, ms"}  # fmt: skip
+
+
+def row(case: str, where: str, phase: Any = "train") -> dict[str, Any]:
+    """What is compiled and predicted for one layout on one target."""
+    layout, remat, sets = (case, "", ()) if case in GENERATION else CASES[case]
+    rules = rules_file.load(layout)
+    rules = dataclasses.replace(rules, remat=Remat(remat)) if remat else rules  # type: ignore[arg-type]
+    cfg, place = config.load("tiny", [*MODEL, *sets]), target.parse(where)
+    filled = rules.fill(place.devices)
+    (program,) = compile.programs([compile.Request(cfg, filled, place, phase=phase)], print)
+    (found,) = explain.reports(cfg, [rules], place, phase=phase)  # of the same program, which is kept
+    kinds: Counter[str] = Counter()
+    for one in found.collectives:
+        kinds[one.kind] += one.bytes_per_device_per_step
+    told = found.prediction
+    return {
+        "layout": case if phase == "train" else f"{case}, {phase}",
+        "target": where,
+        "sent_mb": round(sum(kinds.values()) / 1e6, 3),
+        "kinds": ", ".join(f"{kind} {size / 1e6:.3f}" for kind, size in sorted(kinds.items())),
+        "temporaries_mb": round(program.memory["temp_size_in_bytes"] / 1e6, 3),
+        "step_ms": told and round(told.step_time_s * 1e3, 4),
+        "without_a_row": sum(not one.rules for one in found.collectives),
+    }
+
+
+def compared(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> str:
+    """The figures of rows beside those before, and their ratios."""
+    old = {(one["layout"], one["target"]): one for one in before}
+    names = ("sent_mb", "temporaries_mb", "step_ms")
+    shown = []
+    for new in rows:
+        if was := old.get((new["layout"], new["target"])):
+            figures = {name: f"{was[name]} to {new[name]}" for name in names}
+            ratios = {name: f", {new[name] / was[name]:.3f}" if was[name] else "" for name in names}
+            shown.append(new | {name: figures[name] + ratios[name] for name in names})
+    return measure.markdown(shown, {name: COLUMNS[name] for name in ("layout", "target", *names)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="*", default=[*CASES, *GENERATION])
+    parser.add_argument("--targets", nargs="*", default=TARGETS)
+    parser.add_argument("--before", type=Path, help="rows of another run to compare with")
+    parser.add_argument("--json", type=Path, help="keep the rows in this file")
+    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
+    arguments = parser.parse_args()
+    rows = []
+    for where in arguments.targets:
+        for case in arguments.layouts:
+            for phase in ("prefill", "decode") if case in GENERATION else ("train",):
+                rows.append(row(case, where, phase))
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(rows, indent=1))
+    print(
+        compared(rows, json.loads(arguments.before.read_text()))
+        if arguments.before
+        else measure.markdown(rows, COLUMNS)
+    )
+    if arguments.write:
+        measure.write("layout_traffic", rows)
+
+
+if __name__ == "__main__":
+    main()

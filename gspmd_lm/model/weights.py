@@ -1,0 +1,80 @@
+"""The weights of a model and products with them; a matrix may have a low-rank adapter."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.axes import ADAPTERS
+from gspmd_lm.placing import Weight, use
+from gspmd_lm.products import einsum, read
+
+LOW_RANK = "low_rank: batch seq rank"
+
+
+def weight(
+    module: nn.Module,
+    name: str,
+    axes: str,
+    shape: tuple[int, ...],
+    cfg: config.Model,
+    init: nn.initializers.Initializer,
+) -> Weight:
+    """A parameter of `module`, annotated with one logical axis per dimension; with adapters, only these are trained."""
+    names = tuple(axes.split())
+    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
+    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] == ("layers",)
+    array = jax.lax.stop_gradient(array) if frozen else array
+    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype), frozen, scanned)
+
+
+def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
+    """A matrix drawn from a normal distribution. The deeper the model, the smaller start those that write to its
+    residual stream."""
+    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down") else 1.0
+    return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
+
+
+class Adapted(NamedTuple):
+    """A matrix, and the two of its low-rank adapter where it has one (arXiv 2106.09685)."""
+
+    weight: Weight
+    adapter: tuple[Weight, ...] = ()
+    scale: float = 1.0
+
+
+def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
+    """The matrix, with an adapter if the config gives it one. An adapter adds nothing at first.
+
+    Adapters rest in float32, because a step changes them by less than bfloat16 can tell.
+    """
+    name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
+    lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
+    if lora is None or name not in lora.targets:
+        return Adapted(weight_)
+    inner, rank = 1 if names[0] == "embed" else len(names) - 1, lora.rank  # how many of the weight's axes are read
+    start, zeros = nn.initializers.normal(math.prod(sizes[:inner]) ** -0.5), nn.initializers.zeros
+    a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
+    b = weight(module, f"{name}_b", " ".join(("rank", *names[inner:])), (rank, *sizes[inner:]), cfg, zeros)
+    return Adapted(weight_, (a, b), lora.scale)
+
+
+def project(equation: str, x: Any, matrix: Adapted) -> Any:
+    """The einsum of `x` and a matrix w; with an adapter, x w + scale (x a) b."""
+    y = einsum(equation, x, matrix.weight)
+    if not matrix.adapter:
+        return y
+    (outer, w), out = equation.partition("->")[0].split(","), equation.partition("->")[2]
+    summed = "".join(letter for letter in w if letter in outer)
+    a, b = matrix.adapter
+    low_BTR = matrix.scale * einsum(f"{outer},{summed}R->BTR", x, a)
+    return y + einsum(f"BTR,R{w.replace(summed, '')}->{out}", read(low_BTR, LOW_RANK, LOW_RANK), b)
+
+
+def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:
+    """A bias that starts at zero, ready to be added."""
+    return use(weight(module, name, axes, shape, cfg, nn.initializers.zeros))

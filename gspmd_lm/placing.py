@@ -1,0 +1,222 @@
+"""The words with which a model says where its arrays live. On one device each of them is the identity.
+
+A model names arrays and axes and never sees a mesh. Whoever traces a step says with `placed_by` what names mean in it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gspmd_lm.axes import ARRAYS, AXES
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter as a layer holds it: its array, and what the rules and `use` need to know of it."""
+
+    array: jax.Array  # at rest, or in use if `used`
+    path: str  # "layers.attention.wq"
+    axes: tuple[str, ...]  # the logical axis of each dimension
+    compute_dtype: jnp.dtype
+    frozen: bool = False  # its gradient is never computed
+    scanned: bool = False  # it belongs to a layer of the scan
+    used: bool = False
+
+    def holding(self, array: Any) -> "Weight":
+        return dataclasses.replace(self, array=array)
+
+
+class Split(NamedTuple):
+    """How an axis is split. A model compares splits and counts pieces; it never reads the mesh axes."""
+
+    over: tuple[str, ...] = ()  # mesh axes
+    pieces: int = 1
+
+
+class Spec(NamedTuple):
+    """An array's name and logical axes, and the table of the rules file that places it."""
+
+    array: str
+    axes: tuple[str, ...]
+    table: str = "rules"  # in use; "weights" at rest; "optimizer" as a gradient
+
+
+class Placement(Protocol):
+    """What rules and a mesh answer to the model's questions. The functions of this module ask them."""
+
+    @property
+    def remat(self) -> Callable[..., Any] | None:
+        """See `placing.remat`."""
+        ...
+
+    @property
+    def attention(self) -> str:
+        """The attention kernel: xla, cudnn or splash."""
+        ...
+
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        """`x` where the rules place the array that `spec` names."""
+        ...
+
+    def split(self, array: str, axis: str) -> Split:
+        """How an axis of an array in use is split, where copies or addends are made for each piece."""
+        ...
+
+    def pieces(self, array: str, axis: str) -> int:
+        """See `placing.pieces`."""
+        ...
+
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """[pieces, ...]: `x`, which lives as `spec` says, for each piece of `split`."""
+        ...
+
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension, which has one addend for each piece of `split`, where `spec` says.
+
+        The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
+        """
+        ...
+
+    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+        """See `placing.per_device`."""
+        ...
+
+
+def scope(role: str, *names: str) -> Any:
+    """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
+
+    The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
+    summed over ("sum"), or the weights that operations belong to ("of"). Without names nothing is written.
+    """
+    return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
+
+
+_current: ContextVar[Placement | None] = ContextVar("placement", default=None)
+
+
+@contextlib.contextmanager
+def placed_by(placement: Placement | None) -> Iterator[None]:
+    """A context in which `placement` places the arrays of what is traced."""
+    token = _current.set(placement)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def placement() -> Placement | None:
+    """What places arrays now; None on a single device."""
+    return _current.get()
+
+
+def parse(text: str, rank: int) -> Spec:
+    """Spec("residual", ("batch", "seq", "embed")) for 'residual: batch seq embed'."""
+    array, _, names = text.partition(": ")
+    axes = tuple(names.split())
+    assert array.split(".")[-1] in ARRAYS and all(axis in AXES for axis in axes) and len(axes) == rank, (text, rank)
+    return Spec(array, axes)
+
+
+# What a model asks about
+
+
+def split(array: str, axis: str) -> Split:
+    """How the rules split an axis of an array; in one piece on a single device."""
+    place = placement()
+    return place.split(array, axis) if place else Split()
+
+
+def pieces(array: str, axis: str) -> int:
+    """Into how many pieces the rules split an axis of an activation.
+
+    A loop over the axis takes a part of every piece in each turn, so that all devices have work in it.
+    """
+    place = placement()
+    return place.pieces(array, axis) if place else 1
+
+
+def remat() -> Callable[..., Any] | None:
+    """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
+    place = placement()
+    return place.remat if place else None
+
+
+def attention_kernel() -> str:
+    """The attention kernel that the rules choose for the platform at hand."""
+    place = placement()
+    return place.attention if place else "xla"
+
+
+def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`."""
+    place = placement()
+    return place.per_device(function, inputs, output) if place else function
+
+
+# The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that
+# is still to be made is an array of addends (products.py). JAX's explicit axes, whose types know unreduced sums, would
+# take less code. But with them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules file
+# may ask for, such as any split of the token table, unless the model says at the operation where its result lives. The
+# 22 are those of benchmarks/explicit_axes.py.
+
+
+def shard(x: jax.Array, spec: str) -> jax.Array:
+    """`x`, an activation, where the rules say it lives. Remat policies know it by its name.
+
+    `spec` names the array and each of its dimensions: "residual: batch seq embed".
+    """
+    return checkpoint_name(like(x, spec), spec.partition(":")[0])
+
+
+def like(x: jax.Array, spec: str) -> jax.Array:
+    """`x` where the activation lives that `spec` names, though `x` is not that activation.
+
+    Said before a `shard` that gathers, it fixes the dtype that travels: that of `x`.
+    """
+    place, found = placement(), parse(spec, x.ndim)
+    return place.constrain(x, found) if place else x
+
+
+def use(weight: Weight, dtype: Any = None) -> jax.Array:
+    """The weight where the rules say it is in use. It is cast to its compute dtype first, and gathered after.
+
+    A wider `dtype` changes neither its values nor what travels: only its gradients are added up in that dtype.
+    """
+    spec = Spec(weight.path, weight.axes)
+    return _use(spec, weight.compute_dtype, jnp.dtype(dtype or weight.compute_dtype), weight.array)
+
+
+def used(weight: Weight) -> Weight:
+    """The weight with its array in use, for products in a loop that is not differentiated."""
+    return dataclasses.replace(weight, array=use(weight), used=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _use(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> jax.Array:
+    place = placement()
+    with scope("rules", spec.array):
+        w = w.astype(compute_dtype)
+    if place:
+        # The cast weight is placed at rest too, since some compilers gather first and cast after: twice the bytes.
+        w = place.constrain(place.constrain(w, spec._replace(table="weights")), spec)
+    return w.astype(dtype)
+
+
+def _use_forward(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _use(spec, compute_dtype, dtype, w), jnp.zeros((), w.dtype)
+
+
+def _use_backward(spec: Spec, compute_dtype: Any, dtype: Any, like: jax.Array, dw: jax.Array) -> tuple[jax.Array]:
+    place = placement()
+    dw = place.constrain(dw, spec._replace(table="optimizer")) if place else dw
+    return (dw.astype(like.dtype),)
+
+
+_use.defvjp(_use_forward, _use_backward)
