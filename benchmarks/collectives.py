@@ -8,8 +8,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from gspmd_lm.foresight import exchanges, hlo
-from gspmd_lm.foresight.instruction import bits
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.collectives import exchanges
+from gspmd_lm.foresight.hlo.instruction import bits
 
 
 @dataclasses.dataclass(frozen=True)

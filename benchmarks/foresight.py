@@ -25,7 +25,8 @@ from benchmarks import measure, step_times
 from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config, rules_file
-from gspmd_lm.foresight import compile, explain, memory, target
+from gspmd_lm.foresight import compile, explain, memory
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.report import Report
 
 SPARED = 0.98  # of the memory: what a configuration that was trained must do with

@@ -1,4 +1,4 @@
-"""Cycles of splash attention's compiled schedules: the table SPLASH of gspmd_lm/foresight/kernels.py, anew.
+"""Cycles of splash attention's compiled schedules: the table SPLASH of gspmd_lm/foresight/cost/attention.py, anew.
 
     python -m benchmarks.kernel_schedules v6e v5p
 

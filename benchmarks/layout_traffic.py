@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks import measure
 from gspmd_lm import config, rules_file
-from gspmd_lm.foresight import compile, explain, target
+from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.rules import Remat
 
 # Small enough to compile in seconds, and large enough that compilers move activations and weights as in large models.

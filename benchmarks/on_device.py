@@ -18,7 +18,8 @@ import jax
 
 from benchmarks import layouts, measure
 from gspmd_lm import config, rules_file, runtime
-from gspmd_lm.foresight import compile, explain, target
+from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.train import state, step
 
 CASES = {  # what is computed, and rows per batch

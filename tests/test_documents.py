@@ -8,7 +8,7 @@ import yaml
 
 from gspmd_lm import axes, rules_file, runtime
 from gspmd_lm import config as configs
-from gspmd_lm.foresight import hardware, target
+from gspmd_lm.foresight.machine import hardware, target
 from gspmd_lm.foresight.report import KEYS
 from gspmd_lm.rules import MESH_AXES
 from gspmd_lm.train import state

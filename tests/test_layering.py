@@ -53,6 +53,21 @@ MAY_IMPORT = {
     "compile_cache processes lock files versions core_yaml config",
     "cli": "verbs processes config",
 }
+# The same inside of foresight/.
+IN_FORESIGHT = {
+    "exported": "",
+    "hlo": "",
+    "machine": "hlo",
+    "compile": "exported machine",
+    "memory": "hlo",
+    "collectives": "machine hlo",
+    "floor": "machine",
+    "cost": "collectives machine hlo",
+    "report": "cost floor collectives memory",
+    "advice": "report cost floor collectives memory hlo",
+    "explain": "advice report cost floor collectives memory compile machine hlo exported",
+    "show": "advice report cost collectives memory",
+}
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {
     "data": ("flax", "optax", "jax.sharding", "jax.experimental"),
@@ -115,9 +130,10 @@ def test_every_room_is_known():
 
 
 def test_the_rules_above_go_downward_only():
-    order = list(MAY_IMPORT)
-    for upper, lower in MAY_IMPORT.items():
-        assert all(order.index(name) < order.index(upper) for name in lower.split()), upper
+    for rooms in (MAY_IMPORT, IN_FORESIGHT):
+        order = list(rooms)
+        for upper, lower in rooms.items():
+            assert all(order.index(name) < order.index(upper) for name in lower.split()), upper
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module)])
@@ -126,6 +142,14 @@ def test_imports_go_downward(module):
     for name in imports(ast.walk(tree(module))):
         if name.startswith("gspmd_lm"):
             assert room(name) in allowed, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("gspmd_lm.foresight.")])
+def test_imports_inside_of_foresight_go_downward(module):
+    own = module.split(".")[2]
+    for name in imports(ast.walk(tree(module))):
+        if name.startswith("gspmd_lm.foresight."):
+            assert name.split(".")[2] in {own, *IN_FORESIGHT[own].split()}, f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module) in NEVER])

@@ -1,25 +1,20 @@
 """What in a layout looks wrong, and what to do about it."""
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from gspmd_lm.axes import WEIGHTS
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.cost.prices import CALL
+from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.foresight.prices import CALL
-from gspmd_lm.foresight.schedule import UNKNOWN_TURNS
+from gspmd_lm.foresight.report import Array, Finding
 from gspmd_lm.rules import KERNELS, Problem, Rules, human_bytes
 from gspmd_lm.train.state import attention_lacks
-
-if TYPE_CHECKING:  # report gathers these warnings
-    from gspmd_lm.foresight.report import Array
-    from gspmd_lm.foresight.schedule import Prediction
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
 LARGE_SHARE = 0.02  # of the chip's memory, where that is more
@@ -32,19 +27,10 @@ SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
 EXPECTED_RESHARDS = ("embedding", "position_embedding")
 
 
-@dataclasses.dataclass(frozen=True)
-class Warning:
-    """One finding. `code` is stable, for scripts; `fix` says what to type."""
-
-    code: str
-    message: str
-    fix: str
-
-
 def warnings(
     config: Config,
     rules: Rules,
-    arrays: Sequence["Array"],
+    arrays: Sequence[Array],
     problems: Iterable[Problem],
     moved: Sequence[Collective],
     floor: Floor,
@@ -52,9 +38,9 @@ def warnings(
     module: Module | None,
     notes: Sequence[str] = (),
     platform: str = "cpu",
-    predicted: "Prediction | None" = None,
+    predicted: Prediction | None = None,
     phase: str = "train",
-) -> tuple[Warning, ...]:
+) -> tuple[Finding, ...]:
     """Findings about a layout, in the order in which they are worth reading.
 
     problems: the warnings of its check. moved: its collectives. module: None where there is no program. notes: what
@@ -73,14 +59,14 @@ def warnings(
         *_repeated(rules, arrays),
         *(_not_effective(rules, arrays, module) if module else ()),
         *_padding(config, memory),
-        *(Warning("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
+        *(Finding("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
           for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
-        *(Warning("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
+        *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
     ]  # fmt: skip
     return tuple(found)
 
 
-def _above_floor(config: Config, moved: Sequence[Collective], floor: Floor) -> Iterator[Warning]:
+def _above_floor(config: Config, moved: Sequence[Collective], floor: Floor) -> Iterator[Finding]:
     if config.model.compute_dtype != "float32" and not any(one.link for one in moved):
         return  # simulated devices: XLA:CPU widens what it moves to float32
     sent = collections.Counter[str]()
@@ -98,14 +84,14 @@ def _above_floor(config: Config, moved: Sequence[Collective], floor: Floor) -> I
     ratio = (
         f"{total / least:.2f}x the necessary communication" if least else "communication that nothing makes necessary"
     )
-    yield Warning(
+    yield Finding(
         "above-floor",
         f"{ratio}: {human_bytes(total)} per device and step; {human_bytes(excess)} too much over {axes}",
         f"look at the {largest.kind} at {largest.op or largest.source}{because}",
     )
 
 
-def _reshards(moved: Sequence[Collective]) -> Iterator[Warning]:
+def _reshards(moved: Sequence[Collective]) -> Iterator[Finding]:
     """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers of activations that no row for
     activations splits."""
     total = sum(one.bytes_per_device_per_step for one in moved)
@@ -123,7 +109,7 @@ def _reshards(moved: Sequence[Collective]) -> Iterator[Warning]:
         if not unasked or small or any(one.op.startswith(name) for name in EXPECTED_RESHARDS):
             continue
         what = f"{one.kind} over {'+'.join(one.mesh_axes)} at {one.op or one.source} ({one.phase})"
-        yield Warning(
+        yield Finding(
             "unasked-reshard",
             f"{what}, {one.times_per_step} times, {human_bytes(one.bytes_per_device_per_step)}: no rule asks for it",
             f"make the rows of the arrays around it agree ({', '.join(one.rules) or one.source or 'see --json'})",
@@ -134,7 +120,7 @@ def _is_weight(op: str) -> bool:
     return op.rpartition(".")[2] in WEIGHTS
 
 
-def _slow_links(config: Config, rules: Rules, moved: Sequence[Collective]) -> Iterator[Warning]:
+def _slow_links(config: Config, rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
     """What every layer sends there. Gradients that are summed once a step have to cross."""
     slow = []
     for one in moved:
@@ -150,7 +136,7 @@ def _slow_links(config: Config, rules: Rules, moved: Sequence[Collective]) -> It
         rows = dict.fromkeys(row for one in over for row in one.rules)
         axes = dict.fromkeys(axis for one in over for axis in one.mesh_axes)
         sent = human_bytes(sum(one.bytes_per_device_per_step for one in over))
-        yield Warning(
+        yield Finding(
             "slow-link",
             f"{'+'.join(axes)} sends {sent} per device {where}, in every layer, because of {', '.join(rows)}",
             "let an axis cross that only the gradients use: dcn: {data: ...}, with batch split over data too",
@@ -165,17 +151,17 @@ def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
     return f"attention: {{{platform}: {kernel}}}"
 
 
-def _unfused(fused: str, predicted: "Prediction | None") -> Iterator[Warning]:
+def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
     share = predicted.attention_s / predicted.step_time_s if predicted else 0.0
     if fused and share > UNFUSED:
-        yield Warning(
+        yield Finding(
             "unfused-attention",
             f"attention takes {share:.0%} of the step: XLA's own writes all scores to memory",
             fused,
         )
 
 
-def _unpriced(predicted: "Prediction | None") -> Iterator[Warning]:
+def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
     """What the predicted time leaves out. The bytes of a kernel or a loop do not tell how long it takes."""
     if predicted is None:
         return
@@ -183,13 +169,13 @@ def _unpriced(predicted: "Prediction | None") -> Iterator[Warning]:
     if long or predicted.unpriced_share > TRIFLE:
         most = long or sorted(predicted.unpriced, key=predicted.unpriced.__getitem__, reverse=True)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
-        yield Warning(
+        yield Finding(
             "unpriced",
             f"nothing is known of how long this takes: {names} ({predicted.unpriced_share:.0%} of the program's bytes)",
             "read the predicted time as a lower bound; a Pallas kernel for TPU is priced by its cost_estimate",
         )
     if predicted.missing_flops_share > TRIFLE:
-        yield Warning(
+        yield Finding(
             "unpriced",
             f"no matmul or attention kernel that is priced does {predicted.missing_flops_share:.1%} of what the model "
             "must multiply",
@@ -197,7 +183,7 @@ def _unpriced(predicted: "Prediction | None") -> Iterator[Warning]:
         )
 
 
-def _too_large(rules: Rules, memory: Memory, fused: str) -> Iterator[Warning]:
+def _too_large(rules: Rules, memory: Memory, fused: str) -> Iterator[Finding]:
     if memory.fits or memory.limit_bytes is None:
         return
     held_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes
@@ -208,24 +194,24 @@ def _too_large(rules: Rules, memory: Memory, fused: str) -> Iterator[Warning]:
     else:
         again = "remat: block" if rules.remat.policy in ("none", "dots") else ""
         fixes = [fused, again, f"microbatches: {2 * rules.microbatches}"]
-    yield Warning(
+    yield Finding(
         "does-not-fit",
         f"{human_bytes(memory.peak_bytes)} per device at the peak, {human_bytes(memory.limit_bytes)} are there",
         ", ".join(filter(None, fixes)),
     )
 
 
-def _involuntary(notes: Sequence[str]) -> Iterator[Warning]:
+def _involuntary(notes: Sequence[str]) -> Iterator[Finding]:
     if notes:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
-        yield Warning(
+        yield Finding(
             "involuntary-remat",
             f"the partitioner replicates an array to reshard it: {notes[0]}{more}",
             "make the rows of the arrays around it agree, or place one in between",
         )
 
 
-def _replicated(rules: Rules, arrays: Sequence["Array"], memory: Memory) -> Iterator[Warning]:
+def _replicated(rules: Rules, arrays: Sequence[Array], memory: Memory) -> Iterator[Finding]:
     """Large arrays that every device along a mesh axis holds whole, though they could be split over it."""
     large = max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0))
     for name, size in rules.mesh.items():
@@ -247,27 +233,27 @@ def _replicated(rules: Rules, arrays: Sequence["Array"], memory: Memory) -> Iter
         others = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
         total = sum(array.bytes_per_device for array, _ in whole)
         row = f"residual.{axis}" if largest.at_rest is None else axis
-        yield Warning(
+        yield Finding(
             "replicated-array",
             f"{largest.path}{others}, {human_bytes(total)} per device, are the same on all {size} devices along {name}",
             f"{table}.{row}: {name} would split them",
         )
 
 
-def _repeated(rules: Rules, arrays: Sequence["Array"]) -> Iterator[Warning]:
+def _repeated(rules: Rules, arrays: Sequence[Array]) -> Iterator[Finding]:
     """Mesh axes that split weights, but nothing that is computed."""
     activations = [array for array in arrays if array.at_rest is None]
     for name, size in rules.mesh.items():
         used = any(name in row.mesh_axes for row in rules.rows)
         if size > 1 and used and activations and not any(name in n for array in activations for n in array.in_use):
-            yield Warning(
+            yield Finding(
                 "replicated-array",
                 f"every activation is the same on all {size} devices along {name}: they compute the same",
                 f"rules.batch: {name} would share the work out",
             )
 
 
-def _could_split(rules: Rules, array: "Array", spec: Sequence[tuple[str, ...]], size: int) -> str:
+def _could_split(rules: Rules, array: Array, spec: Sequence[tuple[str, ...]], size: int) -> str:
     """An axis of an array that `size` more pieces divide; '' if there is none."""
     for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
         pieces = math.prod(rules.mesh[name] for name in names)
@@ -276,7 +262,7 @@ def _could_split(rules: Rules, array: "Array", spec: Sequence[tuple[str, ...]], 
     return ""
 
 
-def _not_effective(rules: Rules, arrays: Sequence["Array"], module: Module) -> Iterator[Warning]:
+def _not_effective(rules: Rules, arrays: Sequence[Array], module: Module) -> Iterator[Finding]:
     """Activations that the rules split, but that the program holds whole where it names them."""
     sizes: dict[str, set[int]] = collections.defaultdict(set)
     for computation in module.computations.values():
@@ -293,17 +279,17 @@ def _not_effective(rules: Rules, arrays: Sequence["Array"], module: Module) -> I
             and whole in sizes[array.path]
             and whole // pieces not in sizes[array.path]
         ):
-            yield Warning(
+            yield Finding(
                 "constraint-not-effective",
                 f"{array.path}: the rules split it into {pieces} pieces, but the program holds it whole",
                 "look at the arrays it is made from: one of them may be placed against it",
             )
 
 
-def _padding(config: Config, memory: Memory) -> Iterator[Warning]:
+def _padding(config: Config, memory: Memory) -> Iterator[Finding]:
     state_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes + memory.cache_bytes
     if memory.padding_bytes > PADDING * state_bytes and memory.padding_bytes > LARGE_BYTES:
-        yield Warning(
+        yield Finding(
             "padding",
             f"tiles add {human_bytes(memory.padding_bytes)} per device to weights and optimizer state "
             f"({memory.padding_bytes / state_bytes:.0%})",
@@ -311,7 +297,7 @@ def _padding(config: Config, memory: Memory) -> Iterator[Warning]:
         )
     rows = config.model.vocab_rows - config.model.vocab
     if rows > PADDING * config.model.vocab:
-        yield Warning(
+        yield Finding(
             "padding",
             f"model.padded_vocab adds {rows:,} rows ({rows / config.model.vocab:.0%}) that are computed for nothing",
             "pad to the next multiple of what splits the vocabulary",

@@ -26,7 +26,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import files, versions
 from gspmd_lm.config import Config, InputError, RunFailed
 from gspmd_lm.foresight import exported
-from gspmd_lm.foresight.target import Target
+from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules, ShardingError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("config.py", "core_yaml.py", "axes.py", "placing.py", "products.py", "rules.py", "mesh.py",
             "placement.py", "runtime.py", "kernels", "model", "train", "infer", "foresight/compile.py",
-            "foresight/target.py", "foresight/hardware.py")  # fmt: skip
+            "foresight/machine")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]
@@ -224,7 +224,7 @@ def _compile(request: Request, folder: Path) -> None:
     import jax
 
     from gspmd_lm import runtime
-    from gspmd_lm.foresight import target as targets
+    from gspmd_lm.foresight.machine import target as targets
     from gspmd_lm.infer import programs as generation
     from gspmd_lm.train import state, step
 

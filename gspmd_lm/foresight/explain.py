@@ -7,12 +7,14 @@ from pathlib import Path
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import advice, collectives, exported, floor, floor_generation, hlo, memory, schedule
+from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
 from gspmd_lm.foresight.compile import Phase, Program, Progress, Request, programs
-from gspmd_lm.foresight.hardware import Chip
-from gspmd_lm.foresight.network import Network
+from gspmd_lm.foresight.cost import schedule
+from gspmd_lm.foresight.floor import decoding as decoding_floor
+from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.network import Network
+from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Array, Report
-from gspmd_lm.foresight.target import Target
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.train import state, table
@@ -85,9 +87,9 @@ def report(
     if phase == "train":
         least = floor.floor(config, rules, arrays, target.chip)
     else:
-        read_bytes = floor_generation.read_bytes(config, rules, arrays) + program.state_bytes["cache"]
+        read_bytes = decoding_floor.read_bytes(config, rules, arrays) + program.state_bytes["cache"]
         of_row = tokens // sizes.rows
-        least = floor_generation.floor(config, rules, arrays, target.chip, sizes, of_row, round(read_bytes))
+        least = decoding_floor.floor(config, rules, arrays, target.chip, sizes, of_row, round(read_bytes))
     limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
     found, predicted, reason = (), None, NOT_ON_CPU
     if program.refusal:

@@ -7,11 +7,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.foresight.advice import Warning
 from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.foresight.schedule import Prediction
 
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
 
@@ -26,6 +25,15 @@ class Array:
     at_rest: tuple[tuple[str, ...], ...] | None  # None for an activation
     in_use: tuple[tuple[str, ...], ...]
     bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One finding. `code` is stable, for scripts; `fix` says what to type."""
+
+    code: str
+    message: str
+    fix: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Report:
     prediction: Prediction | None
     no_prediction: str  # the reason where there is none
     floor: Floor
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Finding, ...]
     compile_s: float
     versions: Mapping[str, str]  # jax, jaxlib, libtpu, ... and the compiler options that were set
     arrays: tuple[Array, ...]

@@ -11,7 +11,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.config import InputError, did_you_mean
 from gspmd_lm.foresight import compile
-from gspmd_lm.foresight import target as targets
+from gspmd_lm.foresight.machine import target as targets
 
 
 def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
@@ -38,7 +38,8 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # shapes are worked out here; no accelerator that may be here is touched
-    from gspmd_lm.foresight import explain, page, report, terminal
+    from gspmd_lm.foresight import explain, report
+    from gspmd_lm.foresight.show import page, terminal
 
     waiting = Console(stderr=True, highlight=False)
     say = lambda line: waiting.print(line, soft_wrap=True, markup=False)  # noqa: E731

@@ -15,7 +15,9 @@ from rich.console import Console
 from gspmd_lm import compile_cache, processes
 from gspmd_lm.config import Config, InputError
 from gspmd_lm.data import loader, sources, tokenizer
-from gspmd_lm.foresight import compile, explain, hardware, target, terminal
+from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight.machine import hardware, target
+from gspmd_lm.foresight.show import terminal
 from gspmd_lm.rules import Problem
 from gspmd_lm.train import loop, metrics, state, step, table
 from gspmd_lm.train.loop import Foresee, Foreseen

@@ -6,8 +6,8 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
-from gspmd_lm.foresight import target as targets
 from gspmd_lm.foresight.compile import Request
+from gspmd_lm.foresight.machine import target as targets
 
 
 @pytest.fixture(scope="session")

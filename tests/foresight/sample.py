@@ -2,13 +2,12 @@
 
 import dataclasses
 
-from gspmd_lm.foresight.advice import Warning
 from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.cost.schedule import Prediction, Span
 from gspmd_lm.foresight.floor import Floor
+from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.memory import Memory, Temporary
-from gspmd_lm.foresight.network import Network
-from gspmd_lm.foresight.report import Array, Report
-from gspmd_lm.foresight.schedule import Prediction, Span
+from gspmd_lm.foresight.report import Array, Finding, Report
 
 MB, GB = 10**6, 10**9
 ATTENTION, LAYERS, LOSS = "gspmd_lm/model/attention.py", "gspmd_lm/model/layers.py", "gspmd_lm/model/loss.py"
@@ -171,15 +170,15 @@ ARRAYS = (
 )  # fmt: skip
 
 WARNINGS = (
-    Warning("slow_link", "61% of the time over ici tensor is exposed: 32 reduce-scatters of 1.6 GB wait for it",
+    Finding("slow_link", "61% of the time over ici tensor is exposed: 32 reduce-scatters of 1.6 GB wait for it",
             "split less over tensor: mesh: {fsdp: 32, tensor: 2}"),
-    Warning("above_floor", "tensor moves 1.31x of what this split needs: the recomputation gathers block_input again",
+    Finding("above_floor", "tensor moves 1.31x of what this split needs: the recomputation gathers block_input again",
             "save it: remat: {save: [block_input]}"),
-    Warning("resharding", "an all-to-all over fsdp that no row asked for: embedding, gspmd_lm/model/layers.py:123",
+    Finding("resharding", "an all-to-all over fsdp that no row asked for: embedding, gspmd_lm/model/layers.py:123",
             "15.7 MB twice a step is cheaper than gathering the table; nothing to do"),
-    Warning("replicated", "layers.attention_norm.scale is whole on each of tensor=4",
+    Finding("replicated", "layers.attention_norm.scale is whole on each of tensor=4",
             "it has 131,072 elements; nothing to do"),
-    Warning("padding", "vocab=128256 splits into 32064 rows, which the chip pads to 32128 (+0.2%)",
+    Finding("padding", "vocab=128256 splits into 32064 rows, which the chip pads to 32128 (+0.2%)",
             "set model.padded_vocab=128512"),
 )  # fmt: skip
 
@@ -249,7 +248,7 @@ REFUSED = dataclasses.replace(
         refusal="Ran out of memory in memory space hbm. Used 214.62G of 15.75G hbm. Exceeded hbm capacity by 198.87G.",
     ),
     collectives=(), prediction=None, no_prediction="the compiler refused the program for memory",
-    warnings=(Warning("does_not_fit", "temporaries alone take 12.9 times the memory of a device",
+    warnings=(Finding("does_not_fit", "temporaries alone take 12.9 times the memory of a device",
                       "set remat: block and microbatches: 16, or take more devices"),),
     compile_s=1.2,
     arrays=(activation("residual", "batch seq embed", (512, 8192, 4096), 1),),
@@ -291,7 +290,7 @@ SLICES = dataclasses.replace(
     prediction=dataclasses.replace(
         PREDICTION, basis=HOSTILE, timeline=(Span(0, 1, HOSTILE, HOSTILE, HOSTILE, "forward"),)
     ),
-    warnings=(Warning(HOSTILE, HOSTILE, HOSTILE),),
+    warnings=(Finding(HOSTILE, HOSTILE, HOSTILE),),
 )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.foresight.collectives import Collective
+from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Array
-from gspmd_lm.foresight.schedule import UNKNOWN_TURNS
 from gspmd_lm.rules import Problem
 
 GB = 10**9

@@ -9,9 +9,10 @@ import pytest
 from sample import network
 
 from gspmd_lm import rules_file
-from gspmd_lm.foresight import collectives, hlo, provenance
+from gspmd_lm.foresight import collectives, hlo
+from gspmd_lm.foresight.collectives import provenance
 from gspmd_lm.foresight.compile import programs
-from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.rules import Row
 from gspmd_lm.train import state, table
 

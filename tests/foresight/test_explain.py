@@ -8,7 +8,8 @@ import pytest
 
 from gspmd_lm import cli
 from gspmd_lm.config import InputError
-from gspmd_lm.foresight import explain, hardware, report, target
+from gspmd_lm.foresight import explain, report
+from gspmd_lm.foresight.machine import hardware, target
 
 SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64"]
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import sample
 
-from gspmd_lm.foresight import figures
+from gspmd_lm.foresight.show import figures
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, least_flops, memory_bytes
-from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.rules import IN_BLOCKS, Remat, Row, check
 from gspmd_lm.train import state
 

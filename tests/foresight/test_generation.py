@@ -6,7 +6,8 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
-from gspmd_lm.foresight import explain, target
+from gspmd_lm.foresight import explain
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.report import to_json
 
 CONFIG = configs.load(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gspmd_lm.foresight.hardware import CHIPS, chip_of, gpu_target_config, peak_flops_per_s
+from gspmd_lm.foresight.machine.hardware import CHIPS, chip_of, gpu_target_config, peak_flops_per_s
 
 GPUS = [chip for chip in CHIPS.values() if chip.platform == "gpu"]
 TPUS = [chip for chip in CHIPS.values() if chip.platform == "tpu"]

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm.config import InputError
-from gspmd_lm.foresight import exchanges, flops, hlo, replica_groups
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.collectives import exchanges
+from gspmd_lm.foresight.cost import flops
+from gspmd_lm.foresight.hlo import replica_groups
 
 PROGRAMS = Path(__file__).parent / "programs"
 

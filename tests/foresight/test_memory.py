@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks import foresight, step_times
 from gspmd_lm.config import RunFailed
-from gspmd_lm.foresight import hlo, memory, target
+from gspmd_lm.foresight import hlo, memory
 from gspmd_lm.foresight.compile import programs
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.train import state, table
 
 STATE = {"weights": 4 * 2**30, "optimizer": 8 * 2**30, "batch": 2**20}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from sample import network
 
-from gspmd_lm.foresight.hardware import CHIPS
-from gspmd_lm.foresight.network import ICI_HOP_S, NVLINK_SHARE
+from gspmd_lm.foresight.machine.hardware import CHIPS
+from gspmd_lm.foresight.machine.network import ICI_HOP_S, NVLINK_SHARE
 
 GB = 1e9
 AXES = ("data", "fsdp", "tensor")

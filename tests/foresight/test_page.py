@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sample
 
-from gspmd_lm.foresight import figures, page
+from gspmd_lm.foresight.show import figures, page
 
 SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -17,8 +17,9 @@ import pytest
 import sample
 from recorded import same_figures_as_recorded
 
-from gspmd_lm.foresight import hlo, schedule
-from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.cost import schedule
+from gspmd_lm.foresight.machine.hardware import CHIPS
 
 PROGRAMS = Path(__file__).parent / "programs"
 PARTS = ("matmul_s", "attention_s", "other_s", "exposed_communication_s", "exposed_host_copy_s")

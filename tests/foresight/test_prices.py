@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import sample
 
-from gspmd_lm.foresight import hlo, prices, schedule
-from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.cost import prices, schedule
+from gspmd_lm.foresight.machine.hardware import CHIPS
 
 PROGRAMS = Path(__file__).parent / "programs"
 V5E, V6E, H100 = CHIPS["v5e"], CHIPS["v6e"], CHIPS["h100"]

@@ -11,7 +11,7 @@ from recorded import shapes_once  # noqa: F401  a fixture
 from benchmarks import foresight, foresight_memory, measure, published_errors, step_times
 from gspmd_lm import runtime
 from gspmd_lm.foresight import explain
-from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parents[2]

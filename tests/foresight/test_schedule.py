@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import sample
 
-from gspmd_lm.foresight import hlo, kernels, prices, schedule, traffic
-from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.cost import attention, memory_traffic, prices, schedule
+from gspmd_lm.foresight.machine.hardware import CHIPS
 
 PROGRAMS = Path(__file__).parent / "programs"
 # A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.
@@ -361,10 +362,12 @@ def test_traffic_is_what_slices_and_updates_touch():
   %c = f32[3,5]{1,0:T(8,128)} copy(%t)
 """
     instructions = module(body, computations)
-    touched = traffic.of(instructions, instructions.entry.instructions["f"])
+    touched = memory_traffic.of(instructions, instructions.entry.instructions["f"])
     assert (touched.hbm_bytes, touched.chip_bytes) == (256 + 256 + 4, 256)
-    assert traffic.of(instructions, instructions.entry.instructions["s"]).hbm_bytes == 2 * 512
-    assert traffic.of(instructions, instructions.entry.instructions["c"]).hbm_bytes == 2 * 4 * 8 * 128  # whole tiles
+    assert memory_traffic.of(instructions, instructions.entry.instructions["s"]).hbm_bytes == 2 * 512
+    assert (
+        memory_traffic.of(instructions, instructions.entry.instructions["c"]).hbm_bytes == 2 * 4 * 8 * 128
+    )  # whole tiles
 
 
 def saved(name):
@@ -395,4 +398,4 @@ def test_saved_programs_add_up(name):
             s.instruction for s in saved(name).steps() if s.instruction.custom_call_target == "tpu_custom_call"
         )
         batch, heads, seq, size = 8, 1, 128, 128
-        assert kernels.flops(saved(name), kernel) == 4 * batch * heads * seq * seq * size
+        assert attention.flops(saved(name), kernel) == 4 * batch * heads * seq * seq * size

@@ -3,7 +3,7 @@
 import pytest
 
 from gspmd_lm.config import InputError
-from gspmd_lm.foresight import target
+from gspmd_lm.foresight.machine import target
 
 
 @pytest.mark.parametrize(

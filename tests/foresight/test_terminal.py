@@ -8,7 +8,7 @@ import sample
 from recorded import same_as_recorded
 from rich.console import Console
 
-from gspmd_lm.foresight import figures, terminal
+from gspmd_lm.foresight.show import figures, terminal
 
 REPORTS = {"fits": [sample.LLAMA], "refused": [sample.REFUSED], "cpu": [sample.CPU],
            "side by side": [sample.LLAMA, sample.REFUSED, sample.FSDP]}  # fmt: skip

@@ -19,7 +19,8 @@ from gspmd_lm import config as configs
 from gspmd_lm.axes import ADAPTERS
 from gspmd_lm.config import InputError, Lora
 from gspmd_lm.data import loader
-from gspmd_lm.foresight import flops, hlo
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.cost import flops
 from gspmd_lm.model import lora
 from gspmd_lm.train import source as sources
 from gspmd_lm.train import state as states

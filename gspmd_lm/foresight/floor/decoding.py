@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.floor import Floor, looked_up
-from gspmd_lm.foresight.floor_traffic import FLOAT32_BYTES, Product, Traffic, itemsize_of
-from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Product, Traffic, itemsize_of
+from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.train.metrics import flops_per_token
 
 if TYPE_CHECKING:

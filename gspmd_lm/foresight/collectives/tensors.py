@@ -8,11 +8,11 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from gspmd_lm.foresight import exchanges
-from gspmd_lm.foresight.exchanges import Exchange
+from gspmd_lm.foresight.collectives import exchanges
+from gspmd_lm.foresight.collectives.exchanges import Exchange
+from gspmd_lm.foresight.collectives.provenance import Place, Provenance, each
 from gspmd_lm.foresight.hlo import Array, Instruction, Module, Step
-from gspmd_lm.foresight.provenance import Place, Provenance, each
-from gspmd_lm.foresight.replica_groups import Groups
+from gspmd_lm.foresight.hlo.replica_groups import Groups
 
 WINDOWED = "windowed "
 REDUCTIONS = ("all-reduce", "reduce-scatter", WINDOWED + "reduce-scatter")

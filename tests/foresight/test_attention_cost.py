@@ -3,8 +3,9 @@
 
 import pytest
 
-from gspmd_lm.foresight import hlo, kernels, prices
-from gspmd_lm.foresight.hardware import CHIPS
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.cost import attention, prices
+from gspmd_lm.foresight.machine.hardware import CHIPS
 
 
 def module(call, operands, fused=False):
@@ -35,10 +36,10 @@ def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fus
 
 def test_splash_counts_visited_blocks_steps_and_rows():
     forward = splash("fwd_residuals", 8)
-    operations = kernels.flops(forward, forward.entry.root)
+    operations = attention.flops(forward, forward.entry.root)
     assert operations == 3 * 32 * 2 * 2 * (36 / 64) * 8192**2 * 128
-    seconds = kernels.price_s(forward, forward.entry.root, CHIPS["v6e"])
-    cycles = kernels.SPLASH["v6e"][128][0]
+    seconds = attention.price_s(forward, forward.entry.root, CHIPS["v6e"])
+    cycles = attention.SPLASH["v6e"][128][0]
     assert seconds == pytest.approx(
         96 * (36 * cycles.visited[2] + 64 * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
     )
@@ -47,9 +48,9 @@ def test_splash_counts_visited_blocks_steps_and_rows():
 @pytest.mark.parametrize(("chip", "cores"), [("v4", 2), ("v5e", 1), ("v5p", 2), ("v6e", 1), ("tpu7x", 1)])
 def test_the_cores_of_a_device_share_the_heads(chip, cores):
     forward = splash("fwd_residuals", 16)
-    cycles = kernels.SPLASH[chip][128][0]
+    cycles = attention.SPLASH[chip][128][0]
     of_one_core = 96 * (136 * cycles.visited[1] + 256 * cycles.step + 16 * cycles.row) / CHIPS[chip].clock_hz
-    assert kernels.price_s(forward, forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
+    assert attention.price_s(forward, forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
 
 
 def test_a_kernel_in_a_fusion_is_priced_as_itself():
@@ -59,21 +60,21 @@ def test_a_kernel_in_a_fusion_is_priced_as_itself():
     assert prices_s[0] == prices_s[1] and prices_s[0].kind == "attention"
 
 
-@pytest.mark.parametrize("chip", sorted(kernels.SPLASH))
+@pytest.mark.parametrize("chip", sorted(attention.SPLASH))
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_shares_of_peak_are_possible_ones(chip, size):
     shares = {}
     for part in ("fwd_residuals", "dkv_no_residuals"):
         program = splash(part, 16, size=size)
         call = program.entry.root
-        seconds = kernels.price_s(program, call, CHIPS[chip])
-        shares[part] = kernels.flops(program, call) / seconds / CHIPS[chip].peak_bf16_flops_per_s
+        seconds = attention.price_s(program, call, CHIPS[chip])
+        shares[part] = attention.flops(program, call) / seconds / CHIPS[chip].peak_bf16_flops_per_s
     assert 0.05 < shares["fwd_residuals"] < shares["dkv_no_residuals"] < 1.0, shares
 
 
 def test_smaller_blocks_leave_more_and_cost_more():
     seconds = [
-        kernels.price_s(p, p.entry.root, CHIPS["v5p"]) for p in (splash("fwd_residuals", n) for n in (8, 16, 32))
+        attention.price_s(p, p.entry.root, CHIPS["v5p"]) for p in (splash("fwd_residuals", n) for n in (8, 16, 32))
     ]
     assert seconds[0] < seconds[2] and seconds[1] < seconds[2]
 
@@ -86,13 +87,13 @@ def test_cudnn(mask, half):
         f'({q}, u8[0]) custom-call(ARGS), custom_call_target="__cudnn$fmhaSoftmax", backend_config={config}', (q, q, q)
     )
     call = program.entry.root
-    assert kernels.flops(program, call) == half * 4 * 2 * 8 * 4096**2 * 64
+    assert attention.flops(program, call) == half * 4 * 2 * 8 * 4096**2 * 64
     share = (
-        kernels.flops(program, call)
-        / kernels.price_s(program, call, CHIPS["h100"])
+        attention.flops(program, call)
+        / attention.price_s(program, call, CHIPS["h100"])
         / CHIPS["h100"].peak_bf16_flops_per_s
     )
-    assert share == pytest.approx(kernels.CUDNN_SHARE[0])
+    assert share == pytest.approx(attention.CUDNN_SHARE[0])
 
 
 def test_other_calls_have_no_price_here():
@@ -101,6 +102,6 @@ def test_other_calls_have_no_price_here():
         ("f32[4]",),
     )
     assert (
-        kernels.price_s(program, program.entry.root, CHIPS["v6e"]) is None
-        and kernels.flops(program, program.entry.root) == 0
+        attention.price_s(program, program.entry.root, CHIPS["v6e"]) is None
+        and attention.flops(program, program.entry.root) == 0
     )

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from gspmd_lm.config import InputError
-from gspmd_lm.foresight import loops
-from gspmd_lm.foresight.instruction import (
+from gspmd_lm.foresight.hlo import loops
+from gspmd_lm.foresight.hlo.instruction import (
     ARRAY,
     COMMENT,
     QUOTED,
@@ -23,7 +23,7 @@ from gspmd_lm.foresight.instruction import (
     attributes_of,
     split,
 )
-from gspmd_lm.foresight.replica_groups import groups
+from gspmd_lm.foresight.hlo.replica_groups import groups
 
 __all__ = ["COLLECTIVES", "Array", "Computation", "Instruction", "Module", "Shape", "Step", "groups", "parse"]
 

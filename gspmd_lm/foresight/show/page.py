@@ -5,8 +5,9 @@ import json
 from collections.abc import Iterable, Sequence
 
 from gspmd_lm.foresight.advice import SLOW_LINKS
-from gspmd_lm.foresight.drawing import bar, text, timeline
-from gspmd_lm.foresight.figures import (
+from gspmd_lm.foresight.report import Array, Report
+from gspmd_lm.foresight.show.drawing import bar, text, timeline
+from gspmd_lm.foresight.show.figures import (
     breakdown,
     compared,
     errors,
@@ -23,10 +24,9 @@ from gspmd_lm.foresight.figures import (
     sent_bytes,
     split,
 )
-from gspmd_lm.foresight.report import Array, Report
 from gspmd_lm.rules import human_bytes
 
-TEMPLATE = importlib.resources.files("gspmd_lm.foresight") / "page.html"
+TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
 
 
 def render(reports: Sequence[Report]) -> str:

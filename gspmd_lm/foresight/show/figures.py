@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.schedule import Prediction
 from gspmd_lm.rules import human_bytes
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gspmd_lm.foresight.hlo import Module
-    from gspmd_lm.foresight.instruction import Instruction
+    from gspmd_lm.foresight.hlo.instruction import Instruction
 
 _SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done", "optimization-barrier", "reshape", "bitcast-convert")
 _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}

@@ -4,11 +4,12 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from gspmd_lm.foresight import flops, kernels, prices, provenance, traffic
-from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.collectives import provenance
+from gspmd_lm.foresight.cost import attention, flops, memory_traffic, prices
+from gspmd_lm.foresight.cost.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.network import Network
-from gspmd_lm.foresight.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
+from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.network import Network
 
 COSTLIEST = 12  # operations listed
 UNKNOWN_TURNS = "while: turns unknown"
@@ -104,7 +105,7 @@ def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
         instruction = step.instruction
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
             continue
-        size = step.times * traffic.of(module, instruction).all_bytes
+        size = step.times * memory_traffic.of(module, instruction).all_bytes
         total += size
         unknown = walk.price(instruction).unknown
         if instruction.phase == "-start" and not (
@@ -127,7 +128,7 @@ def _flops(module: Module) -> float:
             continue
         done = flops.of(module, step.instruction)
         for call in prices.kernels_of(module, step.instruction):
-            done += kernels.flops(module, call) or (call.cost_estimate or (0.0,))[0]
+            done += attention.flops(module, call) or (call.cost_estimate or (0.0,))[0]
         total += step.times * done
     return total
 

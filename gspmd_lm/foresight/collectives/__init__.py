@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gspmd_lm.axes import ACTIVATIONS, WEIGHTS
-from gspmd_lm.foresight.causes import Causes
+from gspmd_lm.foresight.collectives.causes import Causes
+from gspmd_lm.foresight.collectives.provenance import Name, Provenance, each, read, state
+from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, Tensor, overlaps, tensors
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.network import Network
-from gspmd_lm.foresight.provenance import Name, Provenance, each, read, state
-from gspmd_lm.foresight.tensors import GATHERS, REDUCTIONS, Tensor, overlaps, tensors
+from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.rules import Rules
 
 NEAR = 30  # instructions within which a tensor without a name of its own is explained

@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.machine.hardware import Chip
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -3,9 +3,9 @@
 import dataclasses
 import re
 
-from gspmd_lm.foresight import flops, kernels, traffic
-from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.cost import attention, flops, memory_traffic
 from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.machine.hardware import Chip
 
 # What is no public fact of the hardware stands here; FITTED of benchmarks/published_errors.py says what was fitted
 # to which published steps.
@@ -95,7 +95,7 @@ def kernels_of(module: Module, instruction: Instruction) -> list[Instruction]:
 
 def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
     """An attention kernel that is known by name, or another by what it says that it takes; None if it says nothing."""
-    if seconds := kernels.price_s(module, call, chip):
+    if seconds := attention.price_s(module, call, chip):
         return Price(seconds, "attention")
     if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
         return NOTHING  # its bytes are counted where nothing else is
@@ -145,5 +145,5 @@ def _only_scalars(module: Module, instruction: Instruction) -> bool:
 
 
 def _memory_s(module: Module, instruction: Instruction, chip: Chip) -> float:
-    moved = traffic.of(module, instruction)
+    moved = memory_traffic.of(module, instruction)
     return (moved.hbm_bytes + moved.chip_bytes / ON_CHIP_SPEED) / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from gspmd_lm.foresight.exchanges import rendezvous
+from gspmd_lm.foresight.collectives.exchanges import rendezvous
 from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module
 from gspmd_lm.rules import TABLES
 

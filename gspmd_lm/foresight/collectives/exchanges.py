@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from gspmd_lm.foresight.hlo import COLLECTIVES, Array, Instruction, Module
-from gspmd_lm.foresight.replica_groups import Groups, groups
+from gspmd_lm.foresight.hlo.replica_groups import Groups, groups
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from gspmd_lm.config import InputError
 
 if TYPE_CHECKING:
-    from gspmd_lm.foresight.instruction import Instruction
+    from gspmd_lm.foresight.hlo.instruction import Instruction
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -5,11 +5,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from gspmd_lm.foresight import exchanges, prices
-from gspmd_lm.foresight.exchanges import Exchange
-from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.collectives import exchanges
+from gspmd_lm.foresight.collectives.exchanges import Exchange
+from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.hlo import COLLECTIVES, Computation, Instruction, Module
-from gspmd_lm.foresight.network import Network
+from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.network import Network
 
 TURNS = 8  # of a loop that are walked at most: it is enough that one takes as long as the one before
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd_lm.axes import ADAPTED, ADAPTERS
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor_traffic import ACTIVATION_AXES, Traffic, itemsize_of, model_sizes, piece_count
-from gspmd_lm.foresight.hardware import Chip
+from gspmd_lm.foresight.floor.traffic import ACTIVATION_AXES, Traffic, itemsize_of, model_sizes, piece_count
+from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.train.metrics import flops_per_token
 
 if TYPE_CHECKING:

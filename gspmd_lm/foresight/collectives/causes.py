@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from gspmd_lm.axes import ACTIVATIONS
-from gspmd_lm.foresight.provenance import Name
+from gspmd_lm.foresight.collectives.provenance import Name
 from gspmd_lm.rules import TABLES, Rules
 
 # The end of a weight's name, or of a module's, -> the activations that its operations read and write.

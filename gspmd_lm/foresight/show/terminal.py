@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.figures import (
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.show.figures import (
     breakdown,
     communication,
     compared,
@@ -26,7 +27,6 @@ from gspmd_lm.foresight.figures import (
     ranked,
     sent_bytes,
 )
-from gspmd_lm.foresight.report import Report
 from gspmd_lm.rules import human_bytes
 
 LINES = 49  # of a screen, the prompt aside

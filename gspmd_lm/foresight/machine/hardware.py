@@ -13,7 +13,7 @@ Rates and memory are those of one jax device, links those of one chip. Sources i
 import dataclasses
 from collections.abc import Sequence
 
-from gspmd_lm.foresight.instruction import bits
+from gspmd_lm.foresight.hlo.instruction import bits
 
 _GIB = 2**30
 

@@ -8,8 +8,8 @@ import dataclasses
 import math
 import re
 
-from gspmd_lm.foresight.hardware import Chip
 from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.machine.hardware import Chip
 
 # Share of peak of cuDNN's attention, (forward, backward), causal, rounded. Source: FlashAttention-3, arXiv 2407.08608,
 # which measures cuDNN on H100 at head size 128: about 600 TFLOP/s forward without a mask, less with one and backward.
