@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file, runtime
+from gspmd_lm import core_yaml, paths, rules_file, runtime
 from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
 
@@ -154,5 +154,5 @@ class Row:
 
 def rows(path: Path = PUBLISHED) -> list[Row]:
     """The published runs, in the order of the file."""
-    listed: Iterable[Mapping[str, Any]] = configs.parse_yaml(configs.read_text(path), str(path))
+    listed: Iterable[Mapping[str, Any]] = core_yaml.parse(paths.read_text(path), str(path))
     return [Row(**row) for row in listed]

@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gspmd_lm import files, orbax_folder, trees
-from gspmd_lm.config import Config, InputError, Model, RunFailed
+from gspmd_lm.config import Config, Model
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.processes import from_first
 from gspmd_lm.verdicts import Verdicts
 

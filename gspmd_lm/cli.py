@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from absl import flags
 
-from gspmd_lm.config import InputError, RunFailed, did_you_mean
+from gspmd_lm.errors import InputError, RunFailed, did_you_mean
 
 VERBS = {
     "train": "trains, from the newest checkpoint of the workdir or from scratch",

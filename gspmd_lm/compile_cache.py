@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from gspmd_lm.config import InputError, cache_folder
+from gspmd_lm.errors import InputError
+from gspmd_lm.paths import cache_folder
 
 LIMIT_BYTES = 8 * 2**30
 

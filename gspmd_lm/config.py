@@ -1,18 +1,16 @@
 """What is computed: the frozen, strictly typed settings of one run, and how a YAML file becomes them."""
 
 import dataclasses
-import difflib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_type_hints
 
-import platformdirs
 import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm import core_yaml
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.paths import find_file, read_text
 
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _MOST = 2**31 - 1  # of what is counted in int32
@@ -24,14 +22,6 @@ Positive = Annotated[float, pydantic.Field(gt=0)]
 NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
-
-
-class InputError(ValueError):
-    """The user's input is wrong. The message names the place and a fix; the command line exits with 2."""
-
-
-class RunFailed(RuntimeError):
-    """A run cannot go on, though its input is right. The message says why and what to do; the exit code is 1."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -251,61 +241,13 @@ class Config:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint such as ' (did you mean heads?)' for a misspelt `word`, or ''."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def parse_yaml(text: str, place: str) -> Any:
-    """The value of one YAML document. Raises InputError, naming `place` and the line, where it is not YAML."""
-    try:
-        return core_yaml.load(text)
-    except core_yaml.YamlError as error:
-        raise InputError(f"{place}: not valid YAML\n  {error}") from error
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. Raises InputError where it cannot be read or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def cache_folder(name: str) -> Path:
-    """The folder `name` in $GSPMD_LM_CACHE, or in the user's cache directory. It need not exist."""
-    chosen = os.environ.get("GSPMD_LM_CACHE")
-    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
-
-
-def find_file(name: str, folder: str) -> Path:
-    """The file `name` as given, or in the working directory's, checkout's or wheel's `folder`, .yaml optional.
-
-    Raises InputError with the nearest known name.
-    """
-    package = Path(__file__).parent
-    roots = [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]
-    for root in roots:
-        for candidate in (root / name, root / f"{name}.yaml"):
-            if candidate.is_file():
-                return candidate
-    shipped = sorted({file.stem for root in roots[1:] for file in root.glob("*.yaml")})
-    raise InputError(
-        f"{name}: no such file, here or in {folder}/{did_you_mean(Path(name).stem, shipped)}\n"
-        f"  fix   give a path, or one of {', '.join(shipped)}"
-    )
-
-
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a file (a path, or a name in configs/) with `section.key=value` overrides applied.
 
     Raises InputError that lists every problem of the file and of the overrides at once.
     """
     path = find_file(name, "configs")
-    raw = parse_yaml(read_text(path), str(path))
+    raw = core_yaml.parse(read_text(path), str(path))
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise InputError(f"{path}: a config is a mapping of sections; this one {kind}")
@@ -328,7 +270,7 @@ def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
             target = target[section]
             if not isinstance(target, dict):
                 raise InputError(f"--set {text}: in {place}, {section} is not a mapping")
-        target[field] = parse_yaml(value, f"--set {text}")
+        target[field] = core_yaml.parse(value, f"--set {text}")
 
 
 def from_dict(raw: Mapping[str, Any], place: str) -> Config:

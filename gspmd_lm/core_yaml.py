@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from gspmd_lm.errors import InputError
+
 DEEPEST = 32
 _MOST = 2**63
 # https://yaml.org/spec/1.2.2/#103-core-schema
@@ -46,6 +48,14 @@ def load(text: str) -> Any:
         return value
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).replace('in "<unicode string>", ', "at ").split())) from error
+
+
+def parse(text: str, place: str) -> Any:
+    """`load` for a text that a user wrote. Raises InputError, naming `place` and the line, where it is not YAML."""
+    try:
+        return load(text)
+    except YamlError as error:
+        raise InputError(f"{place}: not valid YAML\n  {error}") from error
 
 
 def dump(value: Any, flow: bool = False) -> str:

@@ -22,7 +22,7 @@ import filelock
 from etils import epath
 
 from gspmd_lm import files
-from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed
 
 LOCK, HOLDER = "lock", "lock.json"  # in a workdir: what the system locks; who holds it
 BEAT_S = 30.0

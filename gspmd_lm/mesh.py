@@ -42,3 +42,9 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     else:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(rules.mesh), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def platform(mesh: Mesh) -> str:
+    """cpu, gpu or tpu, as rules files call them; jax says cuda and rocm of devices that are compiled for only."""
+    found = str(mesh.devices.flat[0].platform)
+    return {"cuda": "gpu", "rocm": "gpu"}.get(found, found)

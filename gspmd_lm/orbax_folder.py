@@ -12,7 +12,7 @@ import tensorstore
 from etils import epath
 
 from gspmd_lm import files, trees
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 
 def opened(directory: str) -> epath.Path:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gspmd_lm import mesh as meshes
 from gspmd_lm.axes import ACTIVATIONS
 from gspmd_lm.placing import Spec, Split, placed_by, scope
 from gspmd_lm.rules import Problem, Rules, check
@@ -31,8 +32,7 @@ class MeshPlacement:
 
     @property
     def attention(self) -> str:
-        platform = self.mesh.devices.flat[0].platform
-        return self.rules.attention["gpu" if platform in ("cuda", "rocm") else platform]
+        return self.rules.attention[meshes.platform(self.mesh)]
 
     @property
     def remat(self) -> Callable[..., Any] | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 CONNECT_S = 20  # for connecting to the first process
 LAST_S = 3  # that the first process stays when it failed, for the others to end

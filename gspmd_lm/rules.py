@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from gspmd_lm import core_yaml
 from gspmd_lm.axes import ACTIVATIONS, ARRAYS
-from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.units import human_bytes
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
@@ -250,15 +251,6 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
     if texts:
         raise ShardingError("\n".join(texts))
     return [problem for problem in problems if problem.warning]
-
-
-def human_bytes(count: float) -> str:
-    """'1.2 MB': decimal units, as the field counts memory traffic."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def either(words: Iterable[Any]) -> str:

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gspmd_lm.axes import ARRAYS, AXES
-from gspmd_lm.config import did_you_mean, find_file, parse_yaml, read_text
+from gspmd_lm.core_yaml import parse
+from gspmd_lm.errors import did_you_mean
+from gspmd_lm.paths import find_file, read_text
 from gspmd_lm.rules import (
     IN_BLOCKS,
     KERNELS,
@@ -32,7 +34,7 @@ def load(name: str, mesh_override: str = "") -> Rules:
     """
     path = find_file("single" if name == "none" else name, "rules")
     text = read_text(path)
-    raw = parse_yaml(text, str(path))
+    raw = parse(text, str(path))
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"

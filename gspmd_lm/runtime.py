@@ -20,9 +20,9 @@ import jaxlib
 from jax.experimental import multihost_utils
 
 from gspmd_lm import processes
-from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.rules import PLATFORMS
 
-PLATFORMS = ("cpu", "gpu", "tpu")
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
 
 # How long simulated devices wait for each other before XLA warns, and before it ends the process (20 and 40 seconds by

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 SHOWN = 6  # lines of each kind in a message
 

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gspmd_lm import checkpoint, config, files
 from gspmd_lm.checkpoint import Checkpoints
-from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed
 
 ARCHITECTURE = {"layers": 4, "embed": 8, "norm": "rmsnorm", "rope_scaling": None}
 SIZES = {"data": 2, "tensor": 4}

@@ -11,7 +11,7 @@ import filelock
 import pytest
 
 from gspmd_lm import cli, compile_cache
-from gspmd_lm.config import RunFailed
+from gspmd_lm.errors import RunFailed
 from gspmd_lm.verbs import train
 
 ROOT = Path(__file__).parent.parent

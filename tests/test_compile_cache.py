@@ -5,7 +5,7 @@ import os
 import pytest
 
 from gspmd_lm import compile_cache
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from tests.launched import launch, output
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm import config, core_yaml
-from gspmd_lm.config import InputError
+from gspmd_lm import config, core_yaml, errors, paths
+from gspmd_lm.errors import InputError
 
 MODEL = "{layers: 4, embed: 128, heads: 8, kv_heads: 8, head_dim: 16, mlp: 384, vocab: 257, context: 256}"
 RIGHT = f"model: {MODEL}\ntrain: {{steps: 10}}\n"
@@ -120,7 +120,7 @@ def test_not_utf8(load, tmp_path):
 
 def test_file_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match=r"gone.yaml: cannot be read \(No such file or directory\)$"):
-        config.read_text(tmp_path / "gone.yaml")
+        paths.read_text(tmp_path / "gone.yaml")
 
 
 def test_missing_file_names_the_nearest():
@@ -218,7 +218,7 @@ def test_shipped_configs_survive_yaml(shipped_config):
 
 
 def test_shipped_configs_begin_with_the_command_that_runs_them(shipped_config):
-    first = config.find_file(shipped_config, "configs").read_text().split("\n")[0]
+    first = paths.find_file(shipped_config, "configs").read_text().split("\n")[0]
     assert first.startswith("# python main.py ")
     assert f"--config={shipped_config}" in first or shipped_config == "tiny"
 
@@ -230,4 +230,4 @@ def shipped_config(request):
 
 @pytest.mark.parametrize(("word", "hint"), [("heds", " (did you mean heads?)"), ("zzz", ""), ("", "")])
 def test_did_you_mean(word, hint):
-    assert config.did_you_mean(word, ["heads", "mlp"]) == hint
+    assert errors.did_you_mean(word, ["heads", "mlp"]) == hint

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.axes import ARRAYS, AXES
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +109,7 @@ def config(small):
 
 
 def check_rules(file, config, text):
-    means_the_same(text, configs.parse_yaml, "here")
+    means_the_same(text, core_yaml.parse, "here")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     layout = bounded(rules_file.load, str(file))
     if not isinstance(layout, InputError):
@@ -117,7 +117,7 @@ def check_rules(file, config, text):
 
 
 def check_config(file, text):
-    means_the_same(text, configs.parse_yaml, "here")
+    means_the_same(text, core_yaml.parse, "here")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     found = bounded(configs.load, str(file))
     if not isinstance(found, InputError):

@@ -12,7 +12,7 @@ from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fix
 from rich.console import Console
 
 from gspmd_lm import axes, config, rules_file
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import programs
 from gspmd_lm.train import state, table
 

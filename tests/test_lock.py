@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 
 from gspmd_lm import lock
-from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed
 
 HOLD = """
 import sys, time

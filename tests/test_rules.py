@@ -10,7 +10,7 @@ import pytest
 from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fixture)
 
 from gspmd_lm import config, placement, rules, rules_file
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Problem, ShardingError, check
 from gspmd_lm.train import state
 

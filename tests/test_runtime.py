@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from gspmd_lm import runtime
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from tests.launched import free_port, launch, output
 
 SUM_THEN_TRAIN = """

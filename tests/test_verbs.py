@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from gspmd_lm import cli, config, processes, runtime
+from gspmd_lm import cli, config, errors, processes, runtime
 from gspmd_lm.convert import export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
@@ -206,5 +206,5 @@ def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one
         "chat_template.jinja": tmp_path / "second" / "chat_template.jinja",
         "tokenizer.json": tmp_path / "second" / "mine.json",
     }
-    with pytest.raises(config.InputError, match="no such file"):
+    with pytest.raises(errors.InputError, match="no such file"):
         convert._beside(None, str(tmp_path / "gone.json"))

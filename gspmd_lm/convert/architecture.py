@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import config
-from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm import config, paths
 from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.source import Source
 from gspmd_lm.convert.strict_json import parse, shown
+from gspmd_lm.errors import InputError, did_you_mean
 
 CONFIG = "config.json"
 # Settings that no config.json has: how a run computes, and padding, which is undone on export.
@@ -30,7 +30,7 @@ def load(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         what = "no such folder" if not folder.is_dir() else f"no {CONFIG}"
         raise InputError(f"{folder}: {what}\n  fix   give a folder that transformers' save_pretrained wrote")
-    return parse(config.read_text(path), path)
+    return parse(paths.read_text(path), path)
 
 
 def family(raw: Mapping[str, Any], place: str) -> Family:

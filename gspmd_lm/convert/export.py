@@ -14,11 +14,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config, files
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.pretrained import Place, places
+from gspmd_lm.errors import InputError
 
 GATHERED_BYTES = 64 * 2**20  # of an array that is spread over hosts, at a time
 Held = list[tuple[Place, Any, int | None]]  # what a tensor is made of: places, arrays, which entry of a stacked one

@@ -11,11 +11,11 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from gspmd_lm import config, files
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import Rows, Tensor
 from gspmd_lm.convert.pretrained import Place, places
+from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gspmd_lm import config
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, Rows, Tensor
 from gspmd_lm.convert.safetensors import Stored
+from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
 
 TOKENIZER = "tokenizer.json"

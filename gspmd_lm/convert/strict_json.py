@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 DEEPEST = 64  # levels of lists and objects; what is deeper could not be written or shown again
 _LONGEST_NUMBER = 40  # digits

@@ -17,9 +17,10 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
-from gspmd_lm.config import InputError, did_you_mean, read_text
 from gspmd_lm.data import tokenizer
 from gspmd_lm.data.packing import LAST, TARGET
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.paths import read_text
 
 Message = Mapping[str, Any]  # role, content, and what else the template reads of a message
 Span = tuple[int, int]  # of characters: start, stop

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from grain.experimental import index_shuffle
 
-from gspmd_lm.config import Config, InputError
+from gspmd_lm.config import Config
 from gspmd_lm.data import cache, chat, packing, sources, tokenizer
+from gspmd_lm.errors import InputError
 
 MOST_RANDOM_TOKENS = 2**30  # of random:ROWS
 _AHEAD = 4  # batches read before they are asked for

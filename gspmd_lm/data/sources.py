@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm.config import Data, InputError, did_you_mean
+from gspmd_lm.config import Data
+from gspmd_lm.errors import InputError, did_you_mean
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0: not known)
 

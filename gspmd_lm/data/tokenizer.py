@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 # Tried in this order where no tokenizer_config.json beside the file names an eos_token.

@@ -13,8 +13,9 @@ from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Array, Finding
-from gspmd_lm.rules import KERNELS, Problem, Rules, human_bytes
+from gspmd_lm.rules import KERNELS, Problem, Rules
 from gspmd_lm.train.state import attention_lacks
+from gspmd_lm.units import human_bytes
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
 LARGE_SHARE = 0.02  # of the chip's memory, where that is more

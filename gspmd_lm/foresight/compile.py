@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gspmd_lm import config as configs
-from gspmd_lm import files, versions
-from gspmd_lm.config import Config, InputError, RunFailed
+from gspmd_lm import files, paths, versions
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules, ShardingError
@@ -105,7 +106,7 @@ def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache:
     Raises InputError for what is wrong with a request, RunFailed where the compiler fails for another reason.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch) if cache == "none" else Path(cache) if cache else configs.cache_folder("explain")
+        root = Path(scratch) if cache == "none" else Path(cache) if cache else paths.cache_folder("explain")
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:

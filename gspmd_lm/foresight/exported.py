@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import files
-from gspmd_lm.config import InputError, cache_folder
+from gspmd_lm.errors import InputError
+from gspmd_lm.paths import cache_folder
 
 FORMAT = "gspmd_lm executable 1"
 

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from gspmd_lm.config import RunFailed
+from gspmd_lm.errors import RunFailed
 from gspmd_lm.foresight import hlo
 
 # Instructions that make no new buffer: they name, take apart or hand on what others made.

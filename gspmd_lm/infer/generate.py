@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_lm.config import Config, InputError
+from gspmd_lm.config import Config
 from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import programs
 from gspmd_lm.infer.programs import Programs, Prompts
 from gspmd_lm.infer.sampling import Choice, Sampling

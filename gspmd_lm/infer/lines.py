@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from gspmd_lm.config import InputError, read_text
 from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer.generate import Piece
+from gspmd_lm.paths import read_text
 
 Fields = dict[str, Any]
 Render = Callable[[Fields], Sequence[int] | np.ndarray]  # a line with messages -> ids of the prompt; raises InputError

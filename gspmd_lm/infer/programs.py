@@ -364,9 +364,8 @@ def compiled(lowered: jax.stages.Lowered, rules: Rules, mesh: Mesh, what: str, f
 
     Raises InputError, which says `what` does not fit and how to mend it, where they have not enough memory for it.
     """
-    device = mesh.devices.flat[0]
-    platform = {"cuda": "gpu", "rocm": "gpu"}.get(str(device.platform), str(device.platform))
-    options = runtime.compiler_options(platform, rules.compiler_options, rules.path, device.device_kind)
+    platform, kind = meshes.platform(mesh), mesh.devices.flat[0].device_kind
+    options = runtime.compiler_options(platform, rules.compiler_options, rules.path, kind)
     program = runtime.compile(lowered, options, platform, rules.path)
     runtime.check_room(program, list(mesh.devices.flat), what, fix)
     return program

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 
 class Settings(NamedTuple):

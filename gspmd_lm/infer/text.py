@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from gspmd_lm.config import InputError
 from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.errors import InputError
 
 _CUT = "\ufffd"  # what stands for bytes that are no character, or not yet
 _LONGEST_CUT = 3  # bytes of a character that lacks its last one

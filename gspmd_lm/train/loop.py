@@ -20,12 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from gspmd_lm import checkpoint, compile_cache, core_yaml, files, processes, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.checkpoint import Checkpoints, Chosen
-from gspmd_lm.config import Config, InputError, RunFailed
+from gspmd_lm.config import Config
 from gspmd_lm.data.loader import Loader
-from gspmd_lm.rules import human_bytes
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.train import metrics, source
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
+from gspmd_lm.units import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ import jax
 from etils import epath
 
 from gspmd_lm import files
-from gspmd_lm.config import Data, InputError, Model
+from gspmd_lm.config import Data, Model
+from gspmd_lm.errors import InputError
 
 
 def flops_per_token(model: Model, parameter_count: int, seq: int, trained_count: int | None = None) -> float:

@@ -8,7 +8,8 @@ from etils import epath
 
 from gspmd_lm import checkpoint
 from gspmd_lm import config as configs
-from gspmd_lm.config import Config, InputError
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state
 from gspmd_lm.train.step import Step

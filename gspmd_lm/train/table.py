@@ -10,8 +10,9 @@ from rich.table import Table
 
 from gspmd_lm.config import Config
 from gspmd_lm.placement import Named
-from gspmd_lm.rules import Rules, human_bytes
+from gspmd_lm.rules import Rules
 from gspmd_lm.train.state import Activations, Arrays, activations, pairs
+from gspmd_lm.units import human_bytes
 
 Spec = tuple[tuple[str, ...], ...]
 

@@ -10,16 +10,17 @@ import jax
 from absl import flags
 from etils import epath
 
-from gspmd_lm import checkpoint, core_yaml, files
+from gspmd_lm import checkpoint, core_yaml, files, paths
 from gspmd_lm import config as configs
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture, export, peft, pretrained
 from gspmd_lm.convert.strict_json import parse
 from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.placement import problems
-from gspmd_lm.rules import check, human_bytes
+from gspmd_lm.rules import check
 from gspmd_lm.train import state, step
+from gspmd_lm.units import human_bytes
 from gspmd_lm.verbs import generate, session
 
 ORIGINAL = "hugging_face"  # in a workdir: what came with the weights, without them
@@ -122,7 +123,7 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     original = _original(workdir, config)
     like = architecture.load(original) if original else None
     if original and (original / IGNORED).is_file():
-        fields = parse(configs.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG, [])
+        fields = parse(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG, [])
         here.say(f"ignored on import, and kept in {architecture.CONFIG}: {', '.join(map(str, fields))}")
     begun = config.train.init_from
     if not original and begun and not session.path_of(begun).is_dir():

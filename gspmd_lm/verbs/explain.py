@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
-from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine import target as targets
 

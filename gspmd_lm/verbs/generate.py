@@ -8,8 +8,8 @@ from typing import Any, TextIO
 from absl import flags
 
 from gspmd_lm import checkpoint, compile_cache
-from gspmd_lm.config import InputError
 from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, lines
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.infer.text import Stops

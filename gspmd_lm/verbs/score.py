@@ -6,9 +6,11 @@ from pathlib import Path
 from absl import flags
 
 from gspmd_lm import compile_cache
-from gspmd_lm.config import Config, InputError, read_text
+from gspmd_lm.config import Config
 from gspmd_lm.data import tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, score
+from gspmd_lm.paths import read_text
 from gspmd_lm.verbs import session
 from gspmd_lm.verbs.generate import check_weights, restored
 

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from gspmd_lm import checkpoint, files, lock, processes, rules_file, runtime, versions
 from gspmd_lm import config as configs
-from gspmd_lm.config import Config, InputError
+from gspmd_lm.config import Config
 from gspmd_lm.data.sources import Progress
 from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Rules
 
 

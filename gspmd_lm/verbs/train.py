@@ -13,8 +13,9 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import compile_cache, processes
-from gspmd_lm.config import Config, InputError
+from gspmd_lm.config import Config
 from gspmd_lm.data import loader, sources, tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.machine import hardware, target
 from gspmd_lm.foresight.show import terminal

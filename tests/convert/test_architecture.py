@@ -6,9 +6,9 @@ import math
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT
+from gspmd_lm.errors import InputError
 
 LLAMA31 = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,

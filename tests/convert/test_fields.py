@@ -13,9 +13,9 @@ from types import FunctionType, MethodType
 
 import pytest
 
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, REFUSED
+from gspmd_lm.errors import InputError
 from tests.convert import references
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # what torch and transformers warn of is theirs

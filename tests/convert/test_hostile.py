@@ -19,11 +19,11 @@ import pytest
 import safetensors as reference
 from hypothesis import strategies as st
 
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import pretrained, safetensors
 from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, REFUSED
 from gspmd_lm.convert.fields import Same
 from gspmd_lm.convert.source import Source
+from gspmd_lm.errors import InputError
 from tests.convert import references
 
 CPU_S = 5.0  # for one example; what takes longer hangs

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from gspmd_lm.config import InputError, Lora
+from gspmd_lm.config import Lora
 from gspmd_lm.convert import export, peft
+from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state
 from tests.convert import ours, references

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm.config import InputError, RopeScaling
+from gspmd_lm.config import RopeScaling
 from gspmd_lm.convert import export, pretrained, safetensors
+from gspmd_lm.errors import InputError
 from tests.convert import ours, references
 
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import safetensors
+from gspmd_lm.errors import InputError
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import strict_json
+from gspmd_lm.errors import InputError
 
 
 def test_what_is_plain_is_read():

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from gspmd_lm.config import InputError
 from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import FAMILIES
+from gspmd_lm.errors import InputError
 from tests.convert.test_architecture import LLAMA31, PUBLISHED, model_of, refused
 
 # Published configs that have a field of no meaning: family -> field -> value.

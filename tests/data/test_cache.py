@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspmd_lm.config import Data, InputError, cache_folder
+from gspmd_lm.config import Data
 from gspmd_lm.data import cache, sources, tokenizer
+from gspmd_lm.errors import InputError
+from gspmd_lm.paths import cache_folder
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from conversations import CHATML, GEMMA, MARKED, REWRITES, TEMPLATES, said, write_tokenizer
 
-from gspmd_lm.config import InputError
 from gspmd_lm.data import chat, packing
+from gspmd_lm.errors import InputError
 
 
 def _encode(talk, messages, **fields):

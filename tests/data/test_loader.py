@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_lm import config
-from gspmd_lm.config import InputError
 from gspmd_lm.data import cache, chat, loader, packing
+from gspmd_lm.errors import InputError
 
 NAMES = (*packing.FIELDS, "row")
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}

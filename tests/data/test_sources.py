@@ -7,8 +7,9 @@ import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
-from gspmd_lm.config import Data, InputError
+from gspmd_lm.config import Data
 from gspmd_lm.data import sources
+from gspmd_lm.errors import InputError
 
 
 def _documents(source, **settings):

@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from gspmd_lm.config import InputError
 from gspmd_lm.data import tokenizer
+from gspmd_lm.errors import InputError
 
 TEXT = b"the cat sat on the mat and the hat\n" * 50
 NOT_UTF8 = b"the \xff\xfe cat \xe4 mat"

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from gspmd_lm.config import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile
 from gspmd_lm.rules import ShardingError
 

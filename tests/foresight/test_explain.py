@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from gspmd_lm import cli
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain, report
 from gspmd_lm.foresight.machine import hardware, target
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import exported
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

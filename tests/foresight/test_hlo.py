@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.cost import flops

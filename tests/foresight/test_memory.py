@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks import foresight, step_times
-from gspmd_lm.config import RunFailed
+from gspmd_lm.errors import RunFailed
 from gspmd_lm.foresight import hlo, memory
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.machine import target

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.machine import target
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm.config import InputError
 from gspmd_lm.data.tokenizer import Bytes
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, programs
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.model.loss import logits

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from gspmd_lm.config import InputError
 from gspmd_lm.data.tokenizer import Bytes
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import lines
 from gspmd_lm.infer.generate import Piece, Result
 

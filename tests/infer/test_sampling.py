@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer.sampling import Sampling, best, choose, filtered, noise
 
 V = 50

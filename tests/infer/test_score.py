@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.config import InputError
 from gspmd_lm.data.tokenizer import Bytes
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import score
 from gspmd_lm.model import loss
 from gspmd_lm.model.transformer import decode

@@ -11,7 +11,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config as configs
 from gspmd_lm.axes import ADAPTERS
-from gspmd_lm.config import InputError, Lora
+from gspmd_lm.config import Lora
+from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import losses
 from gspmd_lm.model.transformer import decode, init

@@ -14,8 +14,8 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import runtime
-from gspmd_lm.config import InputError, RunFailed
 from gspmd_lm.data import loader
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.train.loop import Run

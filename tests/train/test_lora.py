@@ -17,8 +17,9 @@ from benchmarks.collectives import count
 from gspmd_lm import checkpoint, rules_file, runtime
 from gspmd_lm import config as configs
 from gspmd_lm.axes import ADAPTERS
-from gspmd_lm.config import InputError, Lora
+from gspmd_lm.config import Lora
 from gspmd_lm.data import loader
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import flops
 from gspmd_lm.model import lora

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import rules_file
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.model import loss
 from gspmd_lm.train import state, step
 from tests.convert.ours import QUICK

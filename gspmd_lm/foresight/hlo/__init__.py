@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.hlo import loops
 from gspmd_lm.foresight.hlo.instruction import (
     ARRAY,

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 QUOTED = r'"(?:[^"\\]|\\.)*"'
 COMMENT = re.compile(r"/\*.*?\*/")

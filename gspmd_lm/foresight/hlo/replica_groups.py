@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspmd_lm.config import InputError
+from gspmd_lm.errors import InputError
 
 if TYPE_CHECKING:
     from gspmd_lm.foresight.hlo.instruction import Instruction

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from gspmd_lm.config import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight.machine.hardware import CHIPS, Chip, chip_of, gpu_target_config
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from gspmd_lm.foresight.cost.schedule import Span
-from gspmd_lm.foresight.show.figures import human_seconds
+from gspmd_lm.units import human_seconds
 
 LANE, AXIS, GAP = 22, 20, 6  # heights in pixels: a row of spans, the time axis, the space between lanes
 NAMED = 0.035  # share of the width from which a span has room for its name

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.rules import human_bytes
+from gspmd_lm.units import human_bytes, human_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,20 +18,6 @@ class Row:
     known: str  # compiled, predicted or counted
     cells: tuple[str, ...]
     best: frozenset[int] = frozenset()
-
-
-def human_seconds(value: float) -> str:
-    """'2.31 s', '14.2 ms', '310 us'"""
-    unit, scale = ("s", 1.0) if value >= 1 or not value else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
-    return f"{value / scale:.0f} {unit}" if value >= 100 * scale else f"{value / scale:.3g} {unit}"
-
-
-def human_count(value: float) -> str:
-    """'8.03 B', '4.19 M', '2048'"""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if value >= scale:
-            return f"{value / scale:.2f} {unit}"
-    return f"{value:,.0f}"
 
 
 def percent(share: float) -> str:

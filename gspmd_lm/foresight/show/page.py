@@ -13,8 +13,6 @@ from gspmd_lm.foresight.show.figures import (
     errors,
     fit,
     hardware,
-    human_count,
-    human_seconds,
     layout,
     mesh,
     of_floor,
@@ -24,7 +22,7 @@ from gspmd_lm.foresight.show.figures import (
     sent_bytes,
     split,
 )
-from gspmd_lm.rules import human_bytes
+from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
 

@@ -17,8 +17,6 @@ from gspmd_lm.foresight.show.figures import (
     errors,
     fit,
     hardware,
-    human_count,
-    human_seconds,
     layout,
     mesh,
     of_floor,
@@ -27,7 +25,7 @@ from gspmd_lm.foresight.show.figures import (
     ranked,
     sent_bytes,
 )
-from gspmd_lm.rules import human_bytes
+from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 LINES = 49  # of a screen, the prompt aside
 MOST_WARNINGS = 6  # below layouts side by side

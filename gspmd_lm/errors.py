@@ -1,0 +1,18 @@
+"""The two errors that a user sees, and the hint for a misspelt word."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """The user's input is wrong. The message names the place and a fix; the command line exits with 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run cannot go on, though its input is right. The message says why and what to do; the exit code is 1."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint such as ' (did you mean heads?)' for a misspelt `word`, or ''."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,0 +1,42 @@
+"""Where files are found: configs and rules by name, caches, and the text of a file."""
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+from gspmd_lm.errors import InputError, did_you_mean
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises InputError where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def cache_folder(name: str) -> Path:
+    """The folder `name` in $GSPMD_LM_CACHE, or in the user's cache directory. It need not exist."""
+    chosen = os.environ.get("GSPMD_LM_CACHE")
+    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
+
+
+def find_file(name: str, folder: str) -> Path:
+    """The file `name` as given, or in the working directory's, checkout's or wheel's `folder`, .yaml optional.
+
+    Raises InputError with the nearest known name.
+    """
+    package = Path(__file__).parent
+    roots = [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]
+    for root in roots:
+        for candidate in (root / name, root / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    shipped = sorted({file.stem for root in roots[1:] for file in root.glob("*.yaml")})
+    raise InputError(
+        f"{name}: no such file, here or in {folder}/{did_you_mean(Path(name).stem, shipped)}\n"
+        f"  fix   give a path, or one of {', '.join(shipped)}"
+    )

@@ -1,0 +1,24 @@
+"""Numbers with their units, as people read them."""
+
+
+def human_bytes(count: float) -> str:
+    """'1.2 MB': decimal units, as the field counts memory traffic."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def human_seconds(value: float) -> str:
+    """'2.31 s', '14.2 ms', '310 us'"""
+    unit, scale = ("s", 1.0) if value >= 1 or not value else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
+    return f"{value / scale:.0f} {unit}" if value >= 100 * scale else f"{value / scale:.3g} {unit}"
+
+
+def human_count(value: float) -> str:
+    """'8.03 B', '4.19 M', '2048'"""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.2f} {unit}"
+    return f"{value:,.0f}"
