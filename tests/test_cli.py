@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,14 @@ def test_help(run, arguments, flags):
     for flag in flags:
         assert flag in out
     assert all(len(line) <= 120 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_is_made_of_sentences(run, verb):
+    title, *flags = re.split(r"^  --\w+ +", run(verb, "--help")[1].strip(), flags=re.M)
+    assert flags and title.startswith(f"python main.py {verb}: ")
+    for text in (title.split(": ", 1)[1].strip(), *map(str.strip, flags)):
+        assert re.match("[A-Z]", text) and re.search(r"(\.|=\.\.\.)$", text) and ";\n" not in text, text
 
 
 def test_help_of_a_verb_shows_only_its_flags(run):

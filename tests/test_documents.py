@@ -113,6 +113,11 @@ def test_keys_of_the_json():
     assert dict(listed) == KEYS
 
 
+def test_the_changelog_has_one_line_for_each_change():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert all(line.startswith(("#", "- ")) and len(line) <= 160 for line in text.splitlines() if line)
+
+
 def test_warnings():
     source = (ROOT / "gspmd_lm/foresight/advice.py").read_text()
     codes = re.findall(r'Finding\(\s*"([\w-]+)"', source)
