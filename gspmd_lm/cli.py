@@ -63,7 +63,7 @@ _SYSTEM_ERRORS = {
     errno.EROFS: "give a folder that can be written in",
     errno.EACCES: "change its permissions, or give another path",
     errno.EPERM: "change its permissions, or give another path",
-    errno.EIO: "see to the disk",
+    errno.EIO: "check the disk",
     errno.EISDIR: "move the folder away: a file belongs there",
     errno.ENOTDIR: "move the file away: a folder belongs there",
     errno.ELOOP: "mend the symbolic link",

@@ -16,7 +16,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file that must hold one JSON object.
 
-    Beside what is not JSON, this refuses what readers of JSON understand in different ways: a key that stands twice,
+    Beside what is not JSON, this refuses what readers of JSON understand in different ways: a key that appears twice,
     NaN and Infinity, numbers that a float or 64 bits do not hold, halves of characters, and very deep nesting.
 
     Raises:
@@ -56,7 +56,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {shown(name)} stands twice")
+            raise ValueError(f"the key {shown(name)} appears twice")
         found[name] = value
     return found
 

@@ -130,7 +130,7 @@ def test_a_field_is_ignored_and_comes_back(run, folder, tmp_path):
     assert before.keys() == after.keys()
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
     code, _, err = run(f"--workdir={work}", f"--to={tmp_path / 'x'}", "--ignore=some_feature")
-    assert code == 2 and err.startswith("--ignore: of convert --from=DIR alone\n")
+    assert code == 2 and err.startswith("--ignore: only for convert --from=DIR\n")
 
 
 def stopped(monkeypatch, at):
