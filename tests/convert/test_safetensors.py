@@ -135,7 +135,7 @@ def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
 def test_data_that_belongs_to_no_tensor(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes() + bytes(400))
-    with pytest.raises(InputError, match="400 bytes after the last tensor belong to none"):
+    with pytest.raises(InputError, match="400 bytes after the last tensor belong to no tensor"):
         safetensors.stored(folder)
 
 
