@@ -6,6 +6,7 @@ axes and collects what does not fit. Problems are gathered, never raised one by 
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -100,6 +101,30 @@ class Rules:
     def devices(self) -> int:
         """How many devices the mesh has; -1 while a size is still open."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The mesh axes along which devices differ in nothing but their rows of the batch, outermost first.
+
+        No other row names them, so weights and gradients are whole on each device along them. A sum of gradients over
+        them can wait until all microbatches are added up: nothing is held for it that is not held anyway.
+        """
+        whole = next((row for row in self.rows if (row.table, row.array, row.axis) == ("rules", "", "batch")), None)
+        others = [row for row in self.rows if row is not whole]
+        if whole is None or any(row.axis == "batch" for row in others):
+            return ()
+        elsewhere = {name for row in others for name in row.mesh_axes}
+        split = [name for name in whole.mesh_axes if self.mesh[name] > 1]
+        return tuple(itertools.takewhile(lambda name: name not in elsewhere, split))
+
+    @property
+    def of_a_replica(self) -> "Rules":
+        """The same rules for the rows that devices which are no replicas of each other share."""
+        rows = tuple(
+            dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name not in self.replicas))
+            for row in self.rows
+        )
+        return dataclasses.replace(self, rows=rows)
 
     def facts(self) -> dict[str, Any]:
         """What these rules say, as plain values: not where the file lies, or what a comment in it says."""

@@ -1,7 +1,9 @@
 """Which collectives XLA inserts for each shipped layout, counted in the compiled program as tensors moved."""
 
 import dataclasses
+import math
 
+import jax
 import pytest
 
 from benchmarks.collectives import count
@@ -76,13 +78,24 @@ def test_zero3_moves_no_activations(moved):
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_data_parallelism_reduces_each_gradient_once_per_microbatch(moved, microbatches, small, built):
+def test_data_parallelism_reduces_each_gradient_once_per_step(moved, microbatches, small, built):
     found = moved("dp8", microbatches=microbatches)
     assert {c.kind for c in found} == {"all-reduce"}
     parameters = built(small(layers=L), "dp8").arrays.parameter_count
-    reduced = sum(c.elements * c.times for c in found)
-    scalars = 64 * microbatches
-    assert parameters * microbatches <= reduced <= parameters * microbatches + scalars
+    assert parameters <= sum(c.elements * c.times for c in found) <= parameters + 64  # 64: sums of the loss
+
+
+def test_replicas_of_split_weights_sum_their_gradients_once_per_step(moved, small, built):
+    """Each microbatch reduce-scatters over fsdp, along which weights are split; over data nothing moves before the end."""
+    text = {"mesh": {"data": 2, "fsdp": 4}, "rules": {"batch": ["data", "fsdp"]}, "weights": {"embed": "fsdp"}}
+    rules = rules_file.from_dict(text, "here.yaml")
+    found = moved(rules, microbatches=2)
+    scattered = [c for c in found if c.kind == "reduce-scatter"]
+    assert scattered and all(c.times % 2 == 0 for c in scattered)
+    leaves = jax.tree.leaves(built(small(layers=L), rules).abstract_state.params)
+    kept = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    over_data = [c for c in found if c.kind == "all-reduce" and c.group_size == 2]
+    assert kept <= sum(c.elements * c.times for c in over_data) <= kept + 64
 
 
 @pytest.mark.parametrize(
