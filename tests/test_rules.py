@@ -311,8 +311,7 @@ def test_the_rest_of_a_file(read):
     ("text", "replicas"),
     [
         ("mesh: {data: 8}\nrules: {batch: data}\n", ("data",)),
-        ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\nweights: {embed: fsdp}\n", ("data",)),
-        ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [fsdp, data]}\nweights: {embed: fsdp}\n", ()),  # not outermost
+        ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\nweights: {embed: fsdp}\n", ()),
         ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\n", ("data", "fsdp")),
         ("mesh: {data: 8}\nrules: {batch: data}\noptimizer: {embed: data}\n", ()),
         ("mesh: {data: 8}\nrules: {batch: data, logits.batch: null}\n", ()),

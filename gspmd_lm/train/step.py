@@ -190,34 +190,36 @@ class Step:
 
         names = self.rules.replicas
         replicas = Split(names, math.prod(self.rules.mesh[name] for name in names))
+        # A dimension of one replica would keep compilers from reduce-scattering.
+        each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
+        lead = (replicas.pieces,) if names else ()
 
         def split(x: jax.Array) -> jax.Array:
+            """[M, R, rows, ...], without R where there are no replicas."""
             # Row r goes to microbatch r % count: every device then works on rows that it already has.
             x = rearrange(x, "(row M) ... -> M row ...", M=count)
             spec = self.placement.sharding("rules", "tokens", ("", "batch", "seq")[: x.ndim], x.shape)
             x = jax.lax.with_sharding_constraint(x, spec)
-            return rearrange(x, "M (R row) ... -> M R row ...", R=replicas.pieces)
+            return x.reshape(count, *lead, -1, *x.shape[2:])
 
-        def of_replicas(batch: Batch) -> tuple[Any, Sums]:
-            """[R, ...]: the gradients and sums of each replica."""
-            one = functools.partial(differentiate, placement=self.of_a_replica)
-            return jax.vmap(one, spmd_axis_name=replicas.over or None)(batch)
-
-        place = jax.vmap(self._place, spmd_axis_name=replicas.over or None)
+        one, place = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._place)
 
         def accumulate(carry: tuple[Any, Sums], microbatch: Batch) -> tuple[tuple[Any, Sums], None]:
-            gradients, sums = of_replicas(microbatch)
+            gradients, sums = one(microbatch)
             return jax.tree.map(jnp.add, carry, (place(gradients), sums)), None
 
         def zeros(like: Any) -> jax.Array:
-            return jnp.zeros((replicas.pieces, *like.shape), jnp.float32)
+            return jnp.zeros((*lead, *like.shape), jnp.float32)
 
         start = place(jax.tree.map(zeros, trained)), Sums(*(zeros(targets) for _ in Sums._fields))
         (gradients, sums), _ = jax.lax.scan(accumulate, start, jax.tree.map(split, batch))
-        return jax.tree.map(lambda x: x.sum(0), sums), jax.tree.map(
-            lambda named, g, p: self._summed(g, replicas, named).astype(p.dtype),
-            self.arrays.named_trained, gradients, trained, is_leaf=lambda leaf: isinstance(leaf, Named),
-        )  # fmt: skip
+        if names:
+            gradients = jax.tree.map(
+                lambda named, g: self._summed(g, replicas, named),
+                self.arrays.named_trained, gradients, is_leaf=lambda leaf: isinstance(leaf, Named),
+            )  # fmt: skip
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
+        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
 
     def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
         """A gradient from those of the replicas, [R, ...]."""
