@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ from gspmd_lm.config import Config
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.transformer import decode, init
-from gspmd_lm.placement import MeshPlacement
-from gspmd_lm.placing import placed_by, scope
+from gspmd_lm.placement import MeshPlacement, Named
+from gspmd_lm.placing import Spec, Split, placed_by, scope
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import optimizer
 from gspmd_lm.train.state import Arrays, State, abstract_batch
@@ -38,6 +39,11 @@ class Step:
     @functools.cached_property
     def placement(self) -> MeshPlacement:
         return MeshPlacement(self.rules, self.mesh)
+
+    @functools.cached_property
+    def of_a_replica(self) -> MeshPlacement:
+        """The placement of what one replica of the weights computes; the others are a batch dimension of it."""
+        return MeshPlacement(self.rules.of_a_replica, self.mesh)
 
     @functools.cached_property
     def state_shardings(self) -> State:
@@ -118,9 +124,9 @@ class Step:
         return losses(x_BTD, table, bias, batch["targets"], model)
 
     @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
+    def _traced(self, placement: MeshPlacement) -> Iterator[None]:
         """The context of a whole program: backward rules are traced after the forward pass has returned."""
-        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+        with placed_by(placement), jax.default_matmul_precision(self.config.model.matmul_precision):
             yield
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -162,16 +168,19 @@ class Step:
         }
 
     def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, targets: jax.Array) -> tuple[Sums, Any]:
-        """The sums and the gradients of loss / targets by the trained parameters, accumulated in float32 over the
-        rules' microbatches."""
+        """The sums and the gradients of loss / targets by the trained parameters.
+
+        Over the rules' microbatches they are accumulated in float32. Where devices hold replicas of all weights, each
+        adds up the gradients of its own rows, and they are summed over the replicas once, after the last microbatch.
+        """
         key = jax.random.fold_in(state.key, state.step) if self.config.model.dropout else None
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Sums]:
             sums = self._sums(lora.joined(frozen, trained), batch, key)
             return sums.loss / targets, sums
 
-        def differentiate(batch: Batch) -> tuple[Any, Sums]:
-            with self._traced():
+        def differentiate(batch: Batch, placement: MeshPlacement = self.placement) -> tuple[Any, Sums]:
+            with self._traced(placement):
                 return jax.grad(loss, has_aux=True)(trained, batch)
 
         count = self.rules.microbatches
@@ -179,28 +188,55 @@ class Step:
             gradients, sums = differentiate(batch)
             return sums, self._place(gradients)
 
+        names = self.rules.replicas
+        replicas = Split(names, math.prod(self.rules.mesh[name] for name in names))
+        # A dimension of one replica would keep compilers from reduce-scattering.
+        each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
+        lead = (replicas.pieces,) if names else ()
+
         def split(x: jax.Array) -> jax.Array:
+            """[M, R, rows, ...], without R where there are no replicas."""
             # Row r goes to microbatch r % count: every device then works on rows that it already has.
             x = rearrange(x, "(row M) ... -> M row ...", M=count)
             spec = self.placement.sharding("rules", "tokens", ("", "batch", "seq")[: x.ndim], x.shape)
-            return jax.lax.with_sharding_constraint(x, spec)
+            x = jax.lax.with_sharding_constraint(x, spec)
+            return x.reshape(count, *lead, -1, *x.shape[2:])
 
-        def accumulate(carry: tuple[Sums, Any], microbatch: Batch) -> tuple[tuple[Sums, Any], None]:
-            gradients, sums = differentiate(microbatch)
-            return jax.tree.map(lambda total, new: total + new, carry, (sums, self._place(gradients))), None
+        one, place = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._place)
 
-        zero = jnp.zeros((), jnp.float32)
-        zeros = self._place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained))
-        (sums, gradients), _ = jax.lax.scan(accumulate, (Sums(zero, zero, zero), zeros), jax.tree.map(split, batch))
+        def accumulate(carry: tuple[Any, Sums], microbatch: Batch) -> tuple[tuple[Any, Sums], None]:
+            gradients, sums = one(microbatch)
+            return jax.tree.map(jnp.add, carry, (place(gradients), sums)), None
+
+        def zeros(like: Any) -> jax.Array:
+            return jnp.zeros((*lead, *like.shape), jnp.float32)
+
+        start = place(jax.tree.map(zeros, trained)), Sums(*(zeros(targets) for _ in Sums._fields))
+        (gradients, sums), _ = jax.lax.scan(accumulate, start, jax.tree.map(split, batch))
+        if names:
+            gradients = jax.tree.map(
+                lambda named, g: self._summed(g, replicas, named),
+                self.arrays.named_trained, gradients, is_leaf=lambda leaf: isinstance(leaf, Named),
+            )  # fmt: skip
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
+
+    def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
+        """A gradient from those of the replicas, [R, ...]."""
+        with scope("of", named.path), scope("sum", "tokens.batch"):
+            return self.placement.total(addends, replicas, Spec(named.path, named.axes, "optimizer"))
+
+    @functools.cached_property
+    def _gradient_shardings(self) -> Any:
+        """Where the trained parameters' gradients and optimizer state live."""
+        return self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
 
     def _place(self, tree: Any) -> Any:
         """A tree shaped like the trained parameters, where gradients and optimizer state live."""
-        shardings = self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
-        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._gradient_shardings)
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        with self._traced():
+        with self._traced(self.placement):
             sums = self._sums(params, batch, None)
         targets = (batch["targets"] >= 0).sum(dtype=jnp.float32)
         return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
