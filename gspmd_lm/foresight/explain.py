@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gspmd_lm import files
+from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
 from gspmd_lm.foresight.compile import Phase, Program, Progress, Request, programs
@@ -18,7 +19,6 @@ from gspmd_lm.foresight.report import Array, Report
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.train import state, table
-from gspmd_lm.train.state import Arrays
 
 # Until the prices of GPUs are mended. Source: docs/foresight.md, "On GPUs"; one of the four is in Chip.step_errors.
 GPU_ERROR = "too short on GPUs: by 24% in the mean of 4 published step times on H100 and H200"

@@ -1,44 +1,35 @@
 """The one jitted step: train, eval, explain and the benchmarks all build it here."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from einops import rearrange
-from jax.sharding import Mesh
 
 from gspmd_lm import mesh as meshes
+from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.placement import MeshPlacement, Named
-from gspmd_lm.placing import Spec, Split, placed_by, scope
+from gspmd_lm.placing import Spec, Split, scope
+from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import optimizer
-from gspmd_lm.train.state import Arrays, State, abstract_batch
+from gspmd_lm.train.state import State, abstract_batch
 
 Batch = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Step(Program):
     """The functions of a config under rules on a mesh, ready to be jitted, with the placement of what they take."""
-
-    config: Config
-    rules: Rules
-    arrays: Arrays
-    mesh: Mesh
-
-    @functools.cached_property
-    def placement(self) -> MeshPlacement:
-        return MeshPlacement(self.rules, self.mesh)
 
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
@@ -48,14 +39,13 @@ class Step:
     @functools.cached_property
     def state_shardings(self) -> State:
         """Where each array of the state lives between steps."""
-        scalar = self.placement.sharding("rules", "", (), ())
         return State(
-            step=scalar,
+            step=self.whole,
             params=self.placement.shardings("weights", self.arrays.named_params, self.arrays.params),
             optimizer=self.placement.shardings("optimizer", self.arrays.named_optimizer, self.arrays.optimizer),
-            key=scalar,
-            skipped=scalar,
-            skipped_in_a_row=scalar,
+            key=self.whole,
+            skipped=self.whole,
+            skipped_in_a_row=self.whole,
         )
 
     @functools.cached_property
@@ -63,19 +53,14 @@ class Step:
         """The state's shapes and shardings: what a checkpoint is restored into and a program is lowered for."""
         count, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(jax.random.key, 0)
         shapes = State(count, self.arrays.params, self.arrays.optimizer, key, count, count)
-        return self.placed(shapes, self.state_shardings)
-
-    @staticmethod
-    def placed(shapes: Any, shardings: Any) -> Any:
-        """A tree of shapes with a sharding each."""
-        return jax.tree.map(_placed, shapes, shardings)
+        return placed(shapes, self.state_shardings)
 
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a global batch."""
         shapes = abstract_batch(self.config, self.config.data.batch)
         return {
-            name: _placed(like, self.placement.sharding("rules", "tokens", ("batch", "seq")[: like.ndim], like.shape))
+            name: placed(like, self.placement.sharding("rules", "tokens", ("batch", "seq")[: like.ndim], like.shape))
             for name, like in shapes.items()
         }
 
@@ -122,12 +107,6 @@ class Step:
         model = self.config.model
         x_BTD, table, bias = decode(model, params, batch, dropout_key)
         return losses(x_BTD, table, bias, batch["targets"], model)
-
-    @contextlib.contextmanager
-    def _traced(self, placement: MeshPlacement) -> Iterator[None]:
-        """The context of a whole program: backward rules are traced after the forward pass has returned."""
-        with placed_by(placement), jax.default_matmul_precision(self.config.model.matmul_precision):
-            yield
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         with scope("of", "loss"):
@@ -179,8 +158,8 @@ class Step:
             sums = self._sums(lora.joined(frozen, trained), batch, key)
             return sums.loss / targets, sums
 
-        def differentiate(batch: Batch, placement: MeshPlacement = self.placement) -> tuple[Any, Sums]:
-            with self._traced(placement):
+        def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Sums]:
+            with self.traced(placement):
                 return jax.grad(loss, has_aux=True)(trained, batch)
 
         count = self.rules.microbatches
@@ -236,7 +215,7 @@ class Step:
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._gradient_shardings)
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        with self._traced(self.placement):
+        with self.traced():
             sums = self._sums(params, batch, None)
         targets = (batch["targets"] >= 0).sum(dtype=jnp.float32)
         return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
@@ -245,10 +224,6 @@ class Step:
 def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
     """The step of `config` under `rules`, which have been checked, on `devices`: real, simulated or compile-only."""
     return Step(config, rules, arrays, meshes.build(rules, devices))
-
-
-def _placed(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
 
 def _is_boxed(leaf: Any) -> bool:
