@@ -102,6 +102,31 @@ class Rules:
         """How many devices the mesh has; -1 while one of its sizes is -1."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
 
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The mesh axes of `rules.batch` if no other row names any of them, else none.
+
+        Weights and gradients are then whole on each device along them. A sum of gradients over them can wait until all
+        microbatches are added up: nothing is held for it that is not held anyway. Where one of several axes of the
+        batch splits weights too, as in {batch: [data, fsdp]}, waiting for the others gains nothing: libtpu 0.0.42.1
+        then makes all-reduces of reduce-scatters over fsdp, 510 MB in all instead of 514 and a step 2% longer.
+        """
+        whole = next((row for row in self.rows if (row.table, row.array, row.axis) == ("rules", "", "batch")), None)
+        others = [row for row in self.rows if row is not whole]
+        if whole is None or any(row.axis == "batch" for row in others):
+            return ()
+        elsewhere = {name for row in others for name in row.mesh_axes}
+        return () if elsewhere & {*whole.mesh_axes} else tuple(name for name in whole.mesh_axes if self.mesh[name] > 1)
+
+    @property
+    def of_a_replica(self) -> "Rules":
+        """The same rules for the part of the batch that one replica of the weights computes."""
+        rows = tuple(
+            dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name not in self.replicas))
+            for row in self.rows
+        )
+        return dataclasses.replace(self, rows=rows)
+
     def facts(self) -> dict[str, Any]:
         """The content of these rules as plain values, without the path of the file and its comments."""
         plain = dataclasses.asdict(dataclasses.replace(self, path="", text="", problems=(), rows=()))

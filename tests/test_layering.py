@@ -44,16 +44,18 @@ MAY_IMPORT = {
     "placement": "mesh rules placing axes config",
     "kernels": "placing axes config",
     "model": "kernels products placing axes config",
+    "arrays": "kernels placement rules config",
+    "program": "arrays placement placing rules config",
     "data": "files config",
     "verdicts": "files",
     "orbax_folder": "files trees config",
     "checkpoint": "orbax_folder verdicts processes files trees config",
-    "train": "model kernels placement mesh rules placing axes checkpoint data runtime compile_cache processes files "
-    "versions core_yaml config",
-    "infer": "train model kernels placement mesh rules placing axes data runtime config",
-    "convert": "model placement checkpoint rules axes data files config",
-    "foresight": "train infer placement mesh rules axes data runtime files versions config",
-    "verbs": "foresight train infer convert model placement mesh rules rules_file axes checkpoint data runtime "
+    "train": "arrays program model kernels placement mesh rules placing axes checkpoint data runtime compile_cache "
+    "processes files versions core_yaml config",
+    "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
+    "convert": "arrays model placement checkpoint rules axes data files config",
+    "foresight": "train infer arrays placement mesh rules axes data runtime files versions config",
+    "verbs": "foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data runtime "
     "compile_cache processes lock files versions core_yaml config",
     "cli": "verbs processes config",
 }

@@ -12,6 +12,7 @@ from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fix
 from rich.console import Console
 
 from gspmd_lm import axes, config, rules_file
+from gspmd_lm.arrays import pairs
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import programs
 from gspmd_lm.train import state, table
@@ -76,7 +77,7 @@ def leaves(arrays):
         ("weights", arrays.named_params, arrays.params),
         ("optimizer", arrays.named_optimizer, arrays.optimizer),
     ):
-        for leaf, like in state.pairs(named, abstract):
+        for leaf, like in pairs(named, abstract):
             yield part, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize
 
 
@@ -150,7 +151,7 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
     seen, one = set(), rules_file.load("single")
     for cfg in configs:
         arrays = state.arrays(cfg)
-        seen |= {leaf.path.split(".")[-1] for leaf, _ in state.pairs(arrays.named_params, arrays.params)}
+        seen |= {leaf.path.split(".")[-1] for leaf, _ in pairs(arrays.named_params, arrays.params)}
         seen |= set(state.activations(cfg, arrays, 1, one))
         for named in programs.activations(cfg, arrays, programs.whole_context(cfg), one).values():
             seen |= set(named)

@@ -307,6 +307,22 @@ def test_the_rest_of_a_file(read):
     assert found.compiler_options == {"gpu": {"xla_gpu_enable_latency_hiding_scheduler": False}}
 
 
+@pytest.mark.parametrize(
+    ("text", "replicas"),
+    [
+        ("mesh: {data: 8}\nrules: {batch: data}\n", ("data",)),
+        ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\nweights: {embed: fsdp}\n", ()),
+        ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\n", ("data", "fsdp")),
+        ("mesh: {data: 8}\nrules: {batch: data}\noptimizer: {embed: data}\n", ()),
+        ("mesh: {data: 8}\nrules: {batch: data, logits.batch: null}\n", ()),
+        ("mesh: {data: 1, tensor: 8}\nrules: {batch: data, heads: tensor}\n", ()),
+        ("mesh: {tensor: 8}\nrules: {heads: tensor}\n", ()),
+    ],
+)
+def test_replicas_differ_in_the_batch_alone(read, text, replicas):
+    assert read(text).replicas == replicas
+
+
 # What is checked again where arrays are placed
 
 

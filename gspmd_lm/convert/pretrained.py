@@ -1,24 +1,26 @@
 """A published model on disk: its config and its weights. Each host reads only what its devices need."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gspmd_lm import config
+from gspmd_lm.arrays import arrays
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, Rows, Tensor
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
+from gspmd_lm.placement import Named
 
 TOKENIZER = "tokenizer.json"
 LONGEST_ROW = 2048  # data.seq of a model whose context is longer
@@ -47,23 +49,22 @@ class Place:
 
 def places(row: Family, model: config.Model) -> Any:
     """The tree of a model's parameters, with a Place for each. Raises InputError for one that the family lacks."""
-    boxed = jax.eval_shape(lambda: init(model, jax.random.key(0)))
+    found = arrays(functools.partial(init, model))
     held = {weight: tensor for tensor in row.tensors if tensor.is_of(model) for weight in tensor.weights}
     lacking = []
 
-    def place(path: Any, axes: Any, like: Any) -> Place | None:
-        path = ".".join(key.key for key in path)
-        weight, layers, stacked = _layers(path, model)
+    def place(leaf: Named, like: Any) -> Place | None:
+        weight, layers, stacked = _layers(leaf.path, model)
         if weight not in held:
             lacking.append(weight)
             return None
-        letters = "".join(LETTERS[axis] for axis in tuple(axes)[stacked:])
-        return Place(path, weight, layers, stacked, letters, like.shape, like.dtype, held[weight])
+        letters = "".join(LETTERS[axis] for axis in leaf.axes[stacked:])
+        return Place(leaf.path, weight, layers, stacked, letters, like.shape, like.dtype, held[weight])
 
-    found = jax.tree_util.tree_map_with_path(place, nn.get_partition_spec(boxed), nn.unbox(boxed))
+    tree = jax.tree.map(place, found.named_params, found.params, is_leaf=lambda leaf: isinstance(leaf, Named))
     if lacking:
         raise InputError(f"{row.name} has no tensor for {', '.join(dict.fromkeys(lacking))}")
-    return found
+    return tree
 
 
 def _layers(path: str, model: config.Model) -> tuple[str, tuple[int, ...], bool]:

@@ -4,6 +4,7 @@ import collections
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from gspmd_lm.arrays import attention_lacks
 from gspmd_lm.axes import WEIGHTS
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
@@ -14,7 +15,6 @@ from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Array, Finding
 from gspmd_lm.rules import KERNELS, Problem, Rules
-from gspmd_lm.train.state import attention_lacks
 from gspmd_lm.units import human_bytes
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
@@ -147,7 +147,10 @@ def _slow_links(config: Config, rules: Rules, moved: Sequence[Collective]) -> It
 def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
     """The row that would have a fused kernel compute attention in training; '' if one does, or none can."""
     kernel = next((kernel for kernel in KERNELS[platform] if kernel != "xla"), None)
-    if not kernel or rules.attention[platform] != "xla" or attention_lacks(kernel, config, rules):
+    segments = config.data.packing == "documents"
+    if not kernel or rules.attention[platform] != "xla":
+        return ""
+    if attention_lacks(kernel, config, rules, config.data.seq, segments):
         return ""
     return f"attention: {{{platform}: {kernel}}}"
 

@@ -27,6 +27,7 @@ from gspmd_lm import files, paths, versions
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
+from gspmd_lm.foresight.machine.hardware import gpu_target_config
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules, ShardingError
 
@@ -43,8 +44,8 @@ CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("config.py", "core_yaml.py", "axes.py", "placing.py", "products.py", "rules.py", "mesh.py",
-            "placement.py", "runtime.py", "kernels", "model", "train", "infer", "foresight/compile.py",
-            "foresight/machine")  # fmt: skip
+            "placement.py", "arrays.py", "program.py", "runtime.py", "kernels", "model", "train", "infer",
+            "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]
@@ -69,8 +70,10 @@ class Request:
 
     def key(self) -> str:
         """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
+        chip = self.target.chip
+        told = gpu_target_config(chip) if chip and chip.gpu else ""
         wanted = [FORMAT, configs.to_dict(self.config) | {"name": ""}, self.rules.facts(), self.target.text,
-                  compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
+                  told, compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -1,10 +1,9 @@
 """The two programs of generation, prefill and decode, of a config under rules: how they are built and placed."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +14,19 @@ from jax.sharding import Mesh
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
 from gspmd_lm import runtime
+from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems
+from gspmd_lm.arrays import checked as checked_arrays
 from gspmd_lm.axes import ACTIVATIONS
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
-from gspmd_lm.kernels.attention import LANES, unsupported
+from gspmd_lm.kernels.attention import LANES
 from gspmd_lm.model.attention import Cache
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import empty_cache, extend
-from gspmd_lm.placement import MeshPlacement, Named, Recorder, problems, record
-from gspmd_lm.placing import placed_by, scope
-from gspmd_lm.rules import Problem, Remat, Rules, check
-from gspmd_lm.train.state import Activations, Arrays, arrays, pairs
+from gspmd_lm.model.transformer import empty_cache, extend, init
+from gspmd_lm.placement import MeshPlacement, Named, Recorder, record
+from gspmd_lm.placing import scope
+from gspmd_lm.program import Program, placed
+from gspmd_lm.rules import Problem, Remat, Rules
 
 CACHE_AXES = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")
 
@@ -134,13 +135,8 @@ def decode(cfg: configs.Model, params: Any, carried: Carried) -> tuple[jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
-    """What programs that only run forward share: a config under rules on a mesh, its weights and how it is traced."""
-
-    config: Config
-    rules: Rules
-    arrays: Arrays
-    mesh: Mesh
+class Forward(Program):
+    """What programs that only run forward share."""
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
@@ -151,16 +147,6 @@ class Forward:
     def abstract_params(self) -> Any:
         """The weights' shapes and shardings: what a checkpoint is restored into."""
         return resting(self.arrays, self.placement, self.config.model)
-
-    @functools.cached_property
-    def _whole(self) -> Any:
-        """The sharding of what every device has all of."""
-        return self.placement.sharding("rules", "", (), ())
-
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
-            yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +197,7 @@ class Programs(Forward):
         """The shapes and shardings of what `split` gives."""
         if not self.unrolled:
             return self.abstract_params
-        found = arrays(dataclasses.replace(self.config, model=self.model))
-        return resting(found, self.placement, self.model)
+        return resting(parameters(self.model), self.placement, self.model)
 
     @property
     def param_shardings(self) -> Any:
@@ -222,7 +207,7 @@ class Programs(Forward):
     @functools.cached_property
     def abstract_prompts(self) -> Prompts:
         """The shapes and shardings of a batch of prompts."""
-        rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self._whole)
+        rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self.whole)
         shape = self.sizes.rows, self.sizes.prompt
         tokens = self.placement.sharding("rules", "tokens", ("batch", "seq"), shape)
         return Prompts(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens), rows, rows)
@@ -236,13 +221,13 @@ class Programs(Forward):
         if self.mesh.devices.flat[0].platform == "tpu":
             # [L, S, K, B, H] in memory, as the loop over layers writes a token: else it is copied in and out each step.
             where = Format(Layout((0, 2, 3, 1, 4)), at)
-        placed: Any = jax.tree.map(lambda half: _placed(half, where), cache)
-        return Carried(placed, *(_placed(like, self._whole) for like in rest))
+        halves: Any = jax.tree.map(lambda half: placed(half, where), cache)
+        return Carried(halves, *(placed(like, self.whole) for like in rest))
 
     @property
     def abstract_settings(self) -> Settings:
         """The shapes and shardings of Settings."""
-        return jax.tree.map(lambda like: _placed(like, self._whole), abstract_settings())
+        return jax.tree.map(lambda like: placed(like, self.whole), abstract_settings())
 
     @property
     def cache_bytes_per_device(self) -> int:
@@ -270,7 +255,7 @@ class Programs(Forward):
 
     @property
     def _out(self) -> tuple[Carried, Choice]:
-        return jax.tree.map(_where, self.abstract_carried), Choice(self._whole, self._whole)
+        return jax.tree.map(_where, self.abstract_carried), Choice(self.whole, self.whole)
 
     @functools.cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -283,14 +268,14 @@ class Programs(Forward):
         return prefill, decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
-        with self._traced():
+        with self.traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         choice = self._choose(logits_BV, settings, prompts.number_B, slot - prompts.start_B)
         return Carried(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
 
     def _decode(self, params: Any, carried: Carried, settings: Settings) -> tuple[Carried, Choice]:
-        with self._traced():
+        with self.traced():
             logits_BV, cache = decode(self.model, params, carried)
         slot = carried.slot + 1
         choice = self._choose(logits_BV, settings, carried.number_B, slot - carried.start_B)
@@ -298,7 +283,7 @@ class Programs(Forward):
 
     def _choose(self, logits_BV: jax.Array, settings: Settings, number_B: jax.Array, position_B: jax.Array) -> Choice:
         with scope("of", "sampling"):
-            logits_BV = jax.lax.with_sharding_constraint(logits_BV, self._whole)
+            logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)
             return choose(logits_BV[:, : self.config.model.vocab], settings, number_B, position_B)
 
 
@@ -326,30 +311,19 @@ def _recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict
     }
 
 
+def parameters(model: configs.Model) -> Arrays:
+    """The weights of a model of which nothing is trained."""
+    return arrays(functools.partial(init, model))
+
+
 def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
     """The arrays of `config` and the warnings about generating under `rules`. Nothing is compiled or allocated.
 
     Raises ShardingError that lists everything that does not fit.
     """
-    found = arrays(config)
-    more: list[Problem] = []
-    for named in _recorded(config, found, sizes, rules).values():
-        more += problems(rules, pairs(found.named_params, found.params), named)
-    more += lacking(config, rules, platform, sizes.prompt, segments=True)
-    return found, check(dict.fromkeys(more))
-
-
-def lacking(config: Config, rules: Rules, platform: str, seq: int, segments: bool) -> list[Problem]:
-    """What the rules' attention kernel cannot do of what a forward pass over `seq` tokens asks."""
-    kernel = rules.attention[platform]
-    reasons = (unsupported(kernel, layer, seq=seq, segments=segments) for layer in config.model.layer_kinds)
-    reason = next(filter(None, reasons), None)
-    if segments and kernel == "cudnn" and reason and "segments" in reason:
-        reason = "prompts that are padded on the left"
-    if not reason:
-        return []
-    place = f"{rules.path}: attention.{platform}: {kernel}"
-    return [Problem(f"attention: {kernel} cannot do {reason}", place, f"set attention.{platform} to xla")]
+    found = parameters(config.model)
+    more = attention_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
+    return found, checked_arrays(found, rules, _recorded(config, found, sizes, rules).values(), more)
 
 
 def _carried(model: configs.Model, sizes: Sizes) -> Carried:
@@ -374,7 +348,3 @@ def compiled(lowered: jax.stages.Lowered, rules: Rules, mesh: Mesh, what: str, f
 def _where(like: jax.ShapeDtypeStruct) -> Any:
     """The format of an array that has one of its own, else its sharding."""
     return like.sharding if like.format.layout is None else like.format
-
-
-def _placed(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

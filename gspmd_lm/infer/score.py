@@ -14,19 +14,19 @@ import numpy as np
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
+from gspmd_lm.arrays import attention_problems, checked
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import Forward, compiled, lacking, whole_pieces
+from gspmd_lm.infer.programs import Forward, compiled, parameters, whole_pieces
 from gspmd_lm.model import loss
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.transformer import decode
-from gspmd_lm.placement import problems, record
+from gspmd_lm.placement import record
 from gspmd_lm.placing import like, scope, shard, use
-from gspmd_lm.rules import Problem, Rules, check
-from gspmd_lm.train.state import arrays, pairs
+from gspmd_lm.rules import Problem, Rules
 
 NO_TARGET = -1
 
@@ -98,7 +98,7 @@ def score(cfg: ModelConfig, params: Any, rows: Rows) -> Scores:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(Forward):
+class Scoring(Forward):
     """The scoring program of a config under rules on a mesh, for batches of `rows` texts of up to `seq` tokens."""
 
     rows: int
@@ -114,7 +114,7 @@ class Program(Forward):
 
     def lower(self) -> jax.stages.Lowered:
         """(params, Rows) -> Scores, on every device."""
-        jitted = jax.jit(self._score, out_shardings=Scores(self._whole, self._whole))
+        jitted = jax.jit(self._score, out_shardings=Scores(self.whole, self.whole))
         return jitted.trace(self.abstract_params, self.abstract_rows).lower()
 
     @functools.cached_property
@@ -125,30 +125,30 @@ class Program(Forward):
         return compiled(self.lower(), self.rules, self.mesh, what, fix)
 
     def _score(self, params: Any, rows: Rows) -> Scores:
-        with self._traced():
+        with self.traced():
             return score(self.config.model, params, rows)
 
 
 def build(
     config: Config, rules: Rules, devices: Sequence[Any], platform: str, rows: int, seq: int
-) -> tuple[Program, list[Problem]]:
+) -> tuple[Scoring, list[Problem]]:
     """The program for at least `rows` texts of at least `seq` tokens at a time, and the warnings about the rules.
 
     Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
     """
     rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform])
-    found, cfg = arrays(config), config.model
+    cfg = config.model
+    found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, Rows(one, one))
-    more = problems(rules, pairs(found.named_params, found.params), named)
-    warnings = check([*more, *lacking(config, rules, platform, seq, segments=False)])
-    return Program(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
+    warnings = checked(found, rules, [named], attention_problems(config, rules, platform, seq, segments=False))
+    return Scoring(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 
 
 class Scorer:
     """The compiled program and the weights it runs with."""
 
-    def __init__(self, built: Program, params: Any, tokenizer: Tokenizer):
+    def __init__(self, built: Scoring, params: Any, tokenizer: Tokenizer):
         """`params`: placed as `built.abstract_params`."""
         self.program, self.params, self.tokenizer = built, params, tokenizer
         self._run = built.compiled

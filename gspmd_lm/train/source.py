@@ -11,6 +11,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
+from gspmd_lm.program import placed
 from gspmd_lm.train import state
 from gspmd_lm.train.step import Step
 
@@ -30,7 +31,7 @@ class Source:
         model, arrays = self.config.model, state.arrays(self.config)
         shardings = step.placement.shardings("weights", arrays.named_params, arrays.params)
         with checkpoint.of_run(self.workdir, self.config) as checkpoints:
-            found = checkpoints.restore_weights(step.placed(arrays.params, shardings))
+            found = checkpoints.restore_weights(placed(arrays.params, shardings))
         assert found is not None, "find() has seen a checkpoint"
         number, params = found
         if not model.lora:

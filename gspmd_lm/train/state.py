@@ -1,20 +1,20 @@
 """What a run carries from step to step, and the shape, name and placement of every array in it."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
+from gspmd_lm import arrays as model_arrays
+from gspmd_lm.arrays import Activations, Arrays, attention_problems
 from gspmd_lm.config import Config
-from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import losses
 from gspmd_lm.model.transformer import decode, init
-from gspmd_lm.placement import Named, Recorder, problems, record
-from gspmd_lm.rules import Problem, Rules, check
+from gspmd_lm.placement import Recorder, record
+from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.train import optimizer
 
 
@@ -29,30 +29,6 @@ class State(NamedTuple):
     skipped_in_a_row: Any
 
 
-Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrays:
-    """The arrays of a state, from shapes alone: nothing is allocated."""
-
-    named_params: Any  # trees of placement.Named
-    params: Any  # trees of jax.ShapeDtypeStruct
-    named_trained: Any  # the part of the parameters that is trained
-    trained: Any
-    named_optimizer: Any
-    optimizer: Any
-    transform: optax.GradientTransformation
-
-    @property
-    def parameter_count(self) -> int:
-        return _count(self.params)
-
-    @property
-    def trained_count(self) -> int:
-        return _count(self.trained)
-
-
 def abstract_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The int32 arrays of a batch of `rows` sequences; segment_ids only where documents are kept apart."""
     names = ["tokens", "targets", "positions"] + ["segment_ids"] * (config.data.packing == "documents")
@@ -62,17 +38,12 @@ def abstract_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]
 
 def arrays(config: Config) -> Arrays:
     """The parameters and the optimizer state of `config`."""
-    boxed = jax.eval_shape(lambda: init(config.model, jax.random.key(0)))
-    specs = nn.get_partition_spec(boxed)
-    params = nn.unbox(boxed)
-    named = jax.tree_util.tree_map_with_path(
-        lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), specs
-    )
-    named_trained, trained = (lora.split(tree, config.model)[1] for tree in (named, params))
-    transform = optimizer.build(config.optimizer, config.train.steps, named_trained)
-    state = jax.eval_shape(transform.init, trained)
-    named_optimizer = optimizer.named_state(state, named_trained, trained)
-    return Arrays(named, params, named_trained, trained, named_optimizer, state, transform)
+    model = config.model
+    found = model_arrays.arrays(functools.partial(init, model), lambda params: lora.split(params, model)[1])
+    transform = optimizer.build(config.optimizer, config.train.steps, found.named_trained)
+    state = jax.eval_shape(transform.init, found.trained)
+    named = optimizer.named_state(state, found.named_trained, found.trained)
+    return dataclasses.replace(found, named_optimizer=named, optimizer=state, transform=transform)
 
 
 def activations(config: Config, found: Arrays, microbatches: int, rules: Rules) -> Activations:
@@ -94,48 +65,17 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
 
     Raises ShardingError that lists everything that does not fit.
     """
-    found = arrays(config)
-    whole = config.data.batch % rules.microbatches == 0
-    more = problems(
-        rules,
-        pairs(found.named_params, found.params),
-        _recorded(config, found, rules.microbatches if whole else 1, rules),
-        pairs(found.named_optimizer, found.optimizer),
-    )
+    found, data = arrays(config), config.data
+    whole = data.batch % rules.microbatches == 0
+    more = attention_problems(config, rules, platform, data.seq, segments=data.packing == "documents")
     if not whole:
-        more.append(
+        more.insert(
+            0,
             Problem(
-                f"tokens: batch={config.data.batch} does not divide into microbatches={rules.microbatches}",
+                f"tokens: batch={data.batch} does not divide into microbatches={rules.microbatches}",
                 f"{rules.path}: microbatches: {rules.microbatches}",
                 "use a divisor of data.batch",
-            )
+            ),
         )
-    kernel = rules.attention[platform]
-    if lacking := attention_lacks(kernel, config, rules):
-        more.append(
-            Problem(
-                f"attention: {kernel} cannot do {lacking}",
-                f"{rules.path}: attention.{platform}: {kernel}",
-                f"set attention.{platform} to xla, or change the config",
-            )
-        )
-    return found, check(more)
-
-
-def attention_lacks(kernel: str, config: Config, rules: Rules) -> str | None:
-    """What training asks of attention that `kernel` cannot do, or None."""
-    if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
-        return "a split sequence (rules for q.seq or k.kv_seq)"
-    seq, segments = config.data.seq, config.data.packing == "documents"
-    lacking = (unsupported(kernel, kind, seq=seq, segments=segments) for kind in config.model.layer_kinds)
-    return next(filter(None, lacking), None)
-
-
-def _count(tree: Any) -> int:
-    return sum(like.size for like in jax.tree.leaves(tree))
-
-
-def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
-    """The leaves of a tree of Named, each with the leaf of `abstract` that it names."""
-    leaves = jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))
-    return list(zip(leaves, jax.tree.leaves(abstract), strict=True))
+    recorded = _recorded(config, found, rules.microbatches if whole else 1, rules)
+    return found, model_arrays.checked(found, rules, [recorded], more)

@@ -1,55 +1,51 @@
 """The one jitted step: train, eval, explain and the benchmarks all build it here."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from einops import rearrange
-from jax.sharding import Mesh
 
 from gspmd_lm import mesh as meshes
+from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.transformer import decode, init
-from gspmd_lm.placement import MeshPlacement
-from gspmd_lm.placing import placed_by, scope
+from gspmd_lm.placement import MeshPlacement, Named
+from gspmd_lm.placing import Spec, Split, scope
+from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import optimizer
-from gspmd_lm.train.state import Arrays, State, abstract_batch
+from gspmd_lm.train.state import State, abstract_batch
 
 Batch = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Step(Program):
     """The functions of a config under rules on a mesh, ready to be jitted, with the placement of what they take."""
 
-    config: Config
-    rules: Rules
-    arrays: Arrays
-    mesh: Mesh
-
     @functools.cached_property
-    def placement(self) -> MeshPlacement:
-        return MeshPlacement(self.rules, self.mesh)
+    def of_a_replica(self) -> MeshPlacement:
+        """The placement of what one replica of the weights computes; the others are a batch dimension of it."""
+        return MeshPlacement(self.rules.of_a_replica, self.mesh)
 
     @functools.cached_property
     def state_shardings(self) -> State:
         """Where each array of the state lives between steps."""
-        scalar = self.placement.sharding("rules", "", (), ())
         return State(
-            step=scalar,
+            step=self.whole,
             params=self.placement.shardings("weights", self.arrays.named_params, self.arrays.params),
             optimizer=self.placement.shardings("optimizer", self.arrays.named_optimizer, self.arrays.optimizer),
-            key=scalar,
-            skipped=scalar,
-            skipped_in_a_row=scalar,
+            key=self.whole,
+            skipped=self.whole,
+            skipped_in_a_row=self.whole,
         )
 
     @functools.cached_property
@@ -57,19 +53,14 @@ class Step:
         """The state's shapes and shardings: what a checkpoint is restored into and a program is lowered for."""
         count, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(jax.random.key, 0)
         shapes = State(count, self.arrays.params, self.arrays.optimizer, key, count, count)
-        return self.placed(shapes, self.state_shardings)
-
-    @staticmethod
-    def placed(shapes: Any, shardings: Any) -> Any:
-        """A tree of shapes with a sharding each."""
-        return jax.tree.map(_placed, shapes, shardings)
+        return placed(shapes, self.state_shardings)
 
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a global batch."""
         shapes = abstract_batch(self.config, self.config.data.batch)
         return {
-            name: _placed(like, self.placement.sharding("rules", "tokens", ("batch", "seq")[: like.ndim], like.shape))
+            name: placed(like, self.placement.sharding("rules", "tokens", ("batch", "seq")[: like.ndim], like.shape))
             for name, like in shapes.items()
         }
 
@@ -117,12 +108,6 @@ class Step:
         x_BTD, table, bias = decode(model, params, batch, dropout_key)
         return losses(x_BTD, table, bias, batch["targets"], model)
 
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        """The context of a whole program: backward rules are traced after the forward pass has returned."""
-        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
-            yield
-
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         with scope("of", "loss"):
             targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
@@ -162,16 +147,19 @@ class Step:
         }
 
     def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, targets: jax.Array) -> tuple[Sums, Any]:
-        """The sums and the gradients of loss / targets by the trained parameters, accumulated in float32 over the
-        rules' microbatches."""
+        """The sums and the gradients of loss / targets by the trained parameters.
+
+        Over the rules' microbatches they are accumulated in float32. Where devices hold replicas of all weights, each
+        adds up the gradients of its own rows, and they are summed over the replicas once, after the last microbatch.
+        """
         key = jax.random.fold_in(state.key, state.step) if self.config.model.dropout else None
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Sums]:
             sums = self._sums(lora.joined(frozen, trained), batch, key)
             return sums.loss / targets, sums
 
-        def differentiate(batch: Batch) -> tuple[Any, Sums]:
-            with self._traced():
+        def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Sums]:
+            with self.traced(placement):
                 return jax.grad(loss, has_aux=True)(trained, batch)
 
         count = self.rules.microbatches
@@ -179,28 +167,55 @@ class Step:
             gradients, sums = differentiate(batch)
             return sums, self._place(gradients)
 
+        names = self.rules.replicas
+        replicas = Split(names, math.prod(self.rules.mesh[name] for name in names))
+        # A dimension of one replica would keep compilers from reduce-scattering.
+        each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
+        lead = (replicas.pieces,) if names else ()
+
         def split(x: jax.Array) -> jax.Array:
+            """[M, R, rows, ...], without R where there are no replicas."""
             # Row r goes to microbatch r % count: every device then works on rows that it already has.
             x = rearrange(x, "(row M) ... -> M row ...", M=count)
             spec = self.placement.sharding("rules", "tokens", ("", "batch", "seq")[: x.ndim], x.shape)
-            return jax.lax.with_sharding_constraint(x, spec)
+            x = jax.lax.with_sharding_constraint(x, spec)
+            return x.reshape(count, *lead, -1, *x.shape[2:])
 
-        def accumulate(carry: tuple[Sums, Any], microbatch: Batch) -> tuple[tuple[Sums, Any], None]:
-            gradients, sums = differentiate(microbatch)
-            return jax.tree.map(lambda total, new: total + new, carry, (sums, self._place(gradients))), None
+        one, place = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._place)
 
-        zero = jnp.zeros((), jnp.float32)
-        zeros = self._place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained))
-        (sums, gradients), _ = jax.lax.scan(accumulate, (Sums(zero, zero, zero), zeros), jax.tree.map(split, batch))
+        def accumulate(carry: tuple[Any, Sums], microbatch: Batch) -> tuple[tuple[Any, Sums], None]:
+            gradients, sums = one(microbatch)
+            return jax.tree.map(jnp.add, carry, (place(gradients), sums)), None
+
+        def zeros(like: Any) -> jax.Array:
+            return jnp.zeros((*lead, *like.shape), jnp.float32)
+
+        start = place(jax.tree.map(zeros, trained)), Sums(*(zeros(targets) for _ in Sums._fields))
+        (gradients, sums), _ = jax.lax.scan(accumulate, start, jax.tree.map(split, batch))
+        if names:
+            gradients = jax.tree.map(
+                lambda named, g: self._summed(g, replicas, named),
+                self.arrays.named_trained, gradients, is_leaf=lambda leaf: isinstance(leaf, Named),
+            )  # fmt: skip
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
+
+    def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
+        """A gradient from those of the replicas, [R, ...]."""
+        with scope("of", named.path), scope("sum", "tokens.batch"):
+            return self.placement.total(addends, replicas, Spec(named.path, named.axes, "optimizer"))
+
+    @functools.cached_property
+    def _gradient_shardings(self) -> Any:
+        """Where the trained parameters' gradients and optimizer state live."""
+        return self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
 
     def _place(self, tree: Any) -> Any:
         """A tree shaped like the trained parameters, where gradients and optimizer state live."""
-        shardings = self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
-        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._gradient_shardings)
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        with self._traced():
+        with self.traced():
             sums = self._sums(params, batch, None)
         targets = (batch["targets"] >= 0).sum(dtype=jnp.float32)
         return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
@@ -209,10 +224,6 @@ class Step:
 def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
     """The step of `config` under `rules`, which have been checked, on `devices`: real, simulated or compile-only."""
     return Step(config, rules, arrays, meshes.build(rules, devices))
-
-
-def _placed(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
 
 def _is_boxed(leaf: Any) -> bool:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from gspmd_lm.arrays import Activations, Arrays, pairs
 from gspmd_lm.config import Config
 from gspmd_lm.placement import Named
 from gspmd_lm.rules import Rules
-from gspmd_lm.train.state import Activations, Arrays, activations, pairs
+from gspmd_lm.train.state import activations
 from gspmd_lm.units import human_bytes
 
 Spec = tuple[tuple[str, ...], ...]

@@ -10,15 +10,13 @@ import jax
 from absl import flags
 from etils import epath
 
-from gspmd_lm import checkpoint, core_yaml, files, paths
+from gspmd_lm import arrays, checkpoint, core_yaml, files, paths
 from gspmd_lm import config as configs
 from gspmd_lm.convert import architecture, export, peft, pretrained
 from gspmd_lm.convert.strict_json import parse
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
-from gspmd_lm.placement import problems
-from gspmd_lm.rules import check
 from gspmd_lm.train import state, step
 from gspmd_lm.units import human_bytes
 from gspmd_lm.verbs import generate, session
@@ -154,9 +152,9 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
 
 def _placed(here: session.Session, config: configs.Config) -> step.Step:
     """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
-    arrays = state.arrays(config)
-    check(problems(here.rules, state.pairs(arrays.named_params, arrays.params)))
-    return step.build(config, here.rules, arrays, here.devices)
+    found = state.arrays(config)
+    arrays.checked(dataclasses.replace(found, named_optimizer=(), optimizer=()), here.rules)
+    return step.build(config, here.rules, found, here.devices)
 
 
 def _original(workdir: str, config: configs.Config) -> Path | None:

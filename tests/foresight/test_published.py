@@ -12,7 +12,6 @@ from recorded import shapes_once  # noqa: F401  a fixture
 from benchmarks import foresight, foresight_memory, measure, published_errors, step_times
 from gspmd_lm import runtime
 from gspmd_lm.foresight import explain
-from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.train import state
 
@@ -50,7 +49,7 @@ def test_sentences_give_the_figures_that_are_kept():
     assert f"The mean error is {statistics.mean(off):.1%}." in validation
     last = measure.read("foresight_bytes")[-1]
     assert f"{last['exposed']} of the collectives' time of `{last['layout']}` on `{last['target']}`" in validation
-    first, slower = KEPT[0], prices.MATMUL_SLOWDOWN["v6e"]
+    first, slower = KEPT[0], CHIPS["v6e"].matmul_slowdown
     share = first["parts_s"]["matmul_s"] * (1 - 1 / slower) / first["predicted_s"]
     assert f"{slower - 1:.2f} of {slower} of the time of all matmuls on v6e is unexplained: {share:.0%}" in predictions
     assert f"(row 8) | {KEPT[8]['error']} |" in validation
@@ -75,16 +74,18 @@ def test_the_known_errors_are_those_of_the_benchmark():
     told = {False: collections.defaultdict(list), True: collections.defaultdict(list)}
     for row, published in zip(KEPT, ROWS, strict=True):
         told[bool(row["fitted"])][published.chip].append(float(row["error"].rstrip("%")) / 100)
-    for fitted, known in ((False, explain.KNOWN_ERRORS), (True, explain.FITTED_ERRORS)):
-        assert {chip: pytest.approx(found) for chip, found in told[fitted].items()} == {
-            chip: list(found) for chip, found in known.items()
-        }
+    for name, chip in CHIPS.items():
+        assert chip.step_errors == pytest.approx(told[False][name]), name
+        assert chip.fitted_step_errors == pytest.approx(told[True][name]), name
 
 
-def test_an_error_is_told_with_what_it_rests_on(monkeypatch):
-    monkeypatch.setattr(explain, "KNOWN_ERRORS", {"v5p": (0.02, -0.04), "v5e": (-0.002,), "h100": (-0.1,)})
-    monkeypatch.setattr(explain, "FITTED_ERRORS", {"v5p": (0.5,), "v5e": (0.5,), "v6e": (0.01, -0.01)})
-    assert {name: explain.known_error(CHIPS[name]) for name in ("v4", "v5e", "v5p", "v6e", "h100", "a100")} == {
+def test_an_error_is_told_with_what_it_rests_on():
+    told = {"v4": ((), ()), "v5p": ((0.02, -0.04), (0.5,)), "v5e": ((-0.002,), (0.5,)), "v6e": ((), (0.01, -0.01)),
+            "h100": ((-0.1,), ()), "a100": ((), ())}  # fmt: skip
+    assert {
+        name: explain.known_error(dataclasses.replace(CHIPS[name], step_errors=errors, fitted_step_errors=fitted))
+        for name, (errors, fitted) in told.items()
+    } == {
         "v4": "not compared with any measurement",
         "v5e": "not known: one published step time was predicted that nothing was fitted to, -0.2% off",
         "v5p": "3.0% in the mean of 2 published step times",

@@ -16,6 +16,7 @@ from rich.console import Console
 from benchmarks.collectives import count
 from gspmd_lm import checkpoint, rules_file, runtime
 from gspmd_lm import config as configs
+from gspmd_lm.arrays import pairs
 from gspmd_lm.axes import ADAPTERS
 from gspmd_lm.config import Lora
 from gspmd_lm.data import loader
@@ -151,7 +152,7 @@ def test_frozen_weights_have_no_matmuls_of_their_own(course, small, built):
 def test_the_optimizer_holds_adapters_only(small):
     for name in ("adamw", "adafactor", "lion", "muon"):
         arrays = states.arrays(small(optimizer={"name": name}, lora=LORA))
-        paths = {leaf.path for leaf, like in states.pairs(arrays.named_optimizer, arrays.optimizer) if like.size > 16}
+        paths = {leaf.path for leaf, like in pairs(arrays.named_optimizer, arrays.optimizer) if like.size > 16}
         assert paths and all(is_adapter(path) for path in paths), name
         assert arrays.trained_count == sum(like.size for like in jax.tree.leaves(arrays.trained))
         assert arrays.trained_count == L * R * 2 * 4 * (D + D) // 2 + L * R * 3 * (D + 64)

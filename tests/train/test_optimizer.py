@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from gspmd_lm.arrays import pairs
 from gspmd_lm.placement import Named
 from gspmd_lm.train import optimizer, state
 
@@ -18,7 +19,7 @@ def updated(found, gradients, params):
 
 
 def leaves(named, abstract):
-    return [(leaf.path, leaf.axes, like.shape) for leaf, like in state.pairs(named, abstract)]
+    return [(leaf.path, leaf.axes, like.shape) for leaf, like in pairs(named, abstract)]
 
 
 @pytest.mark.parametrize("name", NAMES)

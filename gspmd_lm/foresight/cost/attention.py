@@ -1,7 +1,7 @@
 """What fused attention kernels cost: operations, and on TPU the cycles of their compiled schedules.
 
 Custom calls carry no estimate of the compiler. But its schedule of a kernel is static: libtpu writes it down without a
-TPU, and `benchmarks/kernel_schedules.py` reads from it what stands in SPLASH.
+TPU, and `benchmarks/kernel_schedules.py` reads from it what `Chip.splash` holds.
 """
 
 import dataclasses
@@ -9,50 +9,13 @@ import math
 import re
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
 
 # Share of peak of cuDNN's attention, (forward, backward), causal, rounded. Source: FlashAttention-3, arXiv 2407.08608,
 # which measures cuDNN on H100 at head size 128: about 600 TFLOP/s forward without a mask, less with one and backward.
 CUDNN_SHARE = (0.55, 0.45)
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cycles:
-    """Of one core, for blocks of 256, 512 and 1024 queries and as many keys."""
-
-    visited: tuple[int, ...]  # scores and what follows from them, in a block that the mask leaves
-    step: int  # each step of the grid, whether its block is visited or not: waiting for and beginning copies
-    row: int  # per 512 rows, the first and the last step of a row of blocks: clearing and storing its sums
-
-
-_BLOCKS = (256, 512, 1024)
-# By size of a head: forward, and fused backward. From libtpu 0.0.42.1; v4 is taken to be as v5p.
-_V5P = {
-    64: (Cycles((502, 1144, 5040), 277, 702), Cycles((858, 2560, 10240), 527, 388)),
-    128: (Cycles((502, 1163, 4935), 392, 691), Cycles((833, 2560, 10240), 527, 324)),
-    256: (Cycles((621, 2130), 399, 844), Cycles((1280, 5120), 563, 644)),
-}
-SPLASH: dict[str, dict[int, tuple[Cycles, Cycles]]] = {
-    "v4": _V5P,
-    "v5e": {
-        64: (Cycles((514, 1192, 4830), 220, 697), Cycles((860, 2560, 10240), 366, 388)),
-        128: (Cycles((510, 1192, 4886), 274, 688), Cycles((825, 2560, 10240), 406, 324)),
-        256: (Cycles((620, 2179, 8721), 319, 841), Cycles((1280, 5120, 20480), 378, 644)),
-    },
-    "v5p": _V5P,
-    "v6e": {
-        64: (Cycles((563, 899, 3258), 222, 348), Cycles((794, 1537, 5749), 309, 195)),
-        128: (Cycles((563, 895, 3260), 379, 338), Cycles((779, 1507, 5734), 309, 163)),
-        256: (Cycles((596, 948, 3311), 373, 418), Cycles((856, 1597, 5883), 417, 323)),
-    },
-    "tpu7x": {
-        64: (Cycles((507, 904, 3357), 255, 334), Cycles((723, 1466, 5276), 463, 183)),
-        128: (Cycles((509, 904, 3361), 255, 324), Cycles((721, 1424, 5315), 460, 149)),
-        256: (Cycles((558, 1296), 380, 403), Cycles((801, 1497), 484, 311)),
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +48,15 @@ def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
         share = CUDNN_SHARE["Backward" in call.custom_call_target]
         return flops(module, call) / (share * chip.peak_bf16_flops_per_s)
     splash = _splash(module, call)
-    if splash is None or chip.name not in SPLASH:
+    if splash is None or not (sizes := chip.splash):
         return None
-    sizes = SPLASH[chip.name]
     forward, backward = sizes[min((size for size in sizes if size >= splash.size), default=max(sizes))]
     cycles = forward if splash.part == "fwd" else backward
     area = splash.rows * splash.columns
-    near = min(range(len(cycles.visited)), key=lambda n: abs(math.log(area / _BLOCKS[n] ** 2)))
+    near = min(range(len(cycles.visited)), key=lambda n: abs(math.log(area / SPLASH_BLOCKS[n] ** 2)))
     # Wider heads than those of the table, and passes that are not fused, by their multiply-adds.
     scale = max(1.0, splash.size / max(sizes)) * splash.matmuls / (2 if splash.part == "fwd" else 5)
-    block = cycles.visited[near] * area / _BLOCKS[near] ** 2 * scale
+    block = cycles.visited[near] * area / SPLASH_BLOCKS[near] ** 2 * scale
     steps = splash.blocks[0] * splash.blocks[1]
     rows = splash.blocks[0] * splash.rows / 512
     total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)

@@ -15,9 +15,6 @@ from gspmd_lm.foresight.machine.hardware import Chip
 HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
 # Share of peak that matmuls without an estimate of the compiler reach. GPU: large bf16 matmuls on one H200, 790 of 989.
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.80}
-# How many times the compiler's estimate matmuls take on a chip, where that is not once. Fitted: the value to one
-# published step, Llama3.1-8B on v6e:2x4, the form to all four v6e steps. What it stands for is not known.
-MATMUL_SLOWDOWN = {"v6e": 1.15}
 # Seconds from one kernel of a GPU to the next.
 LAUNCH_S = {"tpu": 0.0, "gpu": 3e-6}
 # On-chip memory of a TPU is about 22 times as fast as HBM. Source: scaling-book, chapter on rooflines.
@@ -114,12 +111,12 @@ def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: fl
         estimated_s = instruction.estimated_cycles / chip.clock_hz
         peak = max(_peak(module, multiplied, chip), chip.peak_bf16_flops_per_s)
         if operations <= estimated_s * peak:  # else faster than the chip can multiply
-            seconds = MATMUL_SLOWDOWN.get(chip.name, 1.0) * estimated_s
+            seconds = chip.matmul_slowdown * estimated_s
     return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "matmul")
 
 
 def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operations: float) -> float:
-    share = MATMUL_SHARE[chip.platform] / MATMUL_SLOWDOWN.get(chip.name, 1.0)
+    share = MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
     return operations / (share * _peak(module, multiplied, chip))
 
 

@@ -12,8 +12,8 @@ from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.train.metrics import flops_per_token
 
 if TYPE_CHECKING:
+    from gspmd_lm.arrays import Arrays
     from gspmd_lm.rules import Rules
-    from gspmd_lm.train.state import Arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def least_flops(config: Config, rules: "Rules", arrays: "Arrays") -> float:
 
     Less than the model's FLOPs: attention counts what its mask leaves, and weights only where they are multiplied.
     """
-    from gspmd_lm.train.state import pairs
+    from gspmd_lm.arrays import pairs
 
     model, seq = config.model, config.data.seq
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
@@ -78,7 +78,7 @@ def memory_bytes(config: Config, rules: "Rules", arrays: "Arrays") -> float:
     Weights that are trained, gradients and optimizer state are read and written once; weights in use are read forward
     and backward in each microbatch, in the compute dtype; activations kept for the backward pass are written and read.
     """
-    from gspmd_lm.train.state import pairs
+    from gspmd_lm.arrays import pairs
 
     def held(table: str, leaf: Any, like: Any, itemsize: int) -> float:
         spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]

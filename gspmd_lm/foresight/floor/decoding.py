@@ -14,9 +14,9 @@ from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.train.metrics import flops_per_token
 
 if TYPE_CHECKING:
+    from gspmd_lm.arrays import Arrays
     from gspmd_lm.infer.programs import Sizes
     from gspmd_lm.rules import Rules
-    from gspmd_lm.train.state import Arrays
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 
@@ -116,7 +116,7 @@ class _Forward(Traffic):
 
 def read_bytes(config: Config, rules: "Rules", arrays: "Arrays") -> float:
     """The bytes of weights that one device reads in use, once, in the compute dtype."""
-    from gspmd_lm.train.state import pairs
+    from gspmd_lm.arrays import pairs
 
     total, itemsize = 0.0, itemsize_of(config.model.compute_dtype)
     for leaf, like in pairs(arrays.named_params, arrays.params):

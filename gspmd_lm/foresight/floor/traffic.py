@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from gspmd_lm.config import Config
 
 if TYPE_CHECKING:
+    from gspmd_lm.arrays import Arrays
     from gspmd_lm.rules import Rules
-    from gspmd_lm.train.state import Arrays
 
 Place = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
 Product = tuple[str, tuple[str, ...], str]  # a weight, its axes other than embed, the activation that has those
@@ -98,7 +98,7 @@ class Traffic:
         self, config: Config, rules: "Rules", arrays: "Arrays", rows: int | None = None, seq: int | None = None
     ):
         """`rows` of a microbatch and their length: those of the config unless given."""
-        from gspmd_lm.train.state import pairs
+        from gspmd_lm.arrays import pairs
 
         self.model, self.rules = config.model, rules
         self.sizes = model_sizes(config, rows or config.data.batch // rules.microbatches)

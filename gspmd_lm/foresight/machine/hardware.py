@@ -8,10 +8,12 @@ Rates and memory are those of one jax device, links those of one chip. Sources i
   jax: the table of chips in jax 0.10.2, jax/_src/pallas/mosaic/tpu_info.py
   sheet: NVIDIA's data sheet of the SXM module, without sparsity
   xla: openxla/xla, xla/backends/gpu/target_config/specs
+  schedules: cycles in libtpu 0.0.42.1's compiled schedules; `python -m benchmarks.kernel_schedules` reads them anew
+  benchmark: benchmarks/results/foresight_times.json; `python -m benchmarks.foresight times --write` makes it anew
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gspmd_lm.foresight.hlo.instruction import bits
 
@@ -29,6 +31,18 @@ class Gpu:
     shared_memory_per_block_optin: int
     l2_cache_bytes: int
     compute_capability: tuple[int, int]
+
+
+SPLASH_BLOCKS = (256, 512, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cycles:
+    """Of splash attention on one core, for blocks of SPLASH_BLOCKS queries and as many keys."""
+
+    visited: tuple[int, ...]  # scores and what follows from them, in a block that the mask leaves
+    step: int  # each step of the grid, whether its block is visited or not: waiting for and beginning copies
+    row: int  # per 512 rows, the first and the last step of a row of blocks: clearing and storing its sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +70,11 @@ class Chip:
     die_link_bytes_per_s: float = 0  # between the two devices of a chip
     nvlink_bytes_per_s: float = 0  # of each GPU into the switches of its host
     gpu: Gpu | None = None
+    matmul_slowdown: float = 1.0  # of matmuls, over the compiler's estimate of them
+    # Size of a head -> cycles of splash attention, forward and fused backward.
+    splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict)
+    step_errors: tuple[float, ...] = ()  # (predicted - published) / published, of each published step time
+    fitted_step_errors: tuple[float, ...] = ()  # likewise, where a constant was fitted to the step
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """The peak of matmuls whose operands have a dtype, as programs write it: bf16, f8e4m3fn, s4.
@@ -79,6 +98,12 @@ class Chip:
         return tuple(multiples) if self.torus_dimensions == 2 else (all(multiples),) * len(multiples)
 
 
+_SPLASH_V5P = {
+    64: (Cycles((502, 1144, 5040), 277, 702), Cycles((858, 2560, 10240), 527, 388)),
+    128: (Cycles((502, 1163, 4935), 392, 691), Cycles((833, 2560, 10240), 527, 324)),
+    256: (Cycles((621, 2130), 399, 844), Cycles((1280, 5120), 563, 644)),
+}  # schedules
+
 _TPUS = (
     Chip(
         name="v4",
@@ -96,6 +121,7 @@ _TPUS = (
         torus_dimensions=3,  # cloud
         wraps_multiples_of=4,  # book
         ici_link_bytes_per_s=50e9,  # paper: 6 links of 50 GB/s (book: 45, a usual share of it)
+        splash=_SPLASH_V5P,  # inferred: as v5p
     ),
     Chip(
         name="v5e",
@@ -113,6 +139,12 @@ _TPUS = (
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
         ici_link_bytes_per_s=50e9,  # cloud: 400 GB/s per chip, 4 links, both directions
+        splash={
+            64: (Cycles((514, 1192, 4830), 220, 697), Cycles((860, 2560, 10240), 366, 388)),
+            128: (Cycles((510, 1192, 4886), 274, 688), Cycles((825, 2560, 10240), 406, 324)),
+            256: (Cycles((620, 2179, 8721), 319, 841), Cycles((1280, 5120, 20480), 378, 644)),
+        },  # schedules
+        step_errors=(0.190,),  # benchmark
     ),
     Chip(
         name="v5p",
@@ -131,6 +163,9 @@ _TPUS = (
         torus_dimensions=3,  # cloud
         wraps_multiples_of=4,  # book
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip, 6 links, both directions
+        splash=_SPLASH_V5P,
+        step_errors=(-0.065,),  # benchmark
+        fitted_step_errors=(-0.042,),  # benchmark
     ),
     Chip(
         name="v6e",
@@ -148,6 +183,15 @@ _TPUS = (
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
         ici_link_bytes_per_s=100e9,  # cloud: 800 GB/s per chip, 4 links, both directions
+        # The value was fitted to one published step, Llama3.1-8B on v6e:2x4, its form to all four of v6e. What it
+        # stands for is not known.
+        matmul_slowdown=1.15,
+        splash={
+            64: (Cycles((563, 899, 3258), 222, 348), Cycles((794, 1537, 5749), 309, 195)),
+            128: (Cycles((563, 895, 3260), 379, 338), Cycles((779, 1507, 5734), 309, 163)),
+            256: (Cycles((596, 948, 3311), 373, 418), Cycles((856, 1597, 5883), 417, 323)),
+        },  # schedules
+        fitted_step_errors=(-0.001, -0.017, -0.032, -0.038),  # benchmark
     ),
     Chip(
         name="tpu7x",
@@ -167,6 +211,12 @@ _TPUS = (
         wraps_multiples_of=4,  # inferred: cubes of 4 x 4 x 4, as v5p
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip; 6 links, as v5p, both directions
         die_link_bytes_per_s=600e9,  # cloud: six times a one-dimensional ICI link
+        splash={
+            64: (Cycles((507, 904, 3357), 255, 334), Cycles((723, 1466, 5276), 463, 183)),
+            128: (Cycles((509, 904, 3361), 255, 324), Cycles((721, 1424, 5315), 460, 149)),
+            256: (Cycles((558, 1296), 380, 403), Cycles((801, 1497), 484, 311)),
+        },  # schedules
+        step_errors=(-0.120,),  # benchmark
     ),
 )
 
@@ -222,6 +272,7 @@ _GPUS = (
             l2_cache_bytes=52_428_800,
             compute_capability=(9, 0),
         ),
+        step_errors=(-0.180,),  # benchmark
     ),
     Chip(
         name="h200",

@@ -1,0 +1,107 @@
+"""What a model's arrays are: paths, logical axes, shapes and activations, and which rules do not fit them."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from gspmd_lm import placement
+from gspmd_lm.config import Config
+from gspmd_lm.kernels.attention import unsupported
+from gspmd_lm.placement import Named, Recorder
+from gspmd_lm.rules import Problem, Rules, check
+
+Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The arrays of a model, from shapes alone: nothing is allocated."""
+
+    named_params: Any  # trees of placement.Named
+    params: Any  # trees of jax.ShapeDtypeStruct
+    named_trained: Any  # the part of the parameters that is trained
+    trained: Any
+    named_optimizer: Any = ()  # where nothing is trained, the optimizer has no state
+    optimizer: Any = ()
+    transform: Any = None  # optax.GradientTransformation
+
+    @property
+    def parameter_count(self) -> int:
+        return _count(self.params)
+
+    @property
+    def trained_count(self) -> int:
+        return _count(self.trained)
+
+
+def arrays(init: Callable[[jax.Array], Any], trained: Callable[[Any], Any] = lambda params: params) -> Arrays:
+    """The parameters that `init` draws with a random key, annotated by `nn.with_logical_partitioning`.
+
+    `trained` takes a tree shaped like the parameters and gives the part of it that training changes.
+    """
+    boxed = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+    params = nn.unbox(boxed)
+    named = jax.tree_util.tree_map_with_path(
+        lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), nn.get_partition_spec(boxed)
+    )
+    return Arrays(named, params, trained(named), trained(params))
+
+
+def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
+    """The leaves of a tree of Named, each with the leaf of `abstract` that it names."""
+    leaves = jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))
+    return list(zip(leaves, jax.tree.leaves(abstract), strict=True))
+
+
+def checked(
+    found: Arrays, rules: Rules, recorded: Iterable[Recorder] = (), more: Iterable[Problem] = ()
+) -> list[Problem]:
+    """The warnings about `rules` for the arrays of a model. Nothing is compiled or allocated.
+
+    `recorded` are the activations that the model names in each of its programs under the same rules, and `more` the
+    problems that its arrays do not show. Raises ShardingError that lists everything that does not fit.
+    """
+    params = pairs(found.named_params, found.params)
+    optimizer = pairs(found.named_optimizer, found.optimizer)
+    problems = [
+        problem
+        for activations in list(recorded) or [None]
+        for problem in placement.problems(rules, params, activations, optimizer)
+    ]
+    return check(dict.fromkeys([*problems, *more]))
+
+
+def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segments: bool) -> str | None:
+    """What `kernel` cannot do of the attention that a pass over `seq` tokens computes, or None.
+
+    `segments` says whether a row holds several texts, or a text and padding before it.
+    """
+    if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
+        return "a split sequence (rules for q.seq or k.kv_seq)"
+    lacking = (unsupported(kernel, kind, seq=seq, segments=segments) for kind in config.model.layer_kinds)
+    return next(filter(None, lacking), None)
+
+
+def attention_problems(
+    config: Config, rules: Rules, platform: str, seq: int, segments: bool, padded: bool = False
+) -> list[Problem]:
+    """The problem that the attention kernel of the rules cannot do what a pass asks; see `attention_lacks`.
+
+    `padded`: the rows hold one text each, with padding before it.
+    """
+    kernel = rules.attention[platform]
+    reason = attention_lacks(kernel, config, rules, seq, segments or padded)
+    if not reason:
+        return []
+    if padded and "segments" in reason:
+        reason = "prompts that are padded on the left"
+    place = f"{rules.path}: attention.{platform}: {kernel}"
+    fix = f"set attention.{platform} to xla, or change the config"
+    return [Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
+
+
+def _count(tree: Any) -> int:
+    return sum(like.size for like in jax.tree.leaves(tree))

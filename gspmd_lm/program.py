@@ -1,0 +1,52 @@
+"""What the jitted programs of training, scoring and generation have in common."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from gspmd_lm.arrays import Arrays
+from gspmd_lm.config import Config
+from gspmd_lm.placement import MeshPlacement
+from gspmd_lm.placing import placed_by
+from gspmd_lm.rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A config under rules on a mesh: where its arrays live, and the context in which its functions are traced."""
+
+    config: Config
+    rules: Rules
+    arrays: Arrays
+    mesh: Mesh
+
+    @functools.cached_property
+    def placement(self) -> MeshPlacement:
+        """What answers the questions of the model."""
+        return MeshPlacement(self.rules, self.mesh)
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The sharding of what every device has all of."""
+        return self.placement.sharding("rules", "", (), ())
+
+    @contextlib.contextmanager
+    def traced(self, placement: MeshPlacement | None = None) -> Iterator[None]:
+        """The context of a whole program: backward rules are traced after the forward pass has returned.
+
+        `placement` answers the model's questions, or the program's own if it is None.
+        """
+        with placed_by(placement or self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+            yield
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with the sharding or format of each."""
+    return jax.tree.map(
+        lambda like, where: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=where), shapes, shardings
+    )
