@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,14 @@ def test_help(run, arguments, flags):
     assert all(len(line) <= 120 for line in out.splitlines())
 
 
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_is_made_of_sentences(run, verb):
+    title, *flags = re.split(r"^  --\w+ +", run(verb, "--help")[1].strip(), flags=re.M)
+    assert flags and title.startswith(f"python main.py {verb}: ")
+    for text in (title.split(": ", 1)[1].strip(), *map(str.strip, flags)):
+        assert re.match("[A-Z]", text) and re.search(r"(\.|=\.\.\.)$", text) and ";\n" not in text, text
+
+
 def test_help_of_a_verb_shows_only_its_flags(run):
     assert "--dry_run" not in run("eval", "--help")[1]
     assert "--dry_run" in run("train", "--help")[1]
@@ -141,7 +150,7 @@ def test_dry_run_shows_warnings(run, tmp_path):
     (tmp_path / "x.yaml").write_text("mesh: {data: 8}\nrules: {batch: data, expert: data}\n")
     code, out, _ = run(f"--rules={tmp_path / 'x.yaml'}", "--dry_run")
     assert code == 0
-    assert out.startswith("warning: rules.expert: this config has no expert, the row does nothing\n")
+    assert out.startswith("warning: rules.expert: this config has no expert, so the row does nothing\n")
 
 
 def test_the_files_of_a_run_are_its_defaults(run, tmp_path):

@@ -20,7 +20,8 @@ from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.train import state, table
 
-# Until the prices of GPUs are mended. Source: docs/foresight.md, "On GPUs"; one of the four is in Chip.step_errors.
+# To be dropped when the prices of GPUs are mended. Source: docs/validation.md, "On GPUs"; one of the four rows is in
+# Chip.step_errors.
 GPU_ERROR = "too short on GPUs: by 24% in the mean of 4 published step times on H100 and H200"
 NOT_COMPARED = "not compared with any measurement"
 NOT_ON_CPU = "simulated devices have no speed of their own: give a --target such as v5p:2x2x2 or h100:8"

@@ -1,4 +1,4 @@
-"""explain and compare: what layouts cost on hardware that need not be here."""
+"""explain and compare: print what layouts cost on hardware that need not be here."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from gspmd_lm.foresight.machine import target as targets
 
 
 def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
-    """Prints the reports of `layouts` and of --rules, and writes what was asked for."""
+    """Prints the reports of `layouts` and --rules, writes the files of the flags, and returns the exit code."""
     layouts = [*filter(None, (values.rules or "").split(",")), *layouts]
     if not layouts or values.target is None:
         lacking = "--target" if layouts else "--rules"
@@ -31,13 +31,13 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
         raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
     outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
     if values.export and len(layouts) > 1:
-        raise InputError(f"--export={values.export}: holds one executable\n  fix   give one rules file")
+        raise InputError(f"--export={values.export}: a file holds one executable\n  fix   give one rules file")
     for path in outputs:
         if not path.parent.is_dir():
             raise InputError(f"{path}: there is no folder {path.parent}\n  fix   make it, or name another")
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # shapes are worked out here; no accelerator that may be here is touched
+    jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
     from gspmd_lm.foresight import explain, report
     from gspmd_lm.foresight.show import page, terminal
 

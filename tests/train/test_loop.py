@@ -208,7 +208,11 @@ def test_a_start_after_divergence_goes_on_from_the_newest_good_checkpoint(run, d
     again = run(tmp_path, "dp8", sound)
     again.train(7)
     said = again.console.file.getvalue()
-    assert "checkpoint 5 in" in said and "no finite step followed, not used" in said and "restored step 4 of" in said
+    assert (
+        "checkpoint 5 in" in said
+        and "not used, because no finite step followed" in said
+        and "restored step 4 of" in said
+    )
     assert "checkpoint 5 replaces 5" in said
     assert state_of(again)[0] == 7 and rows_of(tmp_path)[-1]["skipped_steps"] == 0
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 4, 5, 7]
