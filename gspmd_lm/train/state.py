@@ -1,6 +1,7 @@
 """What a run carries from step to step, and the shape, name and placement of every array in it."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -60,9 +61,13 @@ def abstract_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]
     return batch | {"row": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
 
+# (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
+initial = jax.jit(init, static_argnums=0)
+
+
 def arrays(config: Config) -> Arrays:
     """The parameters and the optimizer state of `config`."""
-    boxed = jax.eval_shape(lambda: init(config.model, jax.random.key(0)))
+    boxed = jax.eval_shape(functools.partial(initial, config.model), jax.eval_shape(jax.random.key, 0))
     specs = nn.get_partition_spec(boxed)
     params = nn.unbox(boxed)
     named = jax.tree_util.tree_map_with_path(
