@@ -203,6 +203,14 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
     if len(rest) > 1 and verb not in FORESIGHT:
         raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
+    from gspmd_lm.verbs import given  # what is wrong with a file is told before jax is imported, which takes a second
+
+    if verb in FORESIGHT:
+        given.layouts(values, rest[1:])
+    else:
+        given.rules(values)
+    if verb != "convert":  # a published model brings its own config
+        given.config(values)
     _import_jax()
     if verb in FORESIGHT:
         from gspmd_lm.verbs import explain

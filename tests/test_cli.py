@@ -87,6 +87,33 @@ def test_wrong_input_exits_with_2(run, arguments, message):
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (("--help",), "usage: "),
+        (("explain", "--help"), "python main.py explain: "),
+        (("--confg=tiny",), "Unknown command line flag 'confg'"),
+        (("--config=tinny",), "tinny: no such file"),
+        (("--set=train.step=3",), "configs/tiny.yaml --set train.step=3: 1 problem"),
+        (("eval", "--rules=tp9"), "tp9: no such file"),
+        (("--rules=tp8", "--mesh=tenser=4"), "--mesh=tenser=4: rules/tp8.yaml has no mesh axis"),
+        (("convert", "--rules=tp9"), "tp9: no such file"),
+        (("explain", "--rules=tp8,tp9", "--target=cpu:8"), "tp9: no such file"),
+        (("compare", "tp8", "tp9", "--target=cpu:8"), "tp9: no such file"),
+        (("compare", "tp8", "--config=tinny", "--target=cpu:8"), "tinny: no such file"),
+    ],
+)
+def test_what_is_told_without_importing_jax(arguments, begins, tmp_path):
+    for name in ("jax", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemError('imported')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "main.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout + done.stderr).startswith(begins)
+    assert done.returncode == (0 if "--help" in arguments else 2)
+
+
 def test_every_problem_of_a_rules_file_in_one_message(run, tmp_path):
     (tmp_path / "x.yaml").write_text(
         "mesh: {tensor: 8}\nrules: {heds: tensor, batch: tensr, q.mlp: tensor}\nramat: block\n"

@@ -36,10 +36,14 @@ def abstract_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]
     return batch | {"row": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
 
+# (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
+initial = jax.jit(init, static_argnums=0)
+
+
 def arrays(config: Config) -> Arrays:
     """The parameters and the optimizer state of `config`."""
     model = config.model
-    found = model_arrays.arrays(functools.partial(init, model), lambda params: lora.split(params, model)[1])
+    found = model_arrays.arrays(functools.partial(initial, model), lambda params: lora.split(params, model)[1])
     transform = optimizer.build(config.optimizer, config.train.steps, found.named_trained)
     state = jax.eval_shape(transform.init, found.trained)
     named = optimizer.named_state(state, found.named_trained, found.trained)

@@ -16,13 +16,13 @@ from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums, losses
-from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.model.transformer import decode
 from gspmd_lm.placement import MeshPlacement, Named
 from gspmd_lm.placing import Spec, Split, scope
 from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import optimizer
-from gspmd_lm.train.state import State, abstract_batch
+from gspmd_lm.train.state import State, abstract_batch, initial
 
 Batch = dict[str, jax.Array]
 
@@ -98,7 +98,7 @@ class Step(Program):
 
     def _init_from(self, weights: Any) -> State:
         model, seed, zero = self.config.model, self.config.train.seed, jnp.zeros((), jnp.int32)
-        params = jax.tree.map(lambda box: box.unbox(), init(model, jax.random.key(seed)), is_leaf=_is_boxed)
+        params = jax.tree.map(lambda box: box.unbox(), initial(model, jax.random.key(seed)), is_leaf=_is_boxed)
         params = lora.joined(params, weights)
         _, trained = lora.split(params, model)
         return State(zero, params, self.arrays.transform.init(trained), jax.random.key(seed + 1), zero, zero)

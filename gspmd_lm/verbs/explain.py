@@ -7,21 +7,18 @@ from pathlib import Path
 from absl import flags
 from rich.console import Console
 
-from gspmd_lm import config as configs
-from gspmd_lm import rules_file
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.verbs import given
 
 
 def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     """Prints the reports of `layouts` and --rules, writes the files of the flags, and returns the exit code."""
-    layouts = [*filter(None, (values.rules or "").split(",")), *layouts]
-    if not layouts or values.target is None:
-        lacking = "--target" if layouts else "--rules"
+    config, rules = given.config(values), given.layouts(values, layouts)
+    if not rules or values.target is None:
+        lacking = "--target" if rules else "--rules"
         raise InputError(f"{verb} needs {lacking}\n  fix   {verb} --rules=fsdp8 --target=v5p:2x2x2 (or cpu:8, h100:8)")
-    config = configs.load(values.config, values.set)
-    rules = [rules_file.load(name, values.mesh) for name in layouts]
     target = targets.parse(values.target)
     if values.phase not in compile.PHASES:
         known = ", ".join(compile.PHASES)
@@ -30,7 +27,7 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     if values.export and values.phase != "train":
         raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
     outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
-    if values.export and len(layouts) > 1:
+    if values.export and len(rules) > 1:
         raise InputError(f"--export={values.export}: a file holds one executable\n  fix   give one rules file")
     for path in outputs:
         if not path.parent.is_dir():

@@ -17,13 +17,14 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, files, lock, processes, rules_file, runtime, versions
+from gspmd_lm import checkpoint, files, lock, processes, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.data.sources import Progress
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Rules
+from gspmd_lm.verbs import given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,8 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
         log.propagate = False
     workdir = path_of(values.workdir) if values.workdir else None
     if config is None:
-        config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
-    rules = rules_file.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
+        config = given.config(values)
+    rules = given.rules(values)
     wanted = rules.devices if rules.devices > 0 else values.devices
     machine = runtime.start(
         platform=values.platform,
@@ -187,13 +188,6 @@ def written(here: Session, workdir: epath.Path) -> Iterator[Callable[[], None]]:
         finally:
             if fresh and {file.name for file in workdir.iterdir()} <= {lock.LOCK, lock.HOLDER}:
                 workdir.rmtree()
-
-
-def _file(given: str | None, workdir: object, name: str) -> str | None:
-    """The user's choice, else the file of that name that an earlier run left in the workdir; None without one."""
-    if given is None and workdir is not None and (Path(str(workdir)) / name).is_file():
-        return str(Path(str(workdir)) / name)
-    return given
 
 
 def progress(console: Console) -> Progress:
