@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_lm.arrays import Arrays
-from gspmd_lm.config import Config
 from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.placing import placed_by
 from gspmd_lm.rules import Rules
@@ -18,9 +17,9 @@ from gspmd_lm.rules import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A config under rules on a mesh: where its arrays live, and the context in which its functions are traced."""
+    """A config or task under rules on a mesh: where its arrays live, and the context in which it is traced."""
 
-    config: Config
+    config: Any  # config.Config or task.Task
     rules: Rules
     arrays: Arrays
     mesh: Mesh
@@ -35,10 +34,15 @@ class Program:
         """The sharding of what every device has all of."""
         return self.placement.sharding("rules", "", (), ())
 
+    @property
+    def matmul_precision(self) -> str:
+        """As `jax.default_matmul_precision` takes it."""
+        return self.config.model.matmul_precision
+
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """The context of a whole program: backward rules are traced after the forward pass has returned."""
-        with placed_by(self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+        with placed_by(self.placement), jax.default_matmul_precision(self.matmul_precision):
             yield
 
 

@@ -11,16 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspmd_lm import core_yaml
-from gspmd_lm.axes import ACTIVATIONS, ARRAYS
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.units import human_bytes
+from gspmd_lm.vocabulary import Vocabulary
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
-# What remat has a choice about. `residual`: a layer's input and the sum after attention; `layer_input`: the first only.
-IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")))
 
 
 class ShardingError(InputError):
@@ -79,9 +77,13 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A rules file. `mesh` sizes may still hold one -1 until `fill` knows how many devices there are."""
+    """A rules file for models that use the names of `vocabulary`.
+
+    `mesh` sizes may still hold one -1 until `fill` knows how many devices there are.
+    """
 
     path: str
+    vocabulary: Vocabulary
     mesh: Mapping[str, int]
     rows: tuple[Row, ...]
     remat: Remat
@@ -103,10 +105,11 @@ class Rules:
 
     def facts(self) -> dict[str, Any]:
         """What these rules say, as plain values: not where the file lies, or what a comment in it says."""
-        plain = dataclasses.asdict(dataclasses.replace(self, path="", text="", problems=(), rows=()))
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["remat"] = dataclasses.asdict(self.remat)
         plain["mesh"] = list(self.mesh.items())  # in the order of devices
         plain["rows"] = {row.key: row.mesh_axes for row in self.rows}
-        return {name: value for name, value in plain.items() if name not in ("path", "text", "problems")}
+        return {name: value for name, value in plain.items() if name not in ("path", "vocabulary", "text", "problems")}
 
     def row(self, table: str, path: str, axis: str) -> Row | None:
         """The row that speaks for one axis of an array: a finer table first, in it the row that names the array."""
@@ -134,7 +137,7 @@ class Rules:
         taken: dict[str, Row] = {}
         for axis, size in zip(axes, shape, strict=True):
             row = self.row(table, path, axis)
-            token = size == 1 and not itemsize and axis != "batch"
+            token = size == 1 and not itemsize and axis != self.vocabulary.rows
             names = () if token else self.split(table, path, axis)
             spec.append(names)
             if row is None or not names:
@@ -158,13 +161,14 @@ class Rules:
         pieces = math.prod(self.mesh[name] for name in names)
         fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
         instead = f"use {names[0]}={either(fitting)}" if len(names) == 1 else ""
-        if axis == "batch":
+        setting = self.vocabulary.settings.get(axis)
+        if axis == self.vocabulary.rows:
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
-            fix = f"make data.batch a multiple of {pieces * self.microbatches}"
-            return Problem(f"{path}: batch={size}{each} does not divide over {over}", row.place, fix, instead)
+            fix = f"make {setting or 'the rows of a batch'} a multiple of {pieces * self.microbatches}"
+            return Problem(f"{path}: {axis}={size}{each} does not divide over {over}", row.place, fix, instead)
         message = f"{path}: {axis}={size} does not divide over {over}"
-        if axis == "vocab":
-            instead = f"pad the table: model.padded_vocab: {-(-size // pieces) * pieces}"
+        if setting:
+            instead = f"pad the table: {setting}: {-(-size // pieces) * pieces}"
         return Problem(message, row.place, f"set {row.key} to null", instead, total_bytes)
 
     def fill(self, device_count: int, instead: str = "--platform=cpu to simulate {known}") -> "Rules":
@@ -202,7 +206,7 @@ class Rules:
 
         An array or axis that no model has is an error; one that only this model lacks is a warning.
         """
-        problems = []
+        problems, known = [], self.vocabulary.arrays
         for row in self.rows:
             arrays = {**weights, **activations} if row.table == "rules" else weights
             named = {path: axes for path, axes in arrays.items() if row.speaks_of(path)}
@@ -216,9 +220,9 @@ class Rules:
                 has = sorted({axis for axes in named.values() for axis in axes})
                 message = f"{row.key}: {row.array} has no axis {row.axis}"
                 problems.append(Problem(message, row.place, f"use {either(has)}"))
-            elif row.array and (last not in ARRAYS or (last != row.array and last in lasts)):
-                message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*ARRAYS, *arrays])}"
-                near = difflib.get_close_matches(row.array, {**ARRAYS, **arrays}, n=3, cutoff=0)
+            elif row.array and (last not in known or (last != row.array and last in lasts)):
+                message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*known, *arrays])}"
+                near = difflib.get_close_matches(row.array, {**known, **arrays}, n=3, cutoff=0)
                 fix = f"use {either(near)}; --rules=none --dry_run lists them all"
                 problems.append(Problem(message, row.place, fix))
             else:

@@ -16,7 +16,6 @@ from gspmd_lm import mesh as meshes
 from gspmd_lm import runtime
 from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems
 from gspmd_lm.arrays import checked as checked_arrays
-from gspmd_lm.axes import ACTIVATIONS
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
 from gspmd_lm.kernels.attention import LANES
@@ -76,9 +75,8 @@ def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str) -> tuple[int, i
 
 def _pieces(rules: Rules, axis: str) -> int:
     """Into how many pieces, at least, the size of an axis must divide for all activations to be split."""
-    return math.lcm(
-        *(math.prod(rules.mesh[name] for name in rules.split("rules", array, axis)) for array in ACTIVATIONS)
-    )
+    splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
+    return math.lcm(*(math.prod(rules.mesh[name] for name in split) for split in splits))
 
 
 def _up(size: int, multiple: int) -> int:
@@ -296,10 +294,10 @@ def build(
 
 def activations(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
     """The activations that the model names in "prefill" and in "decode" under `rules`."""
-    return {phase: recorded.arrays for phase, recorded in _recorded(config, found, sizes, rules).items()}
+    return {phase: one.arrays for phase, one in recorded(config, found, sizes, rules).items()}
 
 
-def _recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+def recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     model, carried = config.model, _carried(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, carried.start_B, carried.number_B)
@@ -323,7 +321,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     """
     found = parameters(config.model)
     more = attention_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
-    return found, checked_arrays(found, rules, _recorded(config, found, sizes, rules).values(), more)
+    return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
 
 
 def _carried(model: configs.Model, sizes: Sizes) -> Carried:

@@ -14,20 +14,28 @@ from gspmd_lm import mesh as meshes
 from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.model.loss import Sums, losses
-from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.placing import scope
 from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import Rules
-from gspmd_lm.train import optimizer
-from gspmd_lm.train.state import State, abstract_batch
+from gspmd_lm.task import Task
+from gspmd_lm.train import decoder
+from gspmd_lm.train.state import State
 
 Batch = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(Program):
-    """The functions of a config under rules on a mesh, ready to be jitted, with the placement of what they take."""
+    """The functions of a config or task under rules on a mesh, ready to be jitted, and where what they take lives."""
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """What is computed."""
+        return decoder.task(self.config)
+
+    @property
+    def matmul_precision(self) -> str:
+        return self.task.matmul_precision
 
     @functools.cached_property
     def state_shardings(self) -> State:
@@ -51,10 +59,10 @@ class Step(Program):
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a global batch."""
-        shapes = abstract_batch(self.config, self.config.data.batch)
+        specs = self.task.specs()
         return {
-            name: placed(like, self.placement.sharding("rules", "tokens", ("batch", "seq")[: like.ndim], like.shape))
-            for name, like in shapes.items()
+            name: placed(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
+            for name, like in self.task.batch(self.task.rows).items()
         }
 
     @functools.cached_property
@@ -83,29 +91,24 @@ class Step(Program):
         return jitted.trace(self.abstract_state, self.abstract_batch).lower()
 
     def lower_evaluate(self) -> jax.stages.Lowered:
-        """(params, batch) -> sums over the batch's target tokens, nothing dropped."""
+        """(params, batch) -> totals over the batch, nothing dropped."""
         return jax.jit(self._evaluate).trace(self.abstract_state.params, self.abstract_batch).lower()
 
     def _init(self) -> State:
         return self._init_from({})
 
     def _init_from(self, weights: Any) -> State:
-        model, seed, zero = self.config.model, self.config.train.seed, jnp.zeros((), jnp.int32)
-        params = jax.tree.map(lambda box: box.unbox(), init(model, jax.random.key(seed)), is_leaf=_is_boxed)
+        task, zero = self.task, jnp.zeros((), jnp.int32)
+        params = jax.tree.map(lambda box: box.unbox(), task.init(jax.random.key(task.seed)), is_leaf=_is_boxed)
         params = lora.joined(params, weights)
-        _, trained = lora.split(params, model)
-        return State(zero, params, self.arrays.transform.init(trained), jax.random.key(seed + 1), zero, zero)
-
-    def _sums(self, params: Any, batch: Batch, dropout_key: jax.Array | None) -> Sums:
-        model = self.config.model
-        x_BTD, table, bias = decode(model, params, batch, dropout_key)
-        return losses(x_BTD, table, bias, batch["targets"], model)
+        _, trained = task.split(params)
+        return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         with scope("of", "loss"):
-            targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
-        frozen, trained = lora.split(state.params, self.config.model)
-        sums, gradients = self._gradients(state, frozen, trained, batch, targets)
+            count = jnp.maximum(self.task.counted(batch), 1)
+        frozen, trained = self.task.split(state.params)
+        sums, gradients = self._gradients(state, frozen, trained, batch, count)
         with scope("of", "gradient_norm"):
             norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -126,50 +129,50 @@ class Step(Program):
         )
         with scope("of", "weight_norm"):
             weight_norm = optax.tree.norm(params)
-        rate = optimizer.schedule(self.config.optimizer, self.config.train.steps)
         return new_state, {
-            "loss": sums.loss / targets,
-            "cross_entropy": sums.cross_entropy / targets,
-            "accuracy": sums.correct / targets,
+            **self.task.means(sums, count, state.step),
             "gradient_norm": norm,
             "weight_norm": weight_norm,
-            "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
-            "target_tokens": targets,
             "skipped_steps": new_state.skipped,
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
 
-    def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, targets: jax.Array) -> tuple[Sums, Any]:
-        """The sums and the gradients of loss / targets by the trained parameters, accumulated in float32 over the
+    def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, count: jax.Array) -> tuple[Any, Any]:
+        """The sums and the gradients of loss / count by the trained parameters, accumulated in float32 over the
         rules' microbatches."""
-        key = jax.random.fold_in(state.key, state.step) if self.config.model.dropout else None
+        key = jax.random.fold_in(state.key, state.step) if self.task.random else None
 
-        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-            sums = self._sums(lora.joined(frozen, trained), batch, key)
-            return sums.loss / targets, sums
+        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Any]:
+            sums = self.task.sums(lora.joined(frozen, trained), batch, key)
+            return sums.loss / count, sums
 
-        def differentiate(batch: Batch) -> tuple[Any, Sums]:
+        def differentiate(batch: Batch) -> tuple[Any, Any]:
             with self.traced():
                 return jax.grad(loss, has_aux=True)(trained, batch)
 
-        count = self.rules.microbatches
-        if count == 1:
+        microbatches = self.rules.microbatches
+        if microbatches == 1:
             gradients, sums = differentiate(batch)
             return sums, self._place(gradients)
 
-        def split(x: jax.Array) -> jax.Array:
-            # Row r goes to microbatch r % count: every device then works on rows that it already has.
-            x = rearrange(x, "(row M) ... -> M row ...", M=count)
-            spec = self.placement.sharding("rules", "tokens", ("", "batch", "seq")[: x.ndim], x.shape)
-            return jax.lax.with_sharding_constraint(x, spec)
+        specs = self.task.specs()
 
-        def accumulate(carry: tuple[Sums, Any], microbatch: Batch) -> tuple[tuple[Sums, Any], None]:
+        def cut(name: str, x: jax.Array) -> jax.Array:
+            # Row r goes to microbatch r % M: every device then works on rows that it already has.
+            x = rearrange(x, "(row M) ... -> M row ...", M=microbatches)
+            array, axes, _ = specs[name]
+            return jax.lax.with_sharding_constraint(x, self.placement.sharding("rules", array, ("", *axes), x.shape))
+
+        def accumulate(carry: tuple[Any, Any], microbatch: Batch) -> tuple[tuple[Any, Any], None]:
             gradients, sums = differentiate(microbatch)
             return jax.tree.map(lambda total, new: total + new, carry, (sums, self._place(gradients))), None
 
         zero = jnp.zeros((), jnp.float32)
         zeros = self._place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained))
-        (sums, gradients), _ = jax.lax.scan(accumulate, (Sums(zero, zero, zero), zeros), jax.tree.map(split, batch))
+        rows = self.task.batch(self.task.rows // microbatches)
+        none = jax.tree.map(lambda _: zero, jax.eval_shape(self.task.sums, self.arrays.params, rows, None))
+        pieces = {name: cut(name, x) for name, x in sorted(batch.items())}
+        (sums, gradients), _ = jax.lax.scan(accumulate, (none, zeros), pieces)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
 
     def _place(self, tree: Any) -> Any:
@@ -179,13 +182,12 @@ class Step(Program):
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         with self.traced():
-            sums = self._sums(params, batch, None)
-        targets = (batch["targets"] >= 0).sum(dtype=jnp.float32)
-        return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
+            return self.task.totals(params, batch)
 
 
-def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
-    """The step of `config` under `rules`, which have been checked, on `devices`: real, simulated or compile-only."""
+def build(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
+    """The step of what is computed under `rules`, which have been checked, on `devices`: real, simulated or
+    compile-only."""
     return Step(config, rules, arrays, meshes.build(rules, devices))
 
 
