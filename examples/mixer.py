@@ -95,7 +95,7 @@ def sums(params, batch, key) -> Sums:
 
 
 def optimizer(named) -> optax.GradientTransformation:
-    return optax.adamw(3e-3)
+    return optax.adamw(1e-2)
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
@@ -104,7 +104,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
     labels = rng.integers(0, LABELS, ROWS, dtype=np.int32)
     images = rng.standard_normal((ROWS, PATCHES, PIXELS), dtype=np.float32)
     quarter = np.arange(PATCHES) * LABELS // PATCHES
-    images[labels[:, None] == quarter] += 0.5
+    images[labels[:, None] == quarter] += 1.0
     return {"images": images, "labels": labels}
 
 

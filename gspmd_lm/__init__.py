@@ -5,10 +5,12 @@ is a config of the decoder (`load_config`) or a model of one's own (`Task`); doc
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspmd_lm.api import build, checkpoints, compare, dry_run, explain, load_config, load_rules, start, train
+    from gspmd_lm.api import build, checkpoints, compare, dry_run, explain, load_config, load_rules, show, start, train
     from gspmd_lm.errors import InputError, RunFailed
     from gspmd_lm.placing import parameter, shard, use
     from gspmd_lm.task import Input, Task
@@ -17,11 +19,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare", "dry_run", "explain",
-    "load_config", "load_rules", "parameter", "shard", "start", "train", "use",
+    "load_config", "load_rules", "parameter", "shard", "show", "start", "train", "use",
 ]  # fmt: skip
 
 _HOMES = {
-    "api": "build checkpoints compare dry_run explain load_config load_rules start train",
+    "api": "build checkpoints compare dry_run explain load_config load_rules show start train",
     "errors": "InputError RunFailed",
     "placing": "parameter shard use",
     "task": "Input Task",
@@ -38,3 +40,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+class _Package(ModuleType):
+    """This package, of which `train` is the function, though a folder has its name too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOMES["api"].split():  # Python sets each folder when it is imported
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

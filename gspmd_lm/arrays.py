@@ -39,16 +39,20 @@ class Arrays:
         return _count(self.trained)
 
 
-def arrays(init: Callable[[jax.Array], Any], trained: Callable[[Any], Any] = lambda params: params) -> Arrays:
+def arrays(
+    init: Callable[[jax.Array], Any], vocabulary: Vocabulary, trained: Callable[[Any], Any] = lambda params: params
+) -> Arrays:
     """The parameters that `init` draws with a random key, annotated by `nn.with_logical_partitioning`.
 
-    `trained` takes a tree shaped like the parameters and gives the part of it that training changes.
+    `trained` takes a tree shaped like the parameters and gives the part of it that training changes. Raises InputError
+    for parameters and axes that the vocabulary does not have.
     """
     boxed = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     params = nn.unbox(boxed)
     named = jax.tree_util.tree_map_with_path(
         lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), nn.get_partition_spec(boxed)
     )
+    _check_names(pairs(named, params), vocabulary)
     return Arrays(named, params, trained(named), trained(params))
 
 
@@ -67,7 +71,6 @@ def checked(
     problems that its arrays do not show. Raises ShardingError that lists everything that does not fit.
     """
     params = pairs(found.named_params, found.params)
-    _check_names(params, rules.vocabulary)
     optimizer = pairs(found.named_optimizer, found.optimizer)
     problems = [
         problem

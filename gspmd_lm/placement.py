@@ -157,11 +157,9 @@ class Recorder:
     does not divide has no equal pieces.
     """
 
-    remat: Callable[..., Any] | None = None
-    attention = "xla"
-
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
+        self.asked: set[str] = set()  # keys of the rules file, besides its tables, that the model asks about
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.problems: list[Problem] = []
@@ -169,6 +167,16 @@ class Recorder:
     @property
     def vocabulary(self) -> Vocabulary:
         return self.rules.vocabulary
+
+    @property
+    def remat(self) -> Callable[..., Any] | None:
+        self.asked.add("remat")
+        return None
+
+    @property
+    def attention(self) -> str:
+        self.asked.add("attention")
+        return "xla"
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from gspmd_lm import mesh as meshes
+from gspmd_lm import runtime
 from gspmd_lm.arrays import Arrays
 from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.placing import placed_by
@@ -44,6 +46,20 @@ class Program:
         """The context of a whole program: backward rules are traced after the forward pass has returned."""
         with placed_by(self.placement), jax.default_matmul_precision(self.matmul_precision):
             yield
+
+    def compile(self, lowered: jax.stages.Lowered, what: str = "", fix: str = "") -> jax.stages.Compiled:
+        """A program, compiled with the rules' options for the devices of the mesh.
+
+        Raises InputError for an option that the compiler refuses and, if `what` is given, where the devices have not
+        enough memory: it says that `what` does not fit, and `fix`.
+        """
+        platform, devices = meshes.platform(self.mesh), list(self.mesh.devices.flat)
+        rows, path = self.rules.compiler_options, self.rules.path
+        options = runtime.compiler_options(platform, rows, path, devices[0].device_kind)
+        program = runtime.compile(lowered, options, platform, path)
+        if what:
+            runtime.check_room(program, devices, what, fix)
+        return program
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

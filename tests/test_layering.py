@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "kernels": "placing config",
     "model": "kernels products placing axes config",
     "arrays": "kernels placement rules vocabulary config",
-    "program": "arrays placement placing rules",
+    "program": "arrays placement placing runtime mesh rules",
     "data": "files config",
     "verdicts": "files",
     "orbax_folder": "files trees config",
@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "verbs": "foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data runtime "
     "compile_cache processes lock files versions core_yaml config",
     "cli": "verbs processes config",
+    "api": "verbs foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
 IN_FORESIGHT = {

@@ -29,7 +29,7 @@ class State(NamedTuple):
 def arrays(config: Config | Task) -> Arrays:
     """The parameters and the optimizer state of what is computed. Raises InputError for a state that has no names."""
     task = decoder.task(config)
-    found = model_arrays.arrays(task.init, lambda params: task.split(params)[1])
+    found = model_arrays.arrays(task.init, task.vocabulary, lambda params: task.split(params)[1])
     transform = task.optimizer(found.named_trained)
     state = jax.eval_shape(transform.init, found.trained)
     named = optimizer.named_state(state, found.named_trained, found.trained)
@@ -82,4 +82,9 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
         data = task.config.data
         more += attention_problems(task.config, rules, platform, data.seq, segments=data.packing == "documents")
     named = recorded(task, found, rules.microbatches if whole else 1, rules)
+    chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform]}
+    for key, value in chosen.items():
+        if value not in ("none", "xla") and key.partition(".")[0] not in named.asked:
+            message = f"{key}: the model does not ask for it, and the key does nothing"
+            more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
     return found, model_arrays.checked(found, rules, [named], more)

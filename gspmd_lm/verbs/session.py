@@ -88,6 +88,15 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
     return here
 
 
+def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | None) -> Session:
+    """A session of a program that has no command line."""
+    import jax
+
+    devices = jax.devices()[:1] if rules.devices == 1 and machine.process_count == 1 else jax.devices()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    return Session(config, rules.fill(len(devices)), machine, devices, console, path_of(workdir) if workdir else None)
+
+
 def _facts(here: Session, values: flags.FlagValues) -> dict[str, Any]:
     """What every process of a run must have been given alike, besides its data."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
