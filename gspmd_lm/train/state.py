@@ -67,7 +67,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
             f"{rules.path}: was loaded for a model with other names than {task.name}\n"
             "  fix   load it with the vocabulary of the task"
         )
-    found, more = arrays(task), []
+    found, more = arrays(config), []
     whole = task.rows % rules.microbatches == 0
     if not whole:
         first = next(iter(task.specs().values()))
@@ -81,7 +81,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
     if isinstance(task.config, Config):
         data = task.config.data
         more += attention_problems(task.config, rules, platform, data.seq, segments=data.packing == "documents")
-    named = recorded(task, found, rules.microbatches if whole else 1, rules)
+    named = recorded(config, found, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform]}
     for key, value in chosen.items():
         if value not in ("none", "xla") and key.partition(".")[0] not in named.asked:

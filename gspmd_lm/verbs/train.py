@@ -50,6 +50,7 @@ def run(verb: str, values: flags.FlagValues) -> int:
         return 0
     executable = _executable(values, built) if values.executable else None
     with _opened(here, built, warnings, True, values.compile_cache, profile, executable) as run:
+        processes.last_words(_LAST_WORDS.format(run.workdir))
         _train(run, values.steps, values.step)
     return 0
 
@@ -62,7 +63,6 @@ def train(here: session.Session, steps: int | None = None) -> dict[str, float]:
 
 
 def _train(run: loop.Run, steps: int | None, step: int | None = None) -> dict[str, float]:
-    processes.last_words(_LAST_WORDS.format(run.workdir))
     last = run.train(run.config.train.steps if steps is None else steps, step)
     if last:
         run.say(f"metrics {run.workdir / 'metrics.jsonl'}, checkpoints {run.workdir / 'checkpoints'}")
