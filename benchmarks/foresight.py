@@ -109,14 +109,14 @@ def sent(layout: str, where: str, *sets: str) -> dict[str, Any]:
     rules = dataclasses.replace(rules_file.load(layout), attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"})
     (found,) = explain.reports(config.load("llama3_8b", sets), [rules], target.parse(where), print)
     total = sum(one.bytes_per_device_per_step for one in found.collectives)
-    predicted = found.prediction
-    assert predicted
+    predicted, least = found.prediction, found.floor.communication_bytes
+    assert predicted and least
     return {
         "layout": layout,
         "target": where,
         "sent_gb": round(total / 1e9, 2),
-        "floor_gb": round(found.floor.communication_bytes / 1e9, 2),
-        "ratio": round(total / found.floor.communication_bytes, 3),
+        "floor_gb": round(least / 1e9, 2),
+        "ratio": round(total / least, 3),
         "all_to_alls_in_layers": sum(one.in_loop and "all-to-all" in one.kind for one in found.collectives),
         "exposed": f"{predicted.exposed_communication_s / predicted.communication_s:.0%}",
         "of_the_step": f"{predicted.exposed_communication_s / predicted.step_time_s:.1%}",

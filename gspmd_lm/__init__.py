@@ -1,3 +1,53 @@
-"""A language model written once for one device, laid out over many by a small YAML file."""
+"""A language model written once for one device, laid out over many by a small YAML file.
+
+The names below are for programs; `import gspmd_lm` imports neither them nor jax before they are used. What is computed
+is a config of the decoder (`load_config`) or a model of one's own (`Task`); docs/your_own_model.md shows the latter.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspmd_lm.api import build, checkpoints, compare, dry_run, explain, load_config, load_rules, show, start, train
+    from gspmd_lm.errors import InputError, RunFailed
+    from gspmd_lm.placing import parameter, shard, use
+    from gspmd_lm.task import Input, Task
+    from gspmd_lm.vocabulary import Vocabulary
 
 __version__ = "0.1.0"
+__all__ = [
+    "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare", "dry_run", "explain",
+    "load_config", "load_rules", "parameter", "shard", "show", "start", "train", "use",
+]  # fmt: skip
+
+_HOMES = {
+    "api": "build checkpoints compare dry_run explain load_config load_rules show start train",
+    "errors": "InputError RunFailed",
+    "placing": "parameter shard use",
+    "task": "Input Task",
+    "vocabulary": "Vocabulary",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"gspmd_lm.{home}"), name)
+    raise AttributeError(f"module 'gspmd_lm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _Package(ModuleType):
+    """This package, of which `train` is the function, though a folder has its name too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOMES["api"].split():  # Python sets each folder when it is imported
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,7 +1,7 @@
 """What a model's arrays are: paths, logical axes, shapes and activations, and which rules do not fit them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -9,9 +9,11 @@ import jax
 
 from gspmd_lm import placement
 from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.placement import Named, Recorder
 from gspmd_lm.rules import Problem, Rules, check
+from gspmd_lm.vocabulary import Vocabulary
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
 
@@ -37,16 +39,20 @@ class Arrays:
         return _count(self.trained)
 
 
-def arrays(init: Callable[[jax.Array], Any], trained: Callable[[Any], Any] = lambda params: params) -> Arrays:
+def arrays(
+    init: Callable[[jax.Array], Any], vocabulary: Vocabulary, trained: Callable[[Any], Any] = lambda params: params
+) -> Arrays:
     """The parameters that `init` draws with a random key, annotated by `nn.with_logical_partitioning`.
 
-    `trained` takes a tree shaped like the parameters and gives the part of it that training changes.
+    `trained` takes a tree shaped like the parameters and gives the part of it that training changes. Raises InputError
+    for parameters and axes that the vocabulary does not have.
     """
     boxed = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     params = nn.unbox(boxed)
     named = jax.tree_util.tree_map_with_path(
         lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), nn.get_partition_spec(boxed)
     )
+    _check_names(pairs(named, params), vocabulary)
     return Arrays(named, params, trained(named), trained(params))
 
 
@@ -72,6 +78,29 @@ def checked(
         for problem in placement.problems(rules, params, activations, optimizer)
     ]
     return check(dict.fromkeys([*problems, *more]))
+
+
+def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) -> None:
+    """Raises InputError for parameters whose names or axes are not the model's: no rule could speak of them."""
+    wrong = []
+    for leaf, like in params:
+        name, known = leaf.path.rpartition(".")[2], f"  {leaf.path}: {' '.join(leaf.axes)}"
+        if len(leaf.axes) != len(like.shape):
+            wrong.append(f"  {leaf.path}: {len(leaf.axes)} logical axes for {len(like.shape)} dimensions")
+        if name not in vocabulary.weights:
+            wrong.append(f"{known}: no weight is named {name}{did_you_mean(name, vocabulary.weights)}")
+        wrong += [
+            f"{known}: unknown axis {axis}{did_you_mean(str(axis), vocabulary.axes)}"
+            for axis in leaf.axes
+            if axis not in vocabulary.axes
+        ]
+    if wrong:
+        lines = "\n".join(dict.fromkeys(wrong))
+        raise InputError(
+            f"the model's parameters do not agree with its vocabulary\n{lines}\n"
+            "  fix   make each with `parameter` or nn.with_logical_partitioning, one axis per dimension, and have its "
+            "name and its axes in the vocabulary"
+        )
 
 
 def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segments: bool) -> str | None:

@@ -1,4 +1,6 @@
-"""The table of logical axes and arrays."""
+"""The table of logical axes and arrays of the decoder."""
+
+from gspmd_lm.vocabulary import Vocabulary
 
 # Logical axis -> its letter in shapes and einsums, and its meaning.
 AXES = {
@@ -62,3 +64,12 @@ ACTIVATIONS = {
     "cache": "keys and values of the tokens so far, kept while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
+# What remat has a choice about. `residual`: a layer's input and the sum after attention; `layer_input`: the first only.
+IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")))
+DECODER = Vocabulary(
+    axes=AXES,
+    weights=WEIGHTS,
+    activations=ACTIVATIONS,
+    remat=IN_BLOCKS,
+    settings={"batch": "data.batch", "vocab": "model.padded_vocab"},
+)

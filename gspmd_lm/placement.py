@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.axes import ACTIVATIONS
 from gspmd_lm.placing import Spec, Split, placed_by, scope
 from gspmd_lm.rules import Problem, Rules, check
+from gspmd_lm.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,10 @@ class MeshPlacement:
 
     rules: Rules
     mesh: Mesh
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.rules.vocabulary
 
     @property
     def attention(self) -> str:
@@ -153,21 +157,37 @@ class Recorder:
     does not divide has no equal pieces.
     """
 
-    remat: Callable[..., Any] | None = None
-    attention = "xla"
-
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
+        self.asked: set[str] = set()  # keys of the rules file, besides its tables, that the model asks about
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.problems: list[Problem] = []
 
-    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.rules.vocabulary
+
+    @property
+    def remat(self) -> Callable[..., Any] | None:
+        self.asked.add("remat")
+        return None
+
+    @property
+    def attention(self) -> str:
+        self.asked.add("attention")
+        return "xla"
+
+    def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
+        """Notes an activation of this shape."""
         array, axes, table = spec
-        if array in ACTIVATIONS:
-            self.problems += self.rules.resolve(table, array, axes, x.shape)[1]
-            self.arrays[array] = axes, x.shape
-            self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
+        self.problems += self.rules.resolve(table, array, axes, shape)[1]
+        self.arrays[array] = axes, shape
+        self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
+
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        if spec.array in self.vocabulary.activations:
+            self.note(spec, x.shape)
         return x
 
     def split(self, array: str, axis: str) -> Split:

@@ -6,15 +6,17 @@ A model names arrays and axes and never sees a mesh. Whoever traces a step says 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd_lm.axes import ARRAYS, AXES
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Spec(NamedTuple):
 
 class Placement(Protocol):
     """What rules and a mesh answer to the model's questions. The functions of this module ask them."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The names of the model's axes and arrays."""
+        ...
 
     @property
     def remat(self) -> Callable[..., Any] | None:
@@ -117,11 +124,32 @@ def placement() -> Placement | None:
 
 
 def parse(text: str, rank: int) -> Spec:
-    """Spec("residual", ("batch", "seq", "embed")) for 'residual: batch seq embed'."""
+    """Spec("residual", ("batch", "seq", "embed")) for 'residual: batch seq embed', an array of `rank` dimensions.
+
+    Raises InputError for another number of dimensions, and where something places arrays for a name that is not the
+    model's.
+    """
     array, _, names = text.partition(": ")
-    axes = tuple(names.split())
-    assert array.split(".")[-1] in ARRAYS and all(axis in AXES for axis in axes) and len(axes) == rank, (text, rank)
+    axes, place = tuple(names.split()), placement()
+    if len(axes) != rank:
+        raise InputError(
+            f'shard(x, "{text}"): {array} has {len(axes)} axes here, and x has {rank} dimensions\n'
+            '  fix   name each dimension of x once: "array: axis axis ..."'
+        )
+    if place:
+        known = place.vocabulary
+        _check_name(text, "activation", array, known.activations)
+        for axis in axes:
+            _check_name(text, "axis", axis, known.axes)
     return Spec(array, axes)
+
+
+def _check_name(text: str, what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise InputError(
+            f'shard(x, "{text}"): the model has no {what} {name}{did_you_mean(name, known)}\n'
+            f"  fix   use one of {', '.join(known)}, or add {name} to the model's vocabulary"
+        )
 
 
 # What a model asks about
@@ -165,6 +193,24 @@ def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output
 # take less code. But with them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules file
 # may ask for, such as any split of the token table, unless the model says at the operation where its result lives. The
 # 22 are those of benchmarks/explicit_axes.py.
+
+
+def parameter(
+    module: nn.Module,
+    name: str,
+    axes: str,
+    shape: tuple[int, ...],
+    init: nn.initializers.Initializer,
+    dtype: Any = "float32",
+    compute_dtype: Any = None,
+) -> Weight:
+    """A parameter of `module`, annotated with one logical axis per dimension: "embed mlp". Layers read it with `use`.
+
+    It rests in `dtype` and is used in `compute_dtype`, by default the same.
+    """
+    names = tuple(axes.split())
+    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(dtype))
+    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from gspmd_lm import mesh as meshes
+from gspmd_lm import runtime
 from gspmd_lm.arrays import Arrays
-from gspmd_lm.config import Config
 from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.placing import placed_by
 from gspmd_lm.rules import Rules
@@ -18,9 +19,9 @@ from gspmd_lm.rules import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A config under rules on a mesh: where its arrays live, and the context in which its functions are traced."""
+    """A config or task under rules on a mesh: where its arrays live, and the context in which it is traced."""
 
-    config: Config
+    config: Any  # config.Config or task.Task
     rules: Rules
     arrays: Arrays
     mesh: Mesh
@@ -35,14 +36,33 @@ class Program:
         """The sharding of what every device has all of."""
         return self.placement.sharding("rules", "", (), ())
 
+    @property
+    def matmul_precision(self) -> str:
+        """As `jax.default_matmul_precision` takes it."""
+        return self.config.model.matmul_precision
+
     @contextlib.contextmanager
     def traced(self, placement: MeshPlacement | None = None) -> Iterator[None]:
         """The context of a whole program: backward rules are traced after the forward pass has returned.
 
         `placement` answers the model's questions, or the program's own if it is None.
         """
-        with placed_by(placement or self.placement), jax.default_matmul_precision(self.config.model.matmul_precision):
+        with placed_by(placement or self.placement), jax.default_matmul_precision(self.matmul_precision):
             yield
+
+    def compile(self, lowered: jax.stages.Lowered, what: str = "", fix: str = "") -> jax.stages.Compiled:
+        """A program, compiled with the rules' options for the devices of the mesh.
+
+        Raises InputError for an option that the compiler refuses and, if `what` is given, where the devices have not
+        enough memory: it says that `what` does not fit, and `fix`.
+        """
+        platform, devices = meshes.platform(self.mesh), list(self.mesh.devices.flat)
+        rows, path = self.rules.compiler_options, self.rules.path
+        options = runtime.compiler_options(platform, rows, path, devices[0].device_kind)
+        program = runtime.compile(lowered, options, platform, path)
+        if what:
+            runtime.check_room(program, devices, what, fix)
+        return program
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

@@ -11,17 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspmd_lm import core_yaml
-from gspmd_lm.axes import ACTIVATIONS, ARRAYS
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.units import human_bytes
+from gspmd_lm.vocabulary import Vocabulary
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
-# The activations that remat may save. `residual` is a layer's input and the sum after attention, `layer_input` only
-# the first of the two.
-IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")))
 
 
 class ShardingError(InputError):
@@ -80,9 +77,13 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A rules file. One size of `mesh` may be -1 until `fill` replaces it."""
+    """A rules file for models that use the names of `vocabulary`.
+
+    One size of `mesh` may be -1 until `fill` replaces it.
+    """
 
     path: str
+    vocabulary: Vocabulary
     mesh: Mapping[str, int]
     rows: tuple[Row, ...]
     remat: Remat
@@ -104,16 +105,17 @@ class Rules:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """The mesh axes of `rules.batch` if no other row names any of them, else none.
+        """The mesh axes over which `rules.batch` splits, if no other row names any of them, else none.
 
         Weights and gradients are then whole on each device along them. A sum of gradients over them can wait until all
         microbatches are added up: nothing is held for it that is not held anyway. Where one of several axes of the
         batch splits weights too, as in {batch: [data, fsdp]}, waiting for the others gains nothing: libtpu 0.0.42.1
         then makes all-reduces of reduce-scatters over fsdp, 510 MB in all instead of 514 and a step 2% longer.
         """
-        whole = next((row for row in self.rows if (row.table, row.array, row.axis) == ("rules", "", "batch")), None)
+        batch = self.vocabulary.rows
+        whole = next((row for row in self.rows if (row.table, row.array, row.axis) == ("rules", "", batch)), None)
         others = [row for row in self.rows if row is not whole]
-        if whole is None or any(row.axis == "batch" for row in others):
+        if whole is None or any(row.axis == batch for row in others):
             return ()
         elsewhere = {name for row in others for name in row.mesh_axes}
         return () if elsewhere & {*whole.mesh_axes} else tuple(name for name in whole.mesh_axes if self.mesh[name] > 1)
@@ -129,10 +131,11 @@ class Rules:
 
     def facts(self) -> dict[str, Any]:
         """The content of these rules as plain values, without the path of the file and its comments."""
-        plain = dataclasses.asdict(dataclasses.replace(self, path="", text="", problems=(), rows=()))
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["remat"] = dataclasses.asdict(self.remat)
         plain["mesh"] = list(self.mesh.items())  # in the order of devices
         plain["rows"] = {row.key: row.mesh_axes for row in self.rows}
-        return {name: value for name, value in plain.items() if name not in ("path", "text", "problems")}
+        return {name: value for name, value in plain.items() if name not in ("path", "vocabulary", "text", "problems")}
 
     def row(self, table: str, path: str, axis: str) -> Row | None:
         """The row that places one axis of an array, or None.
@@ -163,7 +166,7 @@ class Rules:
         taken: dict[str, Row] = {}
         for axis, size in zip(axes, shape, strict=True):
             row = self.row(table, path, axis)
-            token = size == 1 and not itemsize and axis != "batch"
+            token = size == 1 and not itemsize and axis != self.vocabulary.rows
             names = () if token else self.split(table, path, axis)
             spec.append(names)
             if row is None or not names:
@@ -187,13 +190,14 @@ class Rules:
         pieces = math.prod(self.mesh[name] for name in names)
         fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
         instead = f"use {names[0]}={either(fitting)}" if len(names) == 1 else ""
-        if axis == "batch":
+        setting = self.vocabulary.settings.get(axis)
+        if axis == self.vocabulary.rows:
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
-            fix = f"make data.batch a multiple of {pieces * self.microbatches}"
-            return Problem(f"{path}: batch={size}{each} does not divide over {over}", row.place, fix, instead)
+            fix = f"make {setting or 'the rows of a batch'} a multiple of {pieces * self.microbatches}"
+            return Problem(f"{path}: {axis}={size}{each} does not divide over {over}", row.place, fix, instead)
         message = f"{path}: {axis}={size} does not divide over {over}"
-        if axis == "vocab":
-            instead = f"pad the table: model.padded_vocab: {-(-size // pieces) * pieces}"
+        if setting:
+            instead = f"pad the table: {setting}: {-(-size // pieces) * pieces}"
         return Problem(message, row.place, f"set {row.key} to null", instead, total_bytes)
 
     def fill(self, device_count: int, instead: str = "--platform=cpu to simulate {known}") -> "Rules":
@@ -231,7 +235,7 @@ class Rules:
 
         An array or axis that no model has is an error. One that only this model lacks is a warning.
         """
-        problems = []
+        problems, known = [], self.vocabulary.arrays
         for row in self.rows:
             arrays = {**weights, **activations} if row.table == "rules" else weights
             named = {path: axes for path, axes in arrays.items() if row.speaks_of(path)}
@@ -245,9 +249,9 @@ class Rules:
                 has = sorted({axis for axes in named.values() for axis in axes})
                 message = f"{row.key}: {row.array} has no axis {row.axis}"
                 problems.append(Problem(message, row.place, f"use {either(has)}"))
-            elif row.array and (last not in ARRAYS or (last != row.array and last in lasts)):
-                message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*ARRAYS, *arrays])}"
-                near = difflib.get_close_matches(row.array, {**ARRAYS, **arrays}, n=3, cutoff=0)
+            elif row.array and (last not in known or (last != row.array and last in lasts)):
+                message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*known, *arrays])}"
+                near = difflib.get_close_matches(row.array, {**known, **arrays}, n=3, cutoff=0)
                 fix = f"use {either(near)}; --rules=none --dry_run lists them all"
                 problems.append(Problem(message, row.place, fix))
             else:

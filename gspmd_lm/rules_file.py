@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gspmd_lm.axes import ARRAYS, AXES
+from gspmd_lm.axes import DECODER
 from gspmd_lm.core_yaml import parse
 from gspmd_lm.errors import did_you_mean
 from gspmd_lm.paths import find_file, read_text
 from gspmd_lm.rules import (
-    IN_BLOCKS,
     KERNELS,
     MESH_AXES,
     PLATFORMS,
@@ -22,15 +21,17 @@ from gspmd_lm.rules import (
     either,
     flow,
 )  # fmt: skip
+from gspmd_lm.vocabulary import Vocabulary
 
 SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
 
 
-def load(name: str, mesh_override: str = "") -> Rules:
+def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
     """The rules of a file, with its problems in `.problems`.
 
     `name` is a path, or a name in rules/; "none" is rules/single.yaml. `mesh_override` is 'tensor=4' or
-    'data=2,tensor=4'. Raises InputError if the file does not exist or is not a YAML mapping.
+    'data=2,tensor=4'. `vocabulary` has the names of the model's axes and arrays. Raises InputError if the file does not
+    exist or is not a YAML mapping.
     """
     path = find_file("single" if name == "none" else name, "rules")
     text = read_text(path)
@@ -39,19 +40,20 @@ def load(name: str, mesh_override: str = "") -> Rules:
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
                             f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
-    return dataclasses.replace(from_dict(raw, str(path), mesh_override), text=text)
+    return dataclasses.replace(from_dict(raw, str(path), mesh_override, vocabulary), text=text)
 
 
-def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "") -> Rules:
+def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
     """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
-    return _Reader(path).rules(raw, mesh_override)
+    return _Reader(path, vocabulary).rules(raw, mesh_override)
 
 
 class _Reader:
     """Turns the plain values of one rules file into Rules, and collects every problem."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, vocabulary: Vocabulary):
         self.path = path
+        self.vocabulary = vocabulary
         self.problems: list[Problem] = []
 
     def wrong(self, message: str, key: str, value: Any, fix: str) -> None:
@@ -84,6 +86,7 @@ class _Reader:
         microbatches = raw.get("microbatches", 1)
         return Rules(
             path=self.path,
+            vocabulary=self.vocabulary,
             mesh=mesh,
             rows=rows,
             remat=self.remat(raw.get("remat", "none")),
@@ -126,16 +129,17 @@ class _Reader:
         return mesh
 
     def table(self, table: str, value: Any, mesh: Mapping[str, int]) -> Iterable[Row]:
+        axes = self.vocabulary.axes
         for key, target in self.mapping(table, value).items():
             array, _, axis = str(key).rpartition(".")
             where = f"{table}.{key}"
             names = tuple(target) if isinstance(target, list) else () if target is None else (target,)
             found = len(self.problems)
-            if axis not in AXES:
-                hint = did_you_mean(axis, AXES)
-                if not array and axis in ARRAYS:
+            if axis not in axes:
+                hint = did_you_mean(axis, axes)
+                if not array and axis in self.vocabulary.arrays:
                     hint = f" ({axis} is an array: write {axis}.AXIS)"
-                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(AXES)}")
+                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(axes)}")
             for at, name in enumerate(names):
                 if name in names[:at]:
                     self.wrong(f"{where}: {flow(name)} appears twice", where, target, f"name {flow(name)} once")
@@ -158,7 +162,8 @@ class _Reader:
                 self.wrong(f"remat.{key}: must be a list", f"remat.{key}", names, "write for example [q, k, v]")
                 continue
             what = "remat: no activation of a block is named"
-            lists[key] = [name for name in names if self.known(name, IN_BLOCKS, what, f"remat.{key}", names)]
+            kept = self.vocabulary.kept
+            lists[key] = [name for name in names if self.known(name, kept, what, f"remat.{key}", names)]
         for name in sorted(set(lists["save"]) & set(lists["offload"])):
             self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
         return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from gspmd_lm import config
 from gspmd_lm.arrays import arrays
+from gspmd_lm.axes import DECODER
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, Rows, Tensor
@@ -49,7 +50,7 @@ class Place:
 
 def places(row: Family, model: config.Model) -> Any:
     """The tree of a model's parameters, with a Place for each. Raises InputError for one that the family lacks."""
-    found = arrays(functools.partial(init, model))
+    found = arrays(functools.partial(init, model), DECODER)
     held = {weight: tensor for tensor in row.tensors if tensor.is_of(model) for weight in tensor.weights}
     lacking = []
 

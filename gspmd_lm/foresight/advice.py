@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from gspmd_lm.arrays import attention_lacks
-from gspmd_lm.axes import WEIGHTS
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.prices import CALL
@@ -15,6 +14,7 @@ from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Array, Finding
 from gspmd_lm.rules import KERNELS, Problem, Rules
+from gspmd_lm.task import Task
 from gspmd_lm.units import human_bytes
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
@@ -24,12 +24,14 @@ TRIFLE = 0.01  # share of all traffic that is not worth a warning
 UNFUSED = 0.1  # share of the step that attention without a fused kernel may take
 PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
+# Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
+NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank", "expert")
 # Reshardings that nobody asked for, but that cost less than what would avoid them.
 EXPECTED_RESHARDS = ("embedding", "position_embedding")
 
 
 def warnings(
-    config: Config,
+    config: Config | Task,
     rules: Rules,
     arrays: Sequence[Array],
     problems: Iterable[Problem],
@@ -47,19 +49,21 @@ def warnings(
     problems: the warnings of its check. moved: its collectives. module: None where there is no program. notes: what
     the compiler said while it worked. platform: what it would run on. predicted: None where there is no prediction.
     """
-    fused = _fused_kernel(config, rules, platform) if phase == "train" else ""
+    decoder = config if isinstance(config, Config) else None
+    fused = _fused_kernel(decoder, rules, platform) if decoder and phase == "train" else ""
     found = [
         *_too_large(rules, memory, fused),
         *_unpriced(predicted),
-        *_above_floor(config, moved, floor),
-        *_reshards(moved),
-        *_slow_links(config, rules, moved),
+        *_above_floor(moved, floor),
+        *_reshards(rules, moved),
+        *_slow_links(decoder.model.layers if decoder else 1, rules, moved),
         *_unfused(fused, predicted),
         *_involuntary(notes),
         *_replicated(rules, arrays, memory),
         *_repeated(rules, arrays),
         *(_not_effective(rules, arrays, module) if module else ()),
-        *_padding(config, memory),
+        *_padding(memory),
+        *(_padded_vocabulary(decoder) if decoder else ()),
         *(Finding("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
           for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
         *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
@@ -67,8 +71,10 @@ def warnings(
     return tuple(found)
 
 
-def _above_floor(config: Config, moved: Sequence[Collective], floor: Floor) -> Iterator[Finding]:
-    if config.model.compute_dtype != "float32" and not any(one.link for one in moved):
+def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Finding]:
+    if floor.communication_bytes is None:
+        return
+    if floor.dtype != "float32" and not any(one.link for one in moved):
         return  # simulated devices: XLA:CPU widens what it moves to float32
     sent = collections.Counter[str]()
     for one in moved:
@@ -92,7 +98,7 @@ def _above_floor(config: Config, moved: Sequence[Collective], floor: Floor) -> I
     )
 
 
-def _reshards(moved: Sequence[Collective]) -> Iterator[Finding]:
+def _reshards(rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
     """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers of activations that no row for
     activations splits."""
     total = sum(one.bytes_per_device_per_step for one in moved)
@@ -101,7 +107,7 @@ def _reshards(moved: Sequence[Collective]) -> Iterator[Finding]:
         unasked = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute") or (
             one.kind == "all-gather"
             and one.phase != "optimizer"
-            and not (_is_weight(one.op) and one.rules)
+            and not (_is_weight(rules, one.op) and one.rules)
             and not any(row.startswith("rules.") for row in one.rules)
         )
         if one.kind == "collective-permute" and one.bytes_per_device_per_step < scattered.get(one.op, 0) / 4:
@@ -117,17 +123,17 @@ def _reshards(moved: Sequence[Collective]) -> Iterator[Finding]:
         )
 
 
-def _is_weight(op: str) -> bool:
-    return op.rpartition(".")[2] in WEIGHTS
+def _is_weight(rules: Rules, op: str) -> bool:
+    return op.rpartition(".")[2] in rules.vocabulary.weights
 
 
-def _slow_links(config: Config, rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
+def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
     """What every layer sends there. Gradients that are summed once a step have to cross."""
     slow = []
     for one in moved:
         gradient = one.phase == "backward" and one.kind in ("all-reduce", "reduce-scatter")
-        gradient &= "rules.batch" in one.rules and (_is_weight(one.op) or one.op.endswith("_norm"))
-        often = one.times_per_step >= max(2, config.model.layers)
+        gradient &= "rules.batch" in one.rules and (_is_weight(rules, one.op) or one.op.endswith("_norm"))
+        often = one.times_per_step >= max(2, layers)
         if one.link in SLOW_LINKS and often and not (gradient and rules.microbatches == 1):
             slow.append(one)
     for link, where in SLOW_LINKS.items():
@@ -261,7 +267,7 @@ def _could_split(rules: Rules, array: Array, spec: Sequence[tuple[str, ...]], si
     """An axis of an array that `size` more pieces divide; '' if there is none."""
     for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
         pieces = math.prod(rules.mesh[name] for name in names)
-        if axis in ("embed", "seq", "mlp", "vocab") and not names and length % (pieces * size) == 0:
+        if axis not in NOT_SPLIT and not names and length % (pieces * size) == 0:
             return axis
     return ""
 
@@ -290,7 +296,7 @@ def _not_effective(rules: Rules, arrays: Sequence[Array], module: Module) -> Ite
             )
 
 
-def _padding(config: Config, memory: Memory) -> Iterator[Finding]:
+def _padding(memory: Memory) -> Iterator[Finding]:
     state_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes + memory.cache_bytes
     if memory.padding_bytes > PADDING * state_bytes and memory.padding_bytes > LARGE_BYTES:
         yield Finding(
@@ -299,6 +305,9 @@ def _padding(config: Config, memory: Memory) -> Iterator[Finding]:
             f"({memory.padding_bytes / state_bytes:.0%})",
             "split a larger dimension: one of few kv_heads or a small head_dim is padded to 8 x 128",
         )
+
+
+def _padded_vocabulary(config: Config) -> Iterator[Finding]:
     rows = config.model.vocab_rows - config.model.vocab
     if rows > PADDING * config.model.vocab:
         yield Finding(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jax.stages import Compiled
 
     from gspmd_lm.infer.programs import Programs
+    from gspmd_lm.task import Task
     from gspmd_lm.train.step import Step
 
 FORMAT = 2  # raise it when the files of an entry change
@@ -43,9 +44,9 @@ ENTRY = ("facts.json", "program.txt.gz", "notes.json", EXECUTABLE)  # of a kept 
 CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
-_SOURCES = ("config.py", "core_yaml.py", "axes.py", "placing.py", "products.py", "rules.py", "mesh.py",
-            "placement.py", "arrays.py", "program.py", "runtime.py", "kernels", "model", "train", "infer",
-            "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
+_SOURCES = ("config.py", "core_yaml.py", "axes.py", "vocabulary.py", "placing.py", "products.py", "rules.py",
+            "mesh.py", "placement.py", "task.py", "arrays.py", "program.py", "runtime.py", "kernels", "model",
+            "train", "infer", "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]
@@ -57,7 +58,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class Request:
     """One program to compile. The mesh of `rules` is filled for the devices of `target`."""
 
-    config: Config
+    config: "Config | Task"
     rules: Rules
     target: Target
     export: bool = False  # keep the executable too
@@ -70,10 +71,14 @@ class Request:
 
     def key(self) -> str:
         """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
+        if isinstance(self.config, Config):
+            computed: Any = configs.to_dict(self.config) | {"name": ""}
+        else:
+            computed = pickled(self.config).hex()
         chip = self.target.chip
         told = gpu_target_config(chip) if chip and chip.gpu else ""
-        wanted = [FORMAT, configs.to_dict(self.config) | {"name": ""}, self.rules.facts(), self.target.text,
-                  told, compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
+        wanted = [FORMAT, computed, self.rules.facts(), self.target.text, told,
+                  compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -105,11 +110,13 @@ def compilers(target: Target) -> dict[str, str]:
 def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache: str | None = None) -> list[Program]:
     """The compiled programs, in the order of `requests`: found in the cache, or compiled now.
 
+    Those of a model of one's own are compiled each time: nothing tells whether the code that it is made of has changed.
     `cache` is a folder; "none" keeps nothing. By default explain/ in $GSPMD_LM_CACHE or in the user's cache directory.
     Raises InputError for what is wrong with a request, RunFailed where the compiler fails for another reason.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch) if cache == "none" else Path(cache) if cache else paths.cache_folder("explain")
+        own = not all(isinstance(request.config, Config) for request in requests)
+        root = Path(scratch) if own or cache == "none" else Path(cache) if cache else paths.cache_folder("explain")
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -184,7 +191,7 @@ def _program(request: Request, folder: Path, say: Progress) -> Program:
 def _run_compiler(request: Request, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gspmd_lm.foresight.compile", str(folder)],
-        env=_environment(),
+        env=_environment(() if isinstance(request.config, Config) else sys.path),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -201,10 +208,26 @@ def _run_compiler(request: Request, folder: Path) -> None:
         (folder / "notes.json").write_text(json.dumps(notes))
 
 
-def _environment() -> dict[str, str]:
-    """The environment of the compiling process: nothing of an accelerator that may be here, no flags of the caller."""
+def pickled(task: "Task") -> bytes:
+    """What another process makes the task from. Raises InputError where that process could not import its functions."""
+    fix = "  fix   define them, and the classes that they use, at the top of a module that the script imports"
+    try:
+        found = pickle.dumps(task)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InputError(f"task {task.name}: its functions cannot be sent to the compiler: {error}\n{fix}") from error
+    if b"__main__" in found:
+        raise InputError(f"task {task.name}: its functions stand in the script that runs\n{fix}")
+    return found
+
+
+def _environment(modules: Sequence[str]) -> dict[str, str]:
+    """The environment of the compiling process: nothing of an accelerator that may be here, no flags of the caller.
+
+    `modules`: the folders in which it finds the caller's own modules.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
+    folders = [str(Path(name).absolute()) for name in modules]
+    paths = [str(Path(__file__).parents[2]), *folders, environment.get("PYTHONPATH", "")]
     libraries = [environment.get("LD_LIBRARY_PATH", "")]
     cudnn = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
     if cudnn and cudnn.submodule_search_locations:
@@ -239,6 +262,7 @@ def _compile(request: Request, folder: Path) -> None:
         built = step.build(config, rules, state.checked(config, rules, target.platform)[0], devices)
         lower = built.lower_train
     else:
+        assert isinstance(config, Config), "the caller has checked it"
         sizes = generation.whole_context(config)
         arrays, _ = generation.checked(config, rules, target.platform, sizes)
         built = generation.build(config, rules, arrays, devices, sizes)

@@ -8,9 +8,11 @@ from pathlib import Path
 from gspmd_lm import files
 from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
 from gspmd_lm.foresight.compile import Phase, Program, Progress, Request, programs
 from gspmd_lm.foresight.cost import schedule
+from gspmd_lm.foresight.floor import counted as counted_floor
 from gspmd_lm.foresight.floor import decoding as decoding_floor
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
@@ -18,7 +20,8 @@ from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Array, Report
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
-from gspmd_lm.train import state, table
+from gspmd_lm.task import Task
+from gspmd_lm.train import decoder, state, table
 
 # To be dropped when the prices of GPUs are mended. Source: docs/validation.md, "On GPUs"; one of the four rows is in
 # Chip.step_errors.
@@ -28,7 +31,7 @@ NOT_ON_CPU = "simulated devices have no speed of their own: give a --target such
 
 
 def reports(
-    config: Config,
+    config: Config | Task,
     layouts: Sequence[Rules],
     target: Target,
     say: Progress = lambda _: None,
@@ -37,6 +40,7 @@ def reports(
 ) -> list[Report]:
     """One report for each of `layouts`, in their order, for the step that `train` would run on `target`.
 
+    config: what is computed, by the decoder or by a model of one's own.
     phase: prefill and decode ask instead for generation of `data.batch` rows with `data.seq` slots each. Everything is
     checked before anything is compiled. With `export`, the executable of the only layout is kept there.
     Raises ShardingError, InputError or RunFailed.
@@ -54,14 +58,16 @@ def reports(
     ]
 
 
-def _checked(config: Config, rules: Rules, platform: str, phase: Phase) -> tuple[Arrays, list[Problem]]:
+def _checked(config: Config | Task, rules: Rules, platform: str, phase: Phase) -> tuple[Arrays, list[Problem]]:
     if phase == "train":
         return state.checked(config, rules, platform)
+    if isinstance(config, Task):
+        raise InputError(f"{config.name}: only the decoder generates\n  fix   phase: train")
     return generation.checked(config, rules, platform, generation.whole_context(config))
 
 
 def report(
-    config: Config,
+    config: Config | Task,
     rules: Rules,
     target: Target,
     arrays: Arrays,
@@ -70,19 +76,22 @@ def report(
     phase: Phase = "train",
 ) -> Report:
     """What a compiled step says of a layout. `rules` are filled; `problems` are the warnings of its check."""
-    sizes = generation.whole_context(config)
-    tokens = config.data.batch * (1 if phase == "decode" else config.data.seq)  # of all devices
-    if phase == "train":
+    task = decoder.task(config)
+    tokens = task.rows if phase == "decode" else task.tokens or task.rows  # of all devices
+    if isinstance(config, Task) or phase == "train":
         activations = state.activations(config, arrays, rules.microbatches, rules)
     else:
-        activations = generation.activations(config, arrays, sizes, rules)[phase]
+        activations = generation.activations(config, arrays, generation.whole_context(config), rules)[phase]
     named = [Array(*row) for row in table.rows(config, rules, arrays, activations)]
     network = Network(
         target.chip, program.coords, program.slices, program.hosts, tuple(rules.mesh.values()), tuple(rules.mesh)
     )
-    if phase == "train":
+    if isinstance(config, Task):
+        least = counted_floor.floor(config, rules, arrays, target.chip)
+    elif phase == "train":
         least = floor.floor(config, rules, arrays, target.chip)
     else:
+        sizes = generation.whole_context(config)
         read_bytes = decoding_floor.read_bytes(config, rules, arrays) + program.state_bytes["cache"]
         of_row = tokens // sizes.rows
         least = decoding_floor.floor(config, rules, arrays, target.chip, sizes, of_row, round(read_bytes))
@@ -99,7 +108,10 @@ def report(
         found = collectives.find(module, rules, named, network)
         if target.chip:
             error = known_error(target.chip) if phase == "train" else NOT_COMPARED
-            needed = floor.least_flops(config, rules, arrays) if phase == "train" else 0.0
+            needed = 0.0
+            if phase == "train":
+                own = isinstance(config, Task)
+                needed = least.flops if own else floor.least_flops(config, rules, arrays)
             each = tokens / target.devices
             predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error, needed), ""
     advised = advice.warnings(

@@ -175,12 +175,13 @@ def _axes(dimensions: tuple[int, ...], op: str, known: list[Named]) -> tuple[str
     """The logical axes of a buffer that has the shape of a named array, or of one per layer; sizes of 1 aside."""
     wanted = [size for size in dimensions if size > 1]
     fitting = []
+    stacked = any("layers" in named.axes for named in known)
     for named in known:
         pairs = [(axis, size) for axis, size in zip(named.axes, named.shape, strict=True) if size > 1]
         layers = [pair for pair in pairs if pair[0] != "layers"]
         if wanted == [size for _, size in pairs]:
             fitting.append((named, tuple(axis for axis, _ in pairs)))
-        elif math.prod(wanted) and wanted[1:] == [size for _, size in layers] and len(layers) == len(pairs):
+        elif stacked and math.prod(wanted) and wanted[1:] == [size for _, size in layers] and len(layers) == len(pairs):
             fitting.append((named, ("layers", *(axis for axis, _ in layers))))
     fitting.sort(key=lambda found: found[0].path.split(".")[-1] not in op)
     return fitting[0][1] if fitting else ()

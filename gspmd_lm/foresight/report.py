@@ -124,7 +124,8 @@ KEYS = {
     "prediction.fusions[].seconds": "its time in one step [predicted]",
     "floor.compute_s": "model FLOPs over the chip's peak; null on cpu [counted]",
     "floor.memory_s": "bytes that must be read and written once over memory bandwidth; null on cpu [counted]",
-    "floor.communication_bytes": "what a device must send under this way of splitting the model [counted]",
+    "floor.communication_bytes": "what a device must send under this way of splitting the model [counted]; null for a "
+    "model of one's own",
     "floor.communication_by_axis.*": "mesh axis -> the part of it [counted]",
     "floor.flops": "the FLOPs of the model on one device, without recomputation [counted]",
     "floor.dtype": "the dtype in which activations, and weights in use, are counted: bfloat16 or float32",

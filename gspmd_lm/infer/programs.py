@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh
 
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
-from gspmd_lm import runtime
 from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems
 from gspmd_lm.arrays import checked as checked_arrays
-from gspmd_lm.axes import ACTIVATIONS
+from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
 from gspmd_lm.kernels.attention import LANES
@@ -76,9 +74,8 @@ def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str) -> tuple[int, i
 
 def _pieces(rules: Rules, axis: str) -> int:
     """Into how many pieces, at least, the size of an axis must divide for all activations to be split."""
-    return math.lcm(
-        *(math.prod(rules.mesh[name] for name in rules.split("rules", array, axis)) for array in ACTIVATIONS)
-    )
+    splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
+    return math.lcm(*(math.prod(rules.mesh[name] for name in split) for split in splits))
 
 
 def _up(size: int, multiple: int) -> int:
@@ -264,7 +261,7 @@ class Programs(Forward):
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
         lowered = self.lower_prefill(), self.lower_decode()
-        prefill, decode = (compiled(one, self.rules, self.mesh, what, fix) for one in lowered)
+        prefill, decode = (self.compile(one, what, fix) for one in lowered)
         return prefill, decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
@@ -296,10 +293,10 @@ def build(
 
 def activations(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
     """The activations that the model names in "prefill" and in "decode" under `rules`."""
-    return {phase: recorded.arrays for phase, recorded in _recorded(config, found, sizes, rules).items()}
+    return {phase: one.arrays for phase, one in recorded(config, found, sizes, rules).items()}
 
 
-def _recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+def recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     model, carried = config.model, _carried(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, carried.start_B, carried.number_B)
@@ -313,7 +310,7 @@ def _recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict
 
 def parameters(model: configs.Model) -> Arrays:
     """The weights of a model of which nothing is trained."""
-    return arrays(functools.partial(init, model))
+    return arrays(functools.partial(init, model), DECODER)
 
 
 def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
@@ -323,7 +320,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     """
     found = parameters(config.model)
     more = attention_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
-    return found, checked_arrays(found, rules, _recorded(config, found, sizes, rules).values(), more)
+    return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
 
 
 def _carried(model: configs.Model, sizes: Sizes) -> Carried:
@@ -331,18 +328,6 @@ def _carried(model: configs.Model, sizes: Sizes) -> Carried:
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
     return Carried(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
-
-
-def compiled(lowered: jax.stages.Lowered, rules: Rules, mesh: Mesh, what: str, fix: str) -> jax.stages.Compiled:
-    """The program, compiled with the rules' options for the devices of `mesh`.
-
-    Raises InputError, which says `what` does not fit and how to mend it, where they have not enough memory for it.
-    """
-    platform, kind = meshes.platform(mesh), mesh.devices.flat[0].device_kind
-    options = runtime.compiler_options(platform, rules.compiler_options, rules.path, kind)
-    program = runtime.compile(lowered, options, platform, rules.path)
-    runtime.check_room(program, list(mesh.devices.flat), what, fix)
-    return program
 
 
 def _where(like: jax.ShapeDtypeStruct) -> Any:

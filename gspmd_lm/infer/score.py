@@ -20,7 +20,7 @@ from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import Forward, compiled, parameters, whole_pieces
+from gspmd_lm.infer.programs import Forward, parameters, whole_pieces
 from gspmd_lm.model import loss
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.transformer import decode
@@ -122,7 +122,7 @@ class Scoring(Forward):
         """The program, compiled. Raises InputError where it needs more memory than there is."""
         what = f"scoring {self.rows:,} rows of {self.seq:,} tokens at a time"
         fix = "--batch=1, for a text a smaller --seq, or rules that split more"
-        return compiled(self.lower(), self.rules, self.mesh, what, fix)
+        return self.compile(self.lower(), what, fix)
 
     def _score(self, params: Any, rows: Rows) -> Scores:
         with self.traced():

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.axes import ADAPTERS
-from gspmd_lm.placing import Weight, use
+from gspmd_lm.placing import Weight, parameter, use
 from gspmd_lm.products import einsum, read
 
 LOW_RANK = "low_rank: batch seq rank"
@@ -25,11 +24,10 @@ def weight(
     init: nn.initializers.Initializer,
 ) -> Weight:
     """A parameter of `module`, annotated with one logical axis per dimension; with adapters, only these are trained."""
-    names = tuple(axes.split())
-    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(cfg.weight_dtype))
+    found = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
     frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] == ("layers",)
-    array = jax.lax.stop_gradient(array) if frozen else array
-    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(cfg.compute_dtype), frozen, scanned)
+    array = jax.lax.stop_gradient(found.array) if frozen else found.array
+    return dataclasses.replace(found, array=array, frozen=frozen, scanned=scanned)
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:

@@ -106,17 +106,18 @@ def check_trackers(trackers: Sequence[str]) -> None:
 
 
 def import_tracker(tracker: str) -> Any:
-    """The package of a tracker, which takes up to seconds to import.
+    """The package of a tracker, imported. Some take seconds.
 
-    tensorboardX imports torch where it is installed, for a type that it names. It is told that there is none.
+    tensorboardX would import torch, where that is installed, only to name a type of it; here it finds none.
     """
-    hidden = {"torch": None} if tracker == "tensorboard" and "torch" not in sys.modules else {}
-    sys.modules.update(hidden)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    hidden = tracker == "tensorboard" and "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     try:
         return importlib.import_module(_PACKAGES[tracker])
     finally:
-        for name in hidden:
-            del sys.modules[name]
+        if hidden:
+            del sys.modules["torch"]
 
 
 class _TensorBoard:

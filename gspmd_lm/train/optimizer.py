@@ -15,6 +15,7 @@ import optax
 from optax import contrib
 
 from gspmd_lm import config
+from gspmd_lm.errors import InputError
 from gspmd_lm.placement import Named
 
 NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
@@ -142,7 +143,7 @@ def _as_matrices(inner: optax.GradientTransformation, axes: Any) -> optax.Gradie
 def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
     """A tree of Named for the optimizer state: which parameter's axes each of its arrays has.
 
-    Raises AssertionError for an array whose axes cannot be told, so that none is replicated unnoticed.
+    Raises InputError for an array whose axes cannot be told, so that none is replicated unnoticed.
     """
     by_path = {leaf.path: leaf.axes for leaf in jax.tree.leaves(named, is_leaf=_is_named)}
     shapes = {_dotted(path): like.shape for path, like in jax.tree_util.tree_leaves_with_path(abstract_params)}
@@ -151,7 +152,8 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
         param = _dotted(path)
         where = jax.tree_util.keystr(path, simple=True, separator=".")
         if param not in by_path:  # a counter or a constant, once per layer where the rule runs layer by layer
-            assert like.size <= 16 or np.issubdtype(like.dtype, np.integer), where
+            if like.size > 16 and not np.issubdtype(like.dtype, np.integer):
+                raise _untold(where, like)
             return Named(where, ("",) * like.ndim)
         axes, shape = by_path[param], shapes[param]
         if like.shape == shape:
@@ -160,14 +162,25 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
         if like.shape[len(stack) :] == (1,):  # the placeholder of a statistic that this parameter does not keep
             return Named(where, ("",) * like.ndim)
         inner, sizes = axes[len(stack) :], shape[len(stack) :]
+        if len(inner) < 2 or len(like.shape) != len(stack) + 1:
+            raise _untold(where, like)
         cut = sides(inner)
         left, right = (math.prod(sizes[:cut]), inner[0]), (math.prod(sizes[cut:]), inner[cut])
         smaller, larger = (left, right) if left[0] <= right[0] else (right, left)  # optax keeps the smaller in v_row
         size, axis = smaller if ".v_row." in f".{where}." else larger
-        assert like.shape == (*shape[: len(stack)], size), (where, like.shape, shape)
+        if like.shape != (*shape[: len(stack)], size):
+            raise _untold(where, like)
         return Named(param, (*stack, axis))
 
     return jax.tree_util.tree_map_with_path(name, abstract_state)
+
+
+def _untold(where: str, like: Any) -> InputError:
+    return InputError(
+        f"the optimizer's state {where}, {list(like.shape)}, does not have the shape of its parameter, so that its "
+        "logical axes are not known\n  fix   use an optimizer whose state has the shapes of the parameters, as adamw, "
+        "lion and sgd have"
+    )
 
 
 def _is_named(leaf: Any) -> bool:

@@ -15,21 +15,29 @@ from gspmd_lm import mesh as meshes
 from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.model.loss import Sums, losses
-from gspmd_lm.model.transformer import decode
 from gspmd_lm.placement import MeshPlacement, Named
 from gspmd_lm.placing import Spec, Split, scope
 from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import Rules
-from gspmd_lm.train import optimizer
-from gspmd_lm.train.state import State, abstract_batch, initial
+from gspmd_lm.task import Task
+from gspmd_lm.train import decoder
+from gspmd_lm.train.state import State
 
 Batch = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(Program):
-    """The functions of a config under rules on a mesh, ready to be jitted, with the placement of what they take."""
+    """The functions of a config or task under rules on a mesh, ready to be jitted, and where what they take lives."""
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """What is computed."""
+        return decoder.task(self.config)
+
+    @property
+    def matmul_precision(self) -> str:
+        return self.task.matmul_precision
 
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
@@ -58,10 +66,10 @@ class Step(Program):
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a global batch."""
-        shapes = abstract_batch(self.config, self.config.data.batch)
+        specs = self.task.specs()
         return {
-            name: placed(like, self.placement.sharding("rules", "tokens", ("batch", "seq")[: like.ndim], like.shape))
-            for name, like in shapes.items()
+            name: placed(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
+            for name, like in self.task.batch(self.task.rows).items()
         }
 
     @functools.cached_property
@@ -90,29 +98,24 @@ class Step(Program):
         return jitted.trace(self.abstract_state, self.abstract_batch).lower()
 
     def lower_evaluate(self) -> jax.stages.Lowered:
-        """(params, batch) -> sums over the batch's target tokens, nothing dropped."""
+        """(params, batch) -> totals over the batch, nothing dropped."""
         return jax.jit(self._evaluate).trace(self.abstract_state.params, self.abstract_batch).lower()
 
     def _init(self) -> State:
         return self._init_from({})
 
     def _init_from(self, weights: Any) -> State:
-        model, seed, zero = self.config.model, self.config.train.seed, jnp.zeros((), jnp.int32)
-        params = jax.tree.map(lambda box: box.unbox(), initial(model, jax.random.key(seed)), is_leaf=_is_boxed)
+        task, zero = self.task, jnp.zeros((), jnp.int32)
+        params = jax.tree.map(lambda box: box.unbox(), task.init(jax.random.key(task.seed)), is_leaf=_is_boxed)
         params = lora.joined(params, weights)
-        _, trained = lora.split(params, model)
-        return State(zero, params, self.arrays.transform.init(trained), jax.random.key(seed + 1), zero, zero)
-
-    def _sums(self, params: Any, batch: Batch, dropout_key: jax.Array | None) -> Sums:
-        model = self.config.model
-        x_BTD, table, bias = decode(model, params, batch, dropout_key)
-        return losses(x_BTD, table, bias, batch["targets"], model)
+        _, trained = task.split(params)
+        return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         with scope("of", "loss"):
-            targets = jnp.maximum((batch["targets"] >= 0).sum(dtype=jnp.float32), 1)
-        frozen, trained = lora.split(state.params, self.config.model)
-        sums, gradients = self._gradients(state, frozen, trained, batch, targets)
+            count = jnp.maximum(self.task.counted(batch), 1)
+        frozen, trained = self.task.split(state.params)
+        sums, gradients = self._gradients(state, frozen, trained, batch, count)
         with scope("of", "gradient_norm"):
             norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -133,37 +136,32 @@ class Step(Program):
         )
         with scope("of", "weight_norm"):
             weight_norm = optax.tree.norm(params)
-        rate = optimizer.schedule(self.config.optimizer, self.config.train.steps)
         return new_state, {
-            "loss": sums.loss / targets,
-            "cross_entropy": sums.cross_entropy / targets,
-            "accuracy": sums.correct / targets,
+            **self.task.means(sums, count, state.step),
             "gradient_norm": norm,
             "weight_norm": weight_norm,
-            "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
-            "target_tokens": targets,
             "skipped_steps": new_state.skipped,
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
 
-    def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, targets: jax.Array) -> tuple[Sums, Any]:
-        """The sums and the gradients of loss / targets by the trained parameters.
+    def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, count: jax.Array) -> tuple[Any, Any]:
+        """The sums and the gradients of loss / count by the trained parameters.
 
         Over the rules' microbatches they are accumulated in float32. Where devices hold replicas of all weights, each
         adds up the gradients of its own rows, and they are summed over the replicas once, after the last microbatch.
         """
-        key = jax.random.fold_in(state.key, state.step) if self.config.model.dropout else None
+        key = jax.random.fold_in(state.key, state.step) if self.task.random else None
 
-        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-            sums = self._sums(lora.joined(frozen, trained), batch, key)
-            return sums.loss / targets, sums
+        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Any]:
+            sums = self.task.sums(lora.joined(frozen, trained), batch, key)
+            return sums.loss / count, sums
 
-        def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Sums]:
+        def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Any]:
             with self.traced(placement):
                 return jax.grad(loss, has_aux=True)(trained, batch)
 
-        count = self.rules.microbatches
-        if count == 1:
+        microbatches = self.rules.microbatches
+        if microbatches == 1:
             gradients, sums = differentiate(batch)
             return sums, self._place(gradients)
 
@@ -172,26 +170,30 @@ class Step(Program):
         # A dimension of one replica would keep compilers from reduce-scattering.
         each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
         lead = (replicas.pieces,) if names else ()
+        specs = self.task.specs()
 
-        def split(x: jax.Array) -> jax.Array:
+        def cut(name: str, x: jax.Array) -> jax.Array:
             """[M, R, rows, ...], without R where there are no replicas."""
-            # Row r goes to microbatch r % count: every device then works on rows that it already has.
-            x = rearrange(x, "(row M) ... -> M row ...", M=count)
-            spec = self.placement.sharding("rules", "tokens", ("", "batch", "seq")[: x.ndim], x.shape)
-            x = jax.lax.with_sharding_constraint(x, spec)
-            return x.reshape(count, *lead, -1, *x.shape[2:])
+            # Row r goes to microbatch r % M: every device then works on rows that it already has.
+            x = rearrange(x, "(row M) ... -> M row ...", M=microbatches)
+            array, axes, _ = specs[name]
+            x = jax.lax.with_sharding_constraint(x, self.placement.sharding("rules", array, ("", *axes), x.shape))
+            return x.reshape(microbatches, *lead, -1, *x.shape[2:])
 
         one, place = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._place)
 
-        def accumulate(carry: tuple[Any, Sums], microbatch: Batch) -> tuple[tuple[Any, Sums], None]:
+        def accumulate(carry: tuple[Any, Any], microbatch: Batch) -> tuple[tuple[Any, Any], None]:
             gradients, sums = one(microbatch)
             return jax.tree.map(jnp.add, carry, (place(gradients), sums)), None
 
         def zeros(like: Any) -> jax.Array:
             return jnp.zeros((*lead, *like.shape), jnp.float32)
 
-        start = place(jax.tree.map(zeros, trained)), Sums(*(zeros(targets) for _ in Sums._fields))
-        (gradients, sums), _ = jax.lax.scan(accumulate, start, jax.tree.map(split, batch))
+        rows = self.task.batch(self.task.rows // microbatches)
+        sums = jax.eval_shape(self.task.sums, self.arrays.params, rows, None)
+        start = place(jax.tree.map(zeros, trained)), jax.tree.map(zeros, sums)
+        pieces = {name: cut(name, x) for name, x in sorted(batch.items())}
+        (gradients, sums), _ = jax.lax.scan(accumulate, start, pieces)
         if names:
             gradients = jax.tree.map(
                 lambda named, g: self._summed(g, replicas, named),
@@ -202,7 +204,8 @@ class Step(Program):
 
     def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
         """A gradient from those of the replicas, [R, ...]."""
-        with scope("of", named.path), scope("sum", "tokens.batch"):
+        first = next(iter(self.task.specs().values()))
+        with scope("of", named.path), scope("sum", f"{first.array}.{first.axes[0]}"):
             return self.placement.total(addends, replicas, Spec(named.path, named.axes, "optimizer"))
 
     @functools.cached_property
@@ -216,13 +219,12 @@ class Step(Program):
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         with self.traced():
-            sums = self._sums(params, batch, None)
-        targets = (batch["targets"] >= 0).sum(dtype=jnp.float32)
-        return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": targets}
+            return self.task.totals(params, batch)
 
 
-def build(config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
-    """The step of `config` under `rules`, which have been checked, on `devices`: real, simulated or compile-only."""
+def build(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
+    """The step of what is computed under `rules`, which have been checked, on `devices`: real, simulated or
+    compile-only."""
     return Step(config, rules, arrays, meshes.build(rules, devices))
 
 

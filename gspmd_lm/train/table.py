@@ -12,6 +12,8 @@ from gspmd_lm.arrays import Activations, Arrays, pairs
 from gspmd_lm.config import Config
 from gspmd_lm.placement import Named
 from gspmd_lm.rules import Rules
+from gspmd_lm.task import Task
+from gspmd_lm.train import decoder
 from gspmd_lm.train.state import activations
 from gspmd_lm.units import human_bytes
 
@@ -29,19 +31,22 @@ class Row(NamedTuple):
     bytes_per_device: int  # at rest; of an activation, in use
 
 
-def rows(config: Config, rules: Rules, arrays: Arrays, named: Activations) -> Iterator[Row]:
+def rows(config: Config | Task, rules: Rules, arrays: Arrays, named: Activations) -> Iterator[Row]:
     """Every weight, and the activations `named`."""
+    task = decoder.task(config)
+    dtypes = {spec.array: task.inputs[name].dtype for name, spec in task.specs().items()}
+    dtypes |= dict.fromkeys(task.float32, "float32")
     for leaf, like in pairs(arrays.named_params, arrays.params):
         at_rest, held = _held(rules, "weights", leaf, like)
         in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]
         yield Row(leaf.path, leaf.axes, like.shape, at_rest, in_use, held)
     for name, (axes, shape) in named.items():
         spec = rules.resolve("rules", name, axes, shape)[0]
-        itemsize = 4 if name in ("tokens", "logits") else jnp.dtype(config.model.compute_dtype).itemsize
+        itemsize = jnp.dtype(dtypes.get(name, task.compute_dtype)).itemsize
         yield Row(name, axes, shape, None, spec, math.prod(shape) * itemsize // _pieces(rules, spec))
 
 
-def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None:
+def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) -> None:
     """Prints the arrays of a layout and, per device, the totals of weights, optimizer state and gradients."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("array", "logical axes", "shape", "at rest", "in use"):
@@ -63,7 +68,8 @@ def show(config: Config, rules: Rules, arrays: Arrays, console: Console) -> None
         "gradients": [_held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_trained, arrays.trained)],
     }
     mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-    trained = f" ({arrays.trained_count:,} trained)" if config.model.lora else ""
+    some = arrays.trained_count < arrays.parameter_count
+    trained = f" ({arrays.trained_count:,} trained)" if some else ""
     parameters = f"{arrays.parameter_count:,} parameters{trained}"
     console.print(f"{config.name} under {rules.path}: {parameters}, mesh {mesh}", soft_wrap=True)
     console.print("bytes per device, counted:")

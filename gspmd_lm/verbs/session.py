@@ -90,6 +90,15 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
     return here
 
 
+def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | None) -> Session:
+    """A session of a program that has no command line."""
+    import jax
+
+    devices = jax.devices()[:1] if rules.devices == 1 and machine.process_count == 1 else jax.devices()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    return Session(config, rules.fill(len(devices)), machine, devices, console, path_of(workdir) if workdir else None)
+
+
 def _facts(here: Session, values: flags.FlagValues) -> dict[str, Any]:
     """The facts, besides its data, that must be equal in every process of a run."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")

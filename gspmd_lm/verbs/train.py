@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import compile_cache, processes
+from gspmd_lm import compile_cache as compile_caches
+from gspmd_lm import processes
 from gspmd_lm.config import Config
 from gspmd_lm.data import loader, sources, tokenizer
 from gspmd_lm.errors import InputError
@@ -36,23 +37,64 @@ def run(verb: str, values: flags.FlagValues) -> int:
                 f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
             )
     here = session.begin(values)
-    config, rules, machine, console = here.config, here.rules, here.machine, here.console
-    arrays, warnings = state.checked(config, rules, machine.platform)
-    for warning in warnings:
-        here.say(f"warning: {warning}")
+    built, warnings = _built(here)
     if verb == "train" and values.dry_run:
-        if machine.is_main:
-            table.show(config, rules, arrays, console)
+        if here.machine.is_main:
+            table.show(here.config, here.rules, built.arrays, here.console)
         return 0
     if verb == "train" and values.train_tokenizer:
-        return _train_tokenizer(config, values.train_tokenizer, console)
+        return _train_tokenizer(here.config, values.train_tokenizer, here.console)
+    if verb == "eval":
+        with _opened(here, built, warnings, writes=False, compile_cache=values.compile_cache) as run:
+            run.evaluate(values.step)
+        return 0
+    executable = _executable(values, built) if values.executable else None
+    with _opened(here, built, warnings, True, values.compile_cache, profile, executable) as run:
+        _train(run, values.steps, values.step)
+    return 0
+
+
+def train(here: session.Session, steps: int | None = None) -> dict[str, float]:
+    """Trains to step `steps`, or the config's last one, and returns what was logged last."""
+    built, warnings = _built(here)
+    with _opened(here, built, warnings) as run:
+        return _train(run, steps)
+
+
+def _train(run: loop.Run, steps: int | None, step: int | None = None) -> dict[str, float]:
+    processes.last_words(_LAST_WORDS.format(run.workdir))
+    last = run.train(run.config.train.steps if steps is None else steps, step)
+    if last:
+        run.say(f"metrics {run.workdir / 'metrics.jsonl'}, checkpoints {run.workdir / 'checkpoints'}")
+    return last
+
+
+def _built(here: session.Session) -> tuple[Step, list[Problem]]:
+    """The step of a session, and the warnings of its check, which are said."""
+    arrays, warnings = state.checked(here.config, here.rules, here.machine.platform)
+    for warning in warnings:
+        here.say(f"warning: {warning}")
+    return step.build(here.config, here.rules, arrays, here.devices), warnings
+
+
+@contextlib.contextmanager
+def _opened(
+    here: session.Session,
+    built: Step,
+    warnings: Sequence[Problem],
+    writes: bool = True,
+    compile_cache: str | None = None,
+    profile: tuple[int, int] | None = None,
+    executable: Any = None,
+) -> Iterator[loop.Run]:
+    """A context of the run in the session's workdir, or in a fresh one; `writes` says whether it trains there."""
+    config, rules, machine, console = here.config, here.rules, here.machine, here.console
     if here.workdir is None and machine.process_count > 1:
         raise InputError(
             "each of several processes would choose its own workdir\n  fix   give all of them the same --workdir=DIR"
         )
-    built = step.build(config, rules, arrays, here.devices)
     with contextlib.ExitStack() as stack:
-        if verb == "train":
+        if writes:
             metrics.check_trackers(config.train.trackers)
             workdir = here.workdir or _fresh(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(session.written(here, workdir))
@@ -64,24 +106,18 @@ def run(verb: str, values: flags.FlagValues) -> int:
             workdir=workdir,
             machine=machine,
             console=console,
-            cache=compile_cache.enable(values.compile_cache),
+            cache=compile_caches.enable(compile_cache),
             profile=profile,
-            foresee=_foresee(built, warnings) if verb == "train" else None,
-            executable=_executable(values, built) if verb == "train" and values.executable else None,
+            foresee=_foresee(built, warnings) if writes else None,
+            executable=executable,
             check_lock=check_lock,
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
         simulated, several = "simulated " if machine.simulated else "", "s" * (len(here.devices) > 1)
-        run.say(f"{config.name}: {arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
+        run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
                 f"{len(here.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
         run.say(f"workdir {workdir}")
-        if verb == "eval":
-            run.evaluate(values.step)
-            return 0
-        processes.last_words(_LAST_WORDS.format(workdir))
-        if run.train(config.train.steps if values.steps is None else values.steps, values.step):
-            run.say(f"metrics {workdir / 'metrics.jsonl'}, checkpoints {workdir / 'checkpoints'}")
-    return 0
+        yield run
 
 
 _LAST_WORDS = """this process was ended from outside, or by a fault in a library; its last lines are above

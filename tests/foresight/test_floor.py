@@ -7,10 +7,11 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
+from gspmd_lm.axes import IN_BLOCKS
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, least_flops, memory_bytes
 from gspmd_lm.foresight.machine.hardware import CHIPS
-from gspmd_lm.rules import IN_BLOCKS, Remat, Row, check
+from gspmd_lm.rules import Remat, Row, check
 from gspmd_lm.train import state
 
 B, T, D, L, V = 8, 8192, 4096, 32, 128256

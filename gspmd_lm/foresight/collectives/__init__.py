@@ -5,13 +5,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from gspmd_lm.axes import ACTIVATIONS, WEIGHTS
 from gspmd_lm.foresight.collectives.causes import Causes
 from gspmd_lm.foresight.collectives.provenance import Name, Provenance, each, read, state
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, Tensor, overlaps, tensors
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.rules import Rules
+from gspmd_lm.vocabulary import Vocabulary
 
 NEAR = 30  # instructions within which a tensor without a name of its own is explained
 # Files whose lines say less than those that call them.
@@ -62,7 +62,7 @@ def find(module: Module, rules: Rules, arrays: Iterable[HasAxes], network: Netwo
             continue
         if exchange.runs.name not in overlapped:
             overlapped[exchange.runs.name] = overlaps(module, exchange)
-        origin = _origin(tensor, origins)
+        origin = _origin(tensor, origins, rules.vocabulary)
         op, rows = _caused(tensor, origin, causes, mesh_axes)
         one = Collective(
             kind=tensor.kind,
@@ -108,7 +108,7 @@ class _Origin:
     updated: str  # the new weight that it is, among the step's results
 
 
-def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
+def _origin(tensor: Tensor, origins: Provenance, vocabulary: Vocabulary) -> _Origin:
     trail = origins.trail(tensor.place)
     tree, path = state(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
     given = path if tree == "params" else ""
@@ -128,7 +128,8 @@ def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
     if tensor.kind in GATHERS:
         users = [user for user in itertools.islice(origins.consumers(tensor.instruction), NEAR)
                  if user.op_name != at.op_name]  # fmt: skip
-        name = _as_read(name, [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in users])
+        readers = [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in users]
+        name = _as_read(name, readers, vocabulary)
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
         lines = [*origins.called(tensor.name), *trail]
@@ -142,23 +143,24 @@ def _origin(tensor: Tensor, origins: Provenance) -> _Origin:
     )
 
 
-def _as_read(name: Name, users: Sequence[tuple[Name, bool]]) -> Name:
+def _as_read(name: Name, users: Sequence[tuple[Name, bool]], vocabulary: Vocabulary) -> Name:
     """`name` with what those who read the gathered tensor know better. It says where the tensor is placed; the
     products that read it whole say which weights they are of."""
-    if name.placed and not name.of and name.placed[1] in ACTIVATIONS:
+    if name.placed and not name.of and name.placed[1] in vocabulary.activations:
         alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
         direct = {path for reader, itself in alike if itself for path in reader.of}
         nearest = alike[0][0].of if alike else ()
-        name = dataclasses.replace(name, of=tuple(sorted(direct, key=_in_the_model)) or nearest)
+        ordered = sorted(direct, key=lambda path: _in_the_model(path, vocabulary))
+        name = dataclasses.replace(name, of=tuple(ordered) or nearest)
     phases = [reader.phase for reader, _ in users if reader.of == name.of != ()]
     if name.phase == "forward" and phases and "forward" not in phases:
         name = dataclasses.replace(name, phase=phases[0])
     return name
 
 
-def _in_the_model(path: str) -> tuple[bool, int]:
+def _in_the_model(path: str, vocabulary: Vocabulary) -> tuple[bool, int]:
     """Where a weight stands in the table of weights; what is none comes last."""
-    names = list(WEIGHTS)
+    names = list(vocabulary.weights)
     last = path.rpartition(".")[2]
     return last not in names, names.index(last) if last in names else 0
 
@@ -202,10 +204,9 @@ def _op(name: Name, weight: str) -> str:
 
 
 def _source(instruction: Instruction) -> str:
-    """The innermost line of the package that is not one of its general functions."""
-    inside = [(file.rpartition("gspmd_lm/")[2], line) for file, _, line in instruction.frames if "gspmd_lm/" in file]
-    special = [(file, line) for file, line in inside if not file.endswith(_GENERAL)]
-    return next((f"gspmd_lm/{file}:{line}" for file, line in special or inside), "")
+    """The innermost line that is not one of the package's general functions."""
+    special = [source for source in instruction.sources if not source.rpartition(":")[0].endswith(_GENERAL)]
+    return next(iter(special), instruction.source)
 
 
 def _einsum_after(origins: Provenance, tensor: Tensor, weight: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from gspmd_lm.axes import ACTIVATIONS
 from gspmd_lm.foresight.collectives.provenance import Name
 from gspmd_lm.rules import TABLES, Rules
 
@@ -31,7 +30,8 @@ class Causes:
     def __init__(self, rules: Rules, arrays: Mapping[str, Sequence[str]]):
         self.rules = rules
         self.arrays = arrays
-        self.weights = [path for path in arrays if path not in ACTIVATIONS]
+        self.activation_names = rules.vocabulary.activations
+        self.weights = [path for path in arrays if path not in self.activation_names]
 
     def splitting(self, table: str, array: str, over: Iterable[str]) -> set[str]:
         """Keys of the rows by which `table` splits an array over some of the mesh axes `over`."""
@@ -76,9 +76,9 @@ class Causes:
         """Rows that split over `over` what is placed there, what it is made from, or else what stands around."""
         ends = [path.rsplit(".", 1)[-1] for path in name.of] + list(reversed(name.modules))
         around = [array for end in ends for array in _AROUND.get(end, ())]
-        placed = [name.placed[1]] if name.placed and name.placed[1] in ACTIVATIONS else []
+        placed = [name.placed[1]] if name.placed and name.placed[1] in self.activation_names else []
         before = [array for one in placed for array in _MADE_FROM.get(one, ())]
-        for arrays in (before, placed, around, ACTIVATIONS):
+        for arrays in (before, placed, around, self.activation_names):
             if found := {key for array in arrays for key in self.splitting("rules", array, over)}:
                 return found
         return self.mapping(over)

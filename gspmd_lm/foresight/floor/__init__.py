@@ -22,7 +22,7 @@ class Floor:
 
     compute_s: float | None  # model FLOPs over peak; None on cpu
     memory_s: float | None  # bytes that must be read and written once over bandwidth; None on cpu
-    communication_bytes: int  # what one device must send
+    communication_bytes: int | None  # what one device must send; None where it is not known
     communication_by_axis: Mapping[str, int]  # of one mesh axis, or several at once: fsdp, fsdp+tensor
     flops: float  # of the model, of one device, recomputation not counted
     dtype: str  # in which activations, and weights in use, are counted to be sent

@@ -21,6 +21,7 @@ _WIDTH = re.compile(r"[a-z]+(\d+)")
 _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
 _IDENTIFIER = re.compile(r"(\w+)=(\d+)")
+_INSTALLED = ("site-packages/", "dist-packages/", "/lib/python")  # in the paths of libraries, whose lines tell little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +181,22 @@ class Instruction:
             return ((self.metadata["source_file"], "", int(self.metadata.get("source_line", 0))),)
         return self.tables.frames(frame)
 
-    @property
-    def source(self) -> str:
-        """The innermost frame inside gspmd_lm as file:line, from the package's root; '' if there is none."""
+    @functools.cached_property
+    def sources(self) -> tuple[str, ...]:
+        """file:line of the frames of this package, from its root, and of models of one's own; innermost first."""
+        found = []
         for file, _, line in self.frames:
             _, package, rest = file.rpartition("gspmd_lm/")
             if package:
-                return f"{package}{rest}:{line}"
-        return ""
+                found.append(f"{package}{rest}:{line}")
+            elif not any(folder in file for folder in _INSTALLED):
+                found.append(f"{'/'.join(file.split('/')[-2:])}:{line}")
+        return tuple(found)
+
+    @property
+    def source(self) -> str:
+        """file:line of the innermost frame; '' where there is none."""
+        return next(iter(self.sources), "")
 
     @property
     def index(self) -> int:

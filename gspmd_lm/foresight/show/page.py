@@ -219,10 +219,9 @@ def _time(report: Report, heading: str) -> str:
             ("Floor (counted)", f"compute {compute}, memory {memory}; the step takes {times:.2f} times the larger")
         )
     by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
-    least = human_bytes(floor.communication_bytes)
-    notes.append(
-        ("Floor of communication (counted)", f"{least} per device and step" + (f": {by_axis}" if by_axis else ""))
-    )
+    if floor.communication_bytes is not None:
+        least = f"{human_bytes(floor.communication_bytes)} per device and step"
+        notes.append(("Floor of communication (counted)", least + (f": {by_axis}" if by_axis else "")))
     notes.append(("Communication, exposed or not", human_seconds(found.communication_s)))
     if found.unpriced_share:
         shares = ", ".join(f"{name} {percent(share)}" for name, share in found.unpriced.items())

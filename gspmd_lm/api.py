@@ -1,0 +1,218 @@
+"""What programs call: the functions of `import gspmd_lm`. Each says what it takes, gives back and raises.
+
+Heavy libraries are imported where they are used, so that a config or a rules file is read without jax.
+"""
+
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspmd_lm import config as configs
+from gspmd_lm import rules_file
+from gspmd_lm.axes import DECODER
+from gspmd_lm.config import Config
+from gspmd_lm.rules import Rules
+
+if TYPE_CHECKING:
+    from contextlib import closing
+
+    from gspmd_lm.checkpoint import Checkpoints
+    from gspmd_lm.foresight.report import Report
+    from gspmd_lm.runtime import Runtime
+    from gspmd_lm.task import Task
+    from gspmd_lm.train.step import Step
+
+_log = logging.getLogger("gspmd_lm")
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a decoder.
+
+    Args:
+        name: the path of a YAML file, or a name in configs/.
+        overrides: `section.key=value`, laid over the file.
+
+    Raises:
+        InputError: every problem of the file and of the overrides.
+    """
+    return configs.load(name, overrides)
+
+
+def load_rules(name: str, task: "Task | None" = None, mesh: str = "") -> Rules:
+    """The rules of a file. What is wrong in it is told with what does not fit the model, when they are used.
+
+    Args:
+        name: the path of a YAML file, or a name in rules/; "none" is one device.
+        task: the model whose names the file uses; None for the decoder.
+        mesh: sizes laid over the file's mesh, such as "tensor=4" or "data=2,tensor=4".
+
+    Raises:
+        InputError: there is no such file, it is not a YAML mapping, or `mesh` does not fit it.
+    """
+    return rules_file.load(name, mesh, task.vocabulary if task else DECODER)
+
+
+def start(rules: Rules, platform: str | None = None) -> "Runtime":
+    """The devices of this program, simulated on the CPU where no accelerator is.
+
+    Called before anything touches a device. A size of -1 in the mesh is filled from the devices, 8 simulated ones.
+
+    Args:
+        rules: say how many devices are simulated.
+        platform: cpu, gpu or tpu; None takes what is there.
+
+    Raises:
+        InputError: the platform is not there, or jax already runs with another number of devices.
+    """
+    from gspmd_lm import runtime
+
+    return runtime.start(platform=platform, simulated_devices=rules.devices if rules.devices > 0 else 8)
+
+
+def build(task: "Task | Config", rules: Rules) -> "Step":
+    """The step of what is computed on this program's devices. Nothing is compiled or allocated yet.
+
+    `step.compile` makes programs of `step.lower_init()`, `step.lower_train()` and `step.lower_evaluate()`;
+    `step.batch_shardings` says where a batch goes, and `step.abstract_state` what a checkpoint is restored into.
+    Warnings are logged.
+
+    Raises:
+        InputError: everything that is wrong in the rules file or does not fit the model or the devices, each with its
+            row and a fix.
+    """
+    import jax
+
+    from gspmd_lm.train import state, step
+
+    devices = jax.devices()[:1] if rules.devices == 1 else jax.devices()
+    filled = rules.fill(len(devices))
+    arrays, warnings = state.checked(task, filled, jax.default_backend())
+    for warning in warnings:
+        _log.warning("%s", warning)
+    return step.build(task, filled, arrays, devices)
+
+
+def dry_run(task: "Task | Config", rules: Rules, devices: int = 8) -> str:
+    """A table of every array: its shape, how it is split, and the bytes of it on each device. Nothing is compiled.
+
+    Args:
+        task: what is computed.
+        rules: where its arrays live.
+        devices: how many there are, where a size of the mesh is -1.
+
+    Raises:
+        InputError: as `build` does.
+    """
+    from rich.console import Console
+
+    from gspmd_lm.train import state, table
+
+    filled = rules.fill(rules.devices if rules.devices > 0 else devices)
+    arrays, warnings = state.checked(task, filled, "cpu")
+    page = io.StringIO()
+    table.show(task, filled, arrays, Console(file=page, width=160, highlight=False))
+    return "\n".join([*(f"warning: {warning}" for warning in warnings), page.getvalue()])
+
+
+def checkpoints(workdir: str | Path, task: "Task | Config", keep: int = 3) -> "closing[Checkpoints]":
+    """A context of the checkpoints in a folder, which may be remote (gs://). It need not exist.
+
+    `save(number, state, extra)` writes in the background; `restore(step.abstract_state)` gives (number, state, extra)
+    under the rules of that step, whatever the rules were when it was saved, or None where nothing was saved.
+
+    Args:
+        workdir: the folder.
+        task: whose checkpoints they are; those of another task are refused.
+        keep: how many of the newest stay, for a task; of a config, train.keep_checkpoints does.
+
+    Raises:
+        InputError: the path is not a folder. The methods raise it for another model's checkpoint and for damage.
+    """
+    from contextlib import closing
+
+    from gspmd_lm import checkpoint
+
+    if isinstance(task, Config):
+        return checkpoint.of_run(str(workdir), task)
+    folder = f"{workdir}/checkpoints"
+    return closing(checkpoint.Checkpoints(folder, keep=keep, keep_every=0, architecture={"task": task.name}))
+
+
+def train(
+    config: Config,
+    rules: Rules,
+    workdir: str | Path | None = None,
+    steps: int | None = None,
+    platform: str | None = None,
+) -> dict[str, float]:
+    """Trains the decoder of a config, as the command line does: data, checkpoints, evaluation, metrics.
+
+    A run goes on from the newest checkpoint in its workdir. For a model of one's own, `build` gives the step.
+
+    Args:
+        config: what is computed.
+        rules: where it runs; says how many devices are simulated where no accelerator is.
+        workdir: folder of the run; None: a fresh one in runs/.
+        steps: where to stop; None: at train.steps.
+        platform: cpu, gpu or tpu; None takes what is there.
+
+    Returns:
+        The values last logged, such as loss and step_time_s; none where the run stands there already.
+
+    Raises:
+        InputError: what is wrong with the config, the rules or the workdir.
+        RunFailed: the loss was not finite for too long, or the disk failed.
+    """
+    from gspmd_lm.verbs import session
+    from gspmd_lm.verbs import train as verb
+
+    here = session.of(config, rules, start(rules, platform), str(workdir) if workdir else None)
+    return verb.train(here, steps)
+
+
+def explain(task: "Task | Config", rules: Rules, target: str, phase: str = "train") -> "Report":
+    """What a layout costs on hardware that need not be here: memory, collectives with the rows that cause them,
+    predicted time, floor and warnings. `show` makes a page of it, and docs/foresight.md explains it.
+
+    Args:
+        task: what is computed.
+        rules: where its arrays live.
+        target: cpu:8, v5e:4x4, v5p:4x4x8, h100:8, ...
+        phase: train; of a config, also prefill or decode.
+
+    Raises:
+        InputError: as `build` does, or the target is not known.
+        RunFailed: the compiler failed.
+    """
+    return compare(task, [rules], target, phase)[0]
+
+
+def compare(task: "Task | Config", layouts: Sequence[Rules], target: str, phase: str = "train") -> "list[Report]":
+    """A report as of `explain` for each of `layouts`, in their order; compiled side by side.
+
+    Raises:
+        InputError: everything that is wrong with any of them, before anything is compiled.
+        RunFailed: the compiler failed.
+    """
+    from gspmd_lm.errors import InputError, did_you_mean
+    from gspmd_lm.foresight import explain as reports
+    from gspmd_lm.foresight.compile import PHASES
+    from gspmd_lm.foresight.machine import target as targets
+
+    for known in PHASES:
+        if phase == known:
+            return reports.reports(task, layouts, targets.parse(target), _log.info, phase=known)
+    raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
+
+
+def show(*reports: "Report", width: int = 120) -> str:
+    """The page of a report, or the comparison of several, as the command line prints it."""
+    from rich.console import Console
+
+    from gspmd_lm.foresight.show import terminal
+
+    page: Any = io.StringIO()
+    terminal.show(reports, Console(file=page, width=width, highlight=False))
+    return page.getvalue()

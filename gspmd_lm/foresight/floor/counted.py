@@ -1,0 +1,97 @@
+"""The floor of a model of one's own: the FLOPs of its traced step, and the bytes of its weights and optimizer.
+
+What a split of the model must send is not known: `communication_bytes` is None. Activations that are kept for the
+backward pass are not counted among the bytes either, so that the floor stays one.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend import core
+
+from gspmd_lm.arrays import pairs
+from gspmd_lm.foresight.floor import Floor
+from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.task import Task
+
+if TYPE_CHECKING:
+    from gspmd_lm.arrays import Arrays
+    from gspmd_lm.rules import Rules
+
+
+def floor(task: Task, rules: "Rules", arrays: "Arrays", chip: Chip | None) -> Floor:
+    """The floor of one train step of `task` under `rules`, filled and checked; `chip` is None for simulated devices.
+
+    FLOPs are shared out evenly over all devices, however few of them the rules use.
+    """
+    flops = flops_of_step(task, arrays) / rules.devices
+    return Floor(
+        compute_s=chip and flops / chip.peak_bf16_flops_per_s,
+        memory_s=chip and state_bytes(rules, arrays) / chip.hbm_bytes_per_s,
+        communication_bytes=None,
+        communication_by_axis={},
+        flops=flops,
+        dtype=task.compute_dtype,
+    )
+
+
+def flops_of_step(task: Task, arrays: "Arrays") -> float:
+    """What the products and convolutions of the loss and its gradients take, as they are traced for one device."""
+
+    def loss(trained: Any, params: Any, batch: Any, key: Any) -> jax.Array:
+        return task.sums(_over(params, trained), batch, key if task.random else None).loss
+
+    key = jax.eval_shape(jax.random.key, 0)
+    traced = jax.make_jaxpr(jax.grad(loss))(arrays.trained, arrays.params, task.batch(task.rows), key)
+    return flops(traced.jaxpr)
+
+
+def state_bytes(rules: "Rules", arrays: "Arrays") -> float:
+    """The bytes that one device reads and writes to update its part of weights and optimizer state."""
+    trained = pairs(arrays.named_trained, arrays.trained)
+    held = [
+        ("weights", trained),
+        ("optimizer", trained),
+        ("optimizer", pairs(arrays.named_optimizer, arrays.optimizer)),
+    ]
+    total = 0.0
+    for table, leaves in held:
+        for leaf, like in leaves:
+            spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
+            pieces = math.prod(rules.mesh[name] for names in spec for name in names)
+            total += like.size * like.dtype.itemsize / pieces
+    return 2 * total
+
+
+def flops(jaxpr: Any) -> float:
+    """2 for each multiplication and addition of products and convolutions. A loop of unknown length counts once."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        primitive, params = equation.primitive.name, equation.params
+        if primitive == "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += 2.0 * equation.outvars[0].aval.size * math.prod(left[dimension] for dimension in contracted)
+        elif primitive == "conv_general_dilated":
+            kernel, features = equation.invars[1].aval, params["dimension_numbers"].rhs_spec[0]
+            total += 2.0 * equation.outvars[0].aval.size * kernel.size / kernel.shape[features]
+        inner = [flops(one) for one in _jaxprs(params)]
+        if primitive == "cond":
+            total += max(inner)
+        else:
+            total += sum(inner) * (params["length"] if primitive == "scan" else 1)
+    return total
+
+
+def _jaxprs(params: Any) -> list[Any]:
+    leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
+    found = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
+    return [one for one in found if isinstance(one, core.Jaxpr)]
+
+
+def _over(params: Any, trained: Any) -> Any:
+    """A nested dict with the leaves of `trained` in place of its own."""
+    if not isinstance(trained, dict):
+        return trained
+    return {name: _over(leaf, trained[name]) if name in trained else leaf for name, leaf in params.items()}

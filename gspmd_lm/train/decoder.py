@@ -1,0 +1,82 @@
+"""The decoder as a task: the functions of a config that the step is made of."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gspmd_lm.axes import DECODER
+from gspmd_lm.config import Config, Model
+from gspmd_lm.model import lora
+from gspmd_lm.model.loss import Sums, losses
+from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.task import Batch, Input, Task
+from gspmd_lm.train import optimizer
+
+# (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
+initial = jax.jit(init, static_argnums=0)
+
+
+def task(config: Config | Task) -> Task:
+    """What a config computes; a task as it is."""
+    if isinstance(config, Task):
+        return config
+    model, data = config.model, config.data
+    return Task(
+        name=config.name,
+        vocabulary=DECODER,
+        inputs=inputs(config),
+        init=functools.partial(initial, model),
+        sums=functools.partial(_sums, model),
+        optimizer=functools.partial(_optimizer, config),
+        count=_targets,
+        evaluate=functools.partial(_evaluate, model),
+        metrics=functools.partial(_metrics, config),
+        split=functools.partial(lora.split, cfg=model),
+        random=bool(model.dropout),
+        seed=config.train.seed,
+        matmul_precision=model.matmul_precision,
+        compute_dtype=model.compute_dtype,
+        float32=("logits",),
+        tokens=data.batch * data.seq,
+        config=config,
+    )
+
+
+def inputs(config: Config) -> Mapping[str, Input]:
+    """The int32 arrays of a batch; segment_ids only where documents are kept apart."""
+    data = config.data
+    names = ["tokens", "targets", "positions"] + ["segment_ids"] * (data.packing == "documents")
+    found = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
+    return found | {"row": Input((data.batch,), "int32", "tokens: batch")}
+
+
+def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
+    return optimizer.build(config.optimizer, config.train.steps, named)
+
+
+def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
+    x_BTD, table, bias = decode(model, params, dict(batch), key)
+    return losses(x_BTD, table, bias, batch["targets"], model)
+
+
+def _targets(batch: Batch) -> jax.Array:
+    return (batch["targets"] >= 0).sum(dtype=jnp.float32)
+
+
+def _evaluate(model: Model, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    sums = _sums(model, params, batch, None)
+    return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": _targets(batch)}
+
+
+def _metrics(config: Config, sums: Sums, targets: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+    means = {
+        "loss": sums.loss / targets,
+        "cross_entropy": sums.cross_entropy / targets,
+        "accuracy": sums.correct / targets,
+    }
+    rate = optimizer.schedule(config.optimizer, config.train.steps)
+    return means | {"learning_rate": jnp.asarray(rate(step), jnp.float32), "target_tokens": targets}

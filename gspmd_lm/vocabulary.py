@@ -1,0 +1,26 @@
+"""The names that a model brings: its logical axes and its arrays."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The names of a model's logical axes and arrays, which a rules file for it may use."""
+
+    axes: Mapping[str, tuple[str, str]]  # logical axis -> its letter in shapes and einsums, and its meaning
+    weights: Mapping[str, str]  # the end of a parameter's path -> its meaning
+    activations: Mapping[str, str]  # name in `shard` -> its meaning
+    rows: str = "batch"  # the axis of the rows of a batch, along which microbatches are cut
+    remat: tuple[str, ...] | None = None  # what `remat: {save: ...}` has a choice about; None: every activation
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # axis -> the setting of its size, for errors
+
+    @property
+    def arrays(self) -> dict[str, str]:
+        """Weights and activations -> their meaning."""
+        return {**self.weights, **self.activations}
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names that `remat: {save: ...}` may list."""
+        return tuple(self.activations) if self.remat is None else self.remat
