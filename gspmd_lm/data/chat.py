@@ -111,7 +111,7 @@ class Chat:
     """The tokenizer and the chat template of a folder. Encoded tokens carry the bits of data/packing.py."""
 
     def __init__(self, name: str):
-        """Reads both. `name` is data.tokenizer. Raises InputError if there is no chat template that can be read."""
+        """Reads the tokenizer and the template. `name` is data.tokenizer. Raises InputError if one cannot be read."""
         if name == "bytes":
             raise InputError(
                 "data.tokenizer=bytes has no chat template, which conversations need\n"

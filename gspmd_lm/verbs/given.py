@@ -1,4 +1,4 @@
-"""What is computed and where, as the flags say it or a run left it in its workdir. jax is not needed for it."""
+"""The config and the rules that flags or a workdir name, loaded without jax."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def layouts(values: flags.FlagValues, more: Sequence[str]) -> list[Rules]:
 
 
 def _file(values: flags.FlagValues, flag: str) -> str | None:
-    """What the user gave, else the file that an earlier run left in the workdir."""
+    """The user's choice, else the file that an earlier run left in the workdir; None without one."""
     given, workdir = getattr(values, flag), getattr(values, "workdir", None)
     if given is None and workdir and (left := Path(workdir).expanduser() / f"{flag}.yaml").is_file():
         return str(left)
