@@ -15,6 +15,7 @@ from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Array, Report
+from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.train import state, table
@@ -77,19 +78,21 @@ def report(
     sizes = generation.whole_context(config)
     tokens = config.data.batch * (1 if phase == "decode" else config.data.seq)  # of all devices
     if phase == "train":
-        activations = state.activations(config, arrays, rules.microbatches, rules)
+        recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
-        activations = generation.activations(config, arrays, sizes, rules)[phase]
-    named = [Array(*row) for row in table.rows(config, rules, arrays, activations)]
+        recorded = generation.recorded(config, arrays, sizes, rules)[phase]
+    named, traced = (
+        [Array(*row) for row in table.rows(config, rules, arrays, recorded.arrays)],
+        Traced.of(recorded, arrays),
+    )
     network = Network(
         target.chip, program.coords, program.slices, program.hosts, tuple(rules.mesh.values()), tuple(rules.mesh)
     )
     if phase == "train":
-        least = floor.floor(config, rules, arrays, target.chip)
+        least = floor.floor(config, rules, arrays, target.chip, traced)
     else:
-        read_bytes = decoding_floor.read_bytes(config, rules, arrays) + program.state_bytes["cache"]
-        of_row = tokens // sizes.rows
-        least = decoding_floor.floor(config, rules, arrays, target.chip, sizes, of_row, round(read_bytes))
+        cache_bytes, of_row = program.state_bytes["cache"], tokens // sizes.rows
+        least = decoding_floor.floor(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
     limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
     found, predicted, reason = (), None, NOT_ON_CPU
     if program.refusal:
@@ -100,10 +103,10 @@ def report(
         module = hlo.parse(program.text)
         known, accepted = _known(named, rules.mesh), target.platform == "tpu"
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        found = collectives.find(module, rules, named, network)
+        found = collectives.find(module, rules, named, network, traced)
         if target.chip:
             error = known_error(target.chip) if phase == "train" else NOT_COMPARED
-            needed = floor.least_flops(config, rules, arrays) if phase == "train" else 0.0
+            needed = floor.least_flops(config, rules, arrays, traced) if phase == "train" else 0.0
             each = tokens / target.devices
             predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error, needed), ""
     advised = advice.warnings(

@@ -311,10 +311,10 @@ def build(
 
 def activations(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
     """The activations that the model names in "prefill" and in "decode" under `rules`."""
-    return {phase: recorded.arrays for phase, recorded in _recorded(config, found, sizes, rules).items()}
+    return {phase: one.arrays for phase, one in recorded(config, found, sizes, rules).items()}
 
 
-def _recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+def recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     model, carried = config.model, _carried(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, carried.start_B, carried.number_B)
@@ -333,7 +333,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     """
     found = arrays(config)
     more: list[Problem] = []
-    for named in _recorded(config, found, sizes, rules).values():
+    for named in recorded(config, found, sizes, rules).values():
         more += problems(rules, pairs(found.named_params, found.params), named)
     more += lacking(config, rules, platform, sizes.prompt, segments=True)
     return found, check(dict.fromkeys(more))

@@ -77,10 +77,10 @@ def arrays(config: Config) -> Arrays:
 
 def activations(config: Config, found: Arrays, microbatches: int, rules: Rules) -> Activations:
     """The activations that the model names in one microbatch under `rules`."""
-    return _recorded(config, found, microbatches, rules).arrays
+    return recorded(config, found, microbatches, rules).arrays
 
 
-def _recorded(config: Config, found: Arrays, microbatches: int, rules: Rules) -> Recorder:
+def recorded(config: Config, found: Arrays, microbatches: int, rules: Rules) -> Recorder:
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         x_BTD, table, bias = decode(config.model, params, batch)
         return losses(x_BTD, table, bias, batch["targets"], config.model).loss
@@ -99,7 +99,7 @@ def checked(config: Config, rules: Rules, platform: str) -> tuple[Arrays, list[P
     more = problems(
         rules,
         pairs(found.named_params, found.params),
-        _recorded(config, found, rules.microbatches if whole else 1, rules),
+        recorded(config, found, rules.microbatches if whole else 1, rules),
         pairs(found.named_optimizer, found.optimizer),
     )
     if not whole:
