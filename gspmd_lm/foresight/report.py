@@ -128,6 +128,7 @@ KEYS = {
     "floor.communication_by_axis.*": "mesh axis -> the part of it [counted]",
     "floor.flops": "of the model on one device, without recomputation [counted]",
     "floor.dtype": "in which activations, and weights in use, are counted to be sent: bfloat16 or float32",
+    "floor.float32_bytes": "what a device must send if all of it is as wide as float32 [counted]",
     "warnings[].code": "stable name of a finding",
     "warnings[].message": "what was found",
     "warnings[].fix": "what to do about it",

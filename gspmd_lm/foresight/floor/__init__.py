@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor.traffic import Traffic, piece_count
+from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Traffic, piece_count
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Node, Traced
 from gspmd_lm.train.metrics import flops_per_token
@@ -26,6 +26,7 @@ class Floor:
     communication_by_axis: Mapping[str, int]  # of one mesh axis, or several at once: fsdp, fsdp+tensor
     flops: float  # of the model, of one device, recomputation not counted
     dtype: str  # in which activations, and weights in use, are counted to be sent
+    float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
 
 
 def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None, traced: Traced) -> Floor:
@@ -38,7 +39,7 @@ def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None, t
     tokens = config.data.batch * config.data.seq
     per_token = flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
     flops = per_token * tokens / rules.devices
-    sent = Traffic(rules, arrays, traced).sent
+    sent, wide = (Traffic(rules, arrays, traced, narrowest=narrowest).sent for narrowest in (0, FLOAT32_BYTES))
     return Floor(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and memory_bytes(rules, arrays, traced) / chip.hbm_bytes_per_s,
@@ -46,6 +47,7 @@ def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None, t
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
         dtype=config.model.compute_dtype,
+        float32_bytes=round(sum(wide.values())),
     )
 
 

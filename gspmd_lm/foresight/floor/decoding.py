@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.floor import Floor, used_bytes
-from gspmd_lm.foresight.floor.traffic import Traffic
+from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.train.metrics import flops_per_token
@@ -42,7 +42,7 @@ def floor(
     per_token = flops_per_token(model, arrays.parameter_count, keys) * _FORWARD
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
     flops = per_token * sizes.rows * tokens / rules.devices
-    sent = Traffic(rules, arrays, traced, trains=False).sent
+    sent, wide = (Traffic(rules, arrays, traced, False, narrowest).sent for narrowest in (0, FLOAT32_BYTES))
     state_bytes = used_bytes(rules, pairs(arrays.named_params, arrays.params), traced) + cache_bytes
     return Floor(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
@@ -51,4 +51,5 @@ def floor(
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
         dtype=config.model.compute_dtype,
+        float32_bytes=round(sum(wide.values())),
     )

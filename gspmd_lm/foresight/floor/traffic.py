@@ -69,13 +69,14 @@ class _Weight:
 class Traffic:
     """What one device sends in a step, added up by mesh axes as the traced program is gone through once.
 
-    `trains` says whether the program runs backward too. If it does not, it is a step of generation.
+    `trains` says whether the program runs backward too. If it does not, it is a step of generation. What is less wide
+    than `narrowest`, in bytes of an element, is counted to be as wide.
     """
 
-    def __init__(self, rules: "Rules", arrays: "Arrays", traced: Traced, trains: bool = True):
+    def __init__(self, rules: "Rules", arrays: "Arrays", traced: Traced, trains: bool = True, narrowest: int = 0):
         from gspmd_lm.train.state import pairs
 
-        self.rules, self.traced, self.trains = rules, traced, trains
+        self.rules, self.traced, self.trains, self.narrowest = rules, traced, trains, narrowest
         self.microbatches = rules.microbatches if trains else 1
         self.sent: dict[str, float] = collections.defaultdict(float)
         self.weights: dict[str, _Weight] = {}
@@ -84,7 +85,10 @@ class Traffic:
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
             rest, use, gradient = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
-            sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), jnp.dtype(like.dtype).itemsize
+            sizes, itemsize = (
+                dict(zip(leaf.axes, like.shape, strict=True)),
+                max(jnp.dtype(like.dtype).itemsize, narrowest),
+            )
             self.weights[leaf.path] = _Weight(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
         # What blocks read is the residual stream, gathered: their inputs come from there, and their sums go there.
         self.block_input = next(product.x for product in traced.products if traced.source(product.x))
@@ -104,6 +108,13 @@ class Traffic:
                 self.add(self.cost(weight.elements * weight.itemsize, weight.gradient, weight.rest), 1)
 
     # Counting
+
+    def itemsize(self, node: Node) -> int:
+        return max(node.itemsize, self.narrowest)
+
+    def bytes(self, node: Node) -> int:
+        """The bytes of a whole array."""
+        return math.prod(node.shape) * self.itemsize(node)
 
     def place(self, node: Node) -> dict[str, tuple[str, ...]]:
         """Where the rules put an activation. Key positions are called seq here: both come from the block's input."""
@@ -184,7 +195,7 @@ class Traffic:
             self.adapter(first, second)
         for path in {self.path(product) for product in products if product.node not in adapted}:
             for _ in range(2 if self.trains else 1):  # forward and backward
-                self.gather(self.weights[path], self.traced.used[path][0].itemsize)
+                self.gather(self.weights[path], self.itemsize(self.traced.used[path][0]))
 
     @staticmethod
     def path(product: Product) -> str:
@@ -198,7 +209,7 @@ class Traffic:
         kept = remat.policy == "none" or x.placed.array in (*remat.save, *remat.offload)
         learns = any(self.weights[self.path(product)].trained for product in group)
         for _ in range(2 if learns and not kept else 1):  # the input, gathered; for the weights' gradients again
-            self.move(x.bytes, self.place(home), self.place(x), times=x.times)
+            self.move(self.bytes(x), self.place(home), self.place(x), times=x.times)
         for product in products:
             self.product(product, x, product.y)
         if self.trains:
@@ -212,7 +223,7 @@ class Traffic:
         for _ in range(2 if self.trains and again and self.read_again(home) else 1):
             self.summed(y, home, products, [product.x for product in products])
         if self.trains:
-            self.move(y.bytes, self.place(home), self.place(y), times=y.times)  # the gradient
+            self.move(self.bytes(y), self.place(home), self.place(y), times=y.times)  # the gradient
         for product in products:
             self.product(product, y, product.x)
 
@@ -238,7 +249,7 @@ class Traffic:
         weight, x, y, times = self.weights[self.path(product)], self.place(near), self.place(far), near.times
         wide = self.wide(product, near)
         shared = [axis for axis in x if axis in weight.sizes]
-        rows_bytes = math.prod(near.shape[:2]) * near.itemsize
+        rows_bytes = math.prod(near.shape[:2]) * self.itemsize(near)
         size_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in wide)
         have = {"batch": x["batch"], "seq": x["seq"], **{axis: weight.use[axis] for axis in wide}}
         over_shared = _over(x, *shared)
@@ -253,13 +264,13 @@ class Traffic:
             self.move(size_bytes, whole, {**y, "seq": x["seq"]}, apart_queries, times)
         else:
             self.move(size_bytes, have, y, over_shared, times)
-        matrix_bytes = math.prod(product.weight.shape) * product.weight.itemsize
+        matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
         if apart := _over(weight.use, *shared) - over_shared:
             # Split in use over what its input is not: it is gathered, or the sums over embed are reduced and, on its
             # other side, where embed is the result, that is gathered. It must be where that mesh axis splits the rows.
             gathered = [self.cost(matrix_bytes, weight.use, {**weight.use, **dict.fromkeys(shared, ())})]
             reduced = [self.cost(size_bytes, have, y, apart)]
-            result = [self.cost(near.bytes, {**x, shared[0]: tuple(apart)}, x)]
+            result = [self.cost(self.bytes(near), {**x, shared[0]: tuple(apart)}, x)]
             for instead in (reduced, result):
                 self.cheaper(gathered, *([] if apart & _over(have) else [instead]), times=times)
         if weight.trained:
@@ -294,9 +305,9 @@ class Traffic:
         stream = self.place(self.block_input)
         for product in (first, second):
             weight = self.weights[self.path(product)]
-            self.add(self.cost(weight.elements * product.weight.itemsize, weight.rest, weight.use), 1)
+            self.add(self.cost(weight.elements * self.itemsize(product.weight), weight.rest, weight.use), 1)
             own_bytes, wide = (
-                math.prod(product.weight.shape) * product.weight.itemsize,
+                math.prod(product.weight.shape) * self.itemsize(product.weight),
                 _without(weight.use, "layers", *stream),
             )
             if weight.trained:
@@ -305,13 +316,13 @@ class Traffic:
             if product is first:
                 inner = wide
             elif wide and self.trains:
-                self.move(product.x.bytes, stream, stream, wide, product.node.times)
+                self.move(self.bytes(product.x), stream, stream, wide, product.node.times)
 
     def summed(self, near: Node, home: Node, products: list[Product], far: Iterable[Node | None]) -> None:
         """The sum over heads or hidden units, into the residual; products that are split alike are added up first."""
         pairs = [(self.place(end), self.wide(product, near)) for product, end in zip(products, far, strict=True) if end]
         for partial in {frozenset(_over(place, *wide)) for place, wide in pairs}:
-            self.move(near.bytes, self.place(near), self.place(home), partial, near.times)
+            self.move(self.bytes(near), self.place(near), self.place(home), partial, near.times)
 
     # Before and after the layers
 
@@ -320,9 +331,9 @@ class Traffic:
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """
-        tied, size_bytes = table.path in self.traced.multiplied, self.block_input.bytes
+        tied, size_bytes = table.path in self.traced.multiplied, self.bytes(self.block_input)
         ids, width = table.sizes
-        itemsize = self.block_input.itemsize
+        itemsize = self.itemsize(self.block_input)
         residual, block_input = self.place(self.residual), self.place(self.block_input)
         rows, batch, columns = table.use[ids], _over(residual, "batch", "seq"), _over(table.rest, width)
         if rows:
@@ -364,12 +375,12 @@ class Traffic:
         table, x, logits = self.weights[self.path(head)], self.place(head.x), self.place(head.y)
         home, wide = self.place(self.traced.source(head.x) or head.x), self.wide(head, head.x)
         columns = _over(logits, *wide)
-        self.move(head.x.bytes, home, x)
-        self.gather(table, head.weight.itemsize)
+        self.move(self.bytes(head.x), home, x)
+        self.gather(table, self.itemsize(head.weight))
         by_token = {axis: logits[axis] for axis in ("batch", "seq")}
         for _ in range(3):  # the highest logit, the sum of exponentials, the target's logit
             self.move(math.prod(head.x.shape[:2]) * FLOAT32_BYTES, by_token, by_token, columns)
-        self.move(head.x.bytes, x, home, columns)
+        self.move(self.bytes(head.x), x, home, columns)
         if table.trained:
             have = {axis: table.use[axis] for axis in wide}
             self.move(table.elements * FLOAT32_BYTES, have, table.gradient, _over(x, "batch", "seq"))
@@ -377,14 +388,14 @@ class Traffic:
     def logits(self, head: Product) -> None:
         """The logits of one token per row, whole on every device, which chooses the next token."""
         assert head.y
-        self.gather(self.weights[self.path(head)], head.weight.itemsize)
+        self.gather(self.weights[self.path(head)], self.itemsize(head.weight))
         logits = self.place(head.y)
         have = {axis: names for axis, names in logits.items() if axis != "seq"}
         self.move(head.y.shape[0] * head.y.shape[-1] * FLOAT32_BYTES, have, {})
 
     def small(self, weight: _Weight) -> None:
         """A norm's scale, a bias or a table of positions: used once, its gradient summed over everything else."""
-        itemsize = self.traced.used[weight.path][0].itemsize
+        itemsize = self.itemsize(self.traced.used[weight.path][0])
         self.gather(weight, itemsize)
         applied = self.traced.applied_to(weight.path)
         if weight.path in self.traced.looked_up or not weight.trained or not applied:
