@@ -1,5 +1,6 @@
 """Reports of layouts: each is checked, compiled for the target, and read."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from gspmd_lm.foresight.floor import decoding as decoding_floor
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.foresight.report import Array, Report
+from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
@@ -82,7 +83,7 @@ def report(
     else:
         recorded = generation.recorded(config, arrays, sizes, rules)[phase]
     named, traced = (
-        [Array(*row) for row in table.rows(config, rules, arrays, recorded.arrays)],
+        list(table.rows(config, rules, arrays, recorded.arrays)),
         Traced.of(recorded, arrays),
     )
     network = Network(
@@ -109,11 +110,7 @@ def report(
             needed = floor.least_flops(config, rules, arrays, traced) if phase == "train" else 0.0
             each = tokens / target.devices
             predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error, needed), ""
-    advised = advice.warnings(
-        config, rules, named, problems, found, least, held, module, program.notes,
-        target.platform, predicted, phase,
-    )  # fmt: skip
-    return Report(
+    said = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
         devices=target.devices,
@@ -128,11 +125,14 @@ def report(
         prediction=predicted,
         no_prediction=reason,
         floor=least,
-        warnings=advised,
+        warnings=(),
         compile_s=program.compile_s,
         versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
         arrays=tuple(named),
     )
+    looked_up, notes = traced.looked_up, program.notes
+    found_out = advice.warnings(said, config, rules, target.platform, problems, looked_up, module, notes)
+    return dataclasses.replace(said, warnings=found_out)
 
 
 def known_error(chip: Chip) -> str:
@@ -150,7 +150,7 @@ def known_error(chip: Chip) -> str:
     return NOT_COMPARED
 
 
-def _known(arrays: Sequence[Array], mesh: Mapping[str, int]) -> list[memory.Named]:
+def _known(arrays: Sequence[table.Row], mesh: Mapping[str, int]) -> list[memory.Named]:
     """What a device holds of each array, at rest and in use."""
     found = []
     for array in arrays:

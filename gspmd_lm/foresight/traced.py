@@ -56,6 +56,12 @@ class Product:
     y: Node | None
     node: Node
 
+    @property
+    def path(self) -> str:
+        """The path of the weight."""
+        assert self.weight.placed
+        return self.weight.placed.array
+
 
 class Traced:
     """A recorded program as a graph. `weights` are the paths of the parameters."""
@@ -105,7 +111,7 @@ class Traced:
             given = [node_of(atom) for atom in eqn.invars]
             own = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
             inner = next((getattr(value, "jaxpr", value) for value in eqn.params.values() if _is_program(value)), None)
-            if eqn.primitive.name == "scan":
+            if inner is not None and eqn.primitive.name == "scan":
                 first, count = eqn.params["num_consts"], eqn.params["num_carry"]
                 begin = zip(inner.invars[first:], given[first : first + count], strict=False)
                 carried = [self._node("carry", own, var.aval, times, [init]) for var, init in begin]
@@ -172,7 +178,7 @@ class Traced:
     @functools.cached_property
     def multiplied(self) -> frozenset[str]:
         """Paths of the weights that are multiplied as matrices."""
-        return frozenset(product.weight.placed.array for product in self.products if product.weight.placed)
+        return frozenset(product.path for product in self.products)
 
     @functools.cached_property
     def computed(self) -> list[Node]:

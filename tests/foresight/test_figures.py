@@ -6,6 +6,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures
+from gspmd_lm.units import human_count, human_seconds
 
 
 @pytest.mark.parametrize(
@@ -13,11 +14,11 @@ from gspmd_lm.foresight.show import figures
     [(0, "0 s"), (14.92, "14.9 s"), (123.4, "123 s"), (0.2104, "210 ms"), (0.00142, "1.42 ms"), (3.1e-4, "310 us")],
 )
 def test_seconds(value, said):
-    assert figures.human_seconds(value) == said
+    assert human_seconds(value) == said
 
 
 def test_counts():
-    assert [figures.human_count(x) for x in (2048, 4_194_304, 8_030_261_248)] == ["2,048", "4.19 M", "8.03 B"]
+    assert [human_count(x) for x in (2048, 4_194_304, 8_030_261_248)] == ["2,048", "4.19 M", "8.03 B"]
 
 
 def test_fit():

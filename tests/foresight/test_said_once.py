@@ -38,7 +38,7 @@ def traced(config, rules):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ["fsdp2_tp4", "zero1_8"])
+@pytest.mark.parametrize("layout", ["fsdp2_tp4", pytest.param("zero1_8", marks=pytest.mark.slow)])
 def test_every_array_of_every_family_is_known(small, family, layout):
     """To floor and attribution: each weight is multiplied, looked up or applied to an activation, and stands between
     some; each activation that is placed is made from others."""
@@ -201,16 +201,16 @@ def layout_at_random(config, number):
         return rules
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n < 2 else pytest.mark.slow) for n in range(24)])
+@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in range(24)])
 def test_under_any_rules_every_collective_has_a_row(small, moved_by, number):
     """And the floor is not beaten."""
     config = small(**[{}, FAMILIES["gpt2"], FAMILIES["gemma"], FAMILIES["neox"]][number % 4])
     rules = layout_at_random(config, number)
     moved = moved_by(config, rules)
+    mapped = {axis for row in rules.rows for axis in row.mesh_axes}
     for one in moved:
-        assert one.rules and {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes} >= set(
-            one.mesh_axes
-        )
+        causes = {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes}
+        assert one.rules and causes >= mapped.intersection(one.mesh_axes), one
     found, arrays = traced(config, rules)
     sent = sum(one.bytes_per_device_per_step for one in moved)
     assert floor(config, rules, arrays, None, found).communication_bytes <= sent

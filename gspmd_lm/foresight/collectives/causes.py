@@ -69,10 +69,11 @@ class Causes:
         Where `over` splits the gradients that the product reads, though not the activation that they are of, the
         compiler could gather them instead. It sums because the product is cut along the rows of the batch.
         """
+        weight = name.placed[1] if name.phase == "backward" and name.placed else ""
         found = set()
-        for product in self.traced.products if name.phase == "backward" and name.placed else ():
-            weight, x, y = (node and node.placed for node in (product.weight, product.x, product.y))
-            if weight and x and y and weight.array == name.placed[1] and not self.splitting("rules", y.array, over):
+        for product in self.traced.products:
+            x, y = product.x.placed, product.y and product.y.placed
+            if product.path == weight and x and y and not self.splitting("rules", y.array, over):
                 row = self.rules.row("rules", x.array, x.axes[0])
                 found |= {row.key} if row and self.rules.split("rules", x.array, x.axes[0]) else set()
         return found

@@ -22,8 +22,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-
 from gspmd_lm.foresight.traced import Node, Product, Traced
 
 if TYPE_CHECKING:
@@ -85,10 +83,7 @@ class Traffic:
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
             rest, use, gradient = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
-            sizes, itemsize = (
-                dict(zip(leaf.axes, like.shape, strict=True)),
-                max(jnp.dtype(like.dtype).itemsize, narrowest),
-            )
+            sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), max(like.dtype.itemsize, narrowest)
             self.weights[leaf.path] = _Weight(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
         # What blocks read is the residual stream, gathered: their inputs come from there, and their sums go there.
         self.block_input = next(product.x for product in traced.products if traced.source(product.x))
@@ -193,21 +188,16 @@ class Traffic:
                 self.fan_in(y, [product for product in group if product.node not in adapted])
         for first, second in adapters:
             self.adapter(first, second)
-        for path in {self.path(product) for product in products if product.node not in adapted}:
+        for path in {product.path for product in products if product.node not in adapted}:
             for _ in range(2 if self.trains else 1):  # forward and backward
                 self.gather(self.weights[path], self.itemsize(self.traced.used[path][0]))
-
-    @staticmethod
-    def path(product: Product) -> str:
-        assert product.weight.placed
-        return product.weight.placed.array
 
     def fan_out(self, x: Node, group: list[Product], products: list[Product]) -> None:
         """One input, read with several weights; forward and backward. `products` are those of no adapter."""
         home, remat = self.traced.source(x), self.rules.remat
         assert home and x.placed
         kept = remat.policy == "none" or x.placed.array in (*remat.save, *remat.offload)
-        learns = any(self.weights[self.path(product)].trained for product in group)
+        learns = any(self.weights[product.path].trained for product in group)
         for _ in range(2 if learns and not kept else 1):  # the input, gathered; for the weights' gradients again
             self.move(self.bytes(x), self.place(home), self.place(x), times=x.times)
         for product in products:
@@ -246,7 +236,7 @@ class Traffic:
         `near` is its end at the residual stream, `far` the other one.
         """
         assert far
-        weight, x, y, times = self.weights[self.path(product)], self.place(near), self.place(far), near.times
+        weight, x, y, times = self.weights[product.path], self.place(near), self.place(far), near.times
         wide = self.wide(product, near)
         shared = [axis for axis in x if axis in weight.sizes]
         rows_bytes = math.prod(near.shape[:2]) * self.itemsize(near)
@@ -304,12 +294,10 @@ class Traffic:
         inner: set[str] = set()
         stream = self.place(self.block_input)
         for product in (first, second):
-            weight = self.weights[self.path(product)]
+            weight = self.weights[product.path]
             self.add(self.cost(weight.elements * self.itemsize(product.weight), weight.rest, weight.use), 1)
-            own_bytes, wide = (
-                math.prod(product.weight.shape) * self.itemsize(product.weight),
-                _without(weight.use, "layers", *stream),
-            )
+            own_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
+            wide = _without(weight.use, "layers", *stream)
             if weight.trained:
                 rows = _over(stream, "batch", "seq")
                 self.move(own_bytes, weight.use, weight.gradient, rows | inner, product.node.times)
@@ -372,7 +360,7 @@ class Traffic:
     def loss(self, head: Product) -> None:
         """Logits, softmax and their gradients, which are found in the forward pass: see model/loss.py."""
         assert head.y
-        table, x, logits = self.weights[self.path(head)], self.place(head.x), self.place(head.y)
+        table, x, logits = self.weights[head.path], self.place(head.x), self.place(head.y)
         home, wide = self.place(self.traced.source(head.x) or head.x), self.wide(head, head.x)
         columns = _over(logits, *wide)
         self.move(self.bytes(head.x), home, x)
@@ -388,7 +376,7 @@ class Traffic:
     def logits(self, head: Product) -> None:
         """The logits of one token per row, whole on every device, which chooses the next token."""
         assert head.y
-        self.gather(self.weights[self.path(head)], self.itemsize(head.weight))
+        self.gather(self.weights[head.path], self.itemsize(head.weight))
         logits = self.place(head.y)
         have = {axis: names for axis, names in logits.items() if axis != "seq"}
         self.move(head.y.shape[0] * head.y.shape[-1] * FLOAT32_BYTES, have, {})
