@@ -150,12 +150,12 @@ def known_error(chip: Chip) -> str:
     return NOT_COMPARED
 
 
-def _known(arrays: Sequence[table.Row], mesh: Mapping[str, int]) -> list[memory.Named]:
+def _known(arrays: Sequence[table.Row], mesh: Mapping[str, int]) -> list[memory.Held]:
     """What a device holds of each array, at rest and in use."""
     found = []
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
             pieces = [math.prod(mesh[name] for name in names) for names in spec]
             shape = tuple(size // n for size, n in zip(array.shape, pieces, strict=True))
-            found.append(memory.Named(array.path, array.axes, shape))
+            found.append(memory.Held(array.path, array.axes, shape))
     return found
