@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm import mesh as meshes
@@ -151,7 +152,8 @@ def policy(rules: Rules) -> Callable[..., Any] | None:
 
 
 class Recorder:
-    """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them.
+    """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them,
+    and marks in the program where each array is placed: see `marked`.
 
     Loops are cut as the rules say, and axes compare as split alike or not. Sums have one addend, because an axis that
     does not divide has no equal pieces.
@@ -163,6 +165,7 @@ class Recorder:
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.problems: list[Problem] = []
+        self.program: Any = None  # the jaxpr, once the function is traced
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -188,7 +191,7 @@ class Recorder:
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         if spec.array in self.vocabulary.activations:
             self.note(spec, x.shape)
-        return x
+        return checkpoint_name(x, f"{spec.table} {spec.array}: {' '.join(spec.axes)}")
 
     def split(self, array: str, axis: str) -> Split:
         return _split(self.rules, array, axis)._replace(pieces=1)
@@ -206,11 +209,18 @@ class Recorder:
         return function
 
 
+def marked(name: str) -> Spec | None:
+    """The placement that an operation `name` of a recorded program marks; None for other names."""
+    table, _, rest = name.partition(" ")
+    array, colon, axes = rest.partition(": ")
+    return Spec(array, tuple(axes.split()), table) if colon else None
+
+
 def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:
-    """The activations that `function` names under `rules`, which need not fit them. Nothing is computed."""
+    """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
     recorder = Recorder(rules)
     with placed_by(recorder):
-        jax.eval_shape(function, *abstract)
+        recorder.program = jax.make_jaxpr(function)(*abstract)
     return recorder
 
 

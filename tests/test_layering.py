@@ -65,16 +65,18 @@ MAY_IMPORT = {
 # The same inside of foresight/.
 IN_FORESIGHT = {
     "exported": "",
+    "names": "",
+    "traced": "names",
     "hlo": "",
     "machine": "hlo",
     "compile": "exported machine",
     "memory": "hlo",
-    "collectives": "machine hlo",
-    "floor": "machine",
-    "cost": "collectives machine hlo",
+    "collectives": "traced names machine hlo",
+    "floor": "traced machine",
+    "cost": "collectives names machine hlo",
     "report": "cost floor collectives memory",
     "advice": "report cost floor collectives memory hlo",
-    "explain": "advice report cost floor collectives memory compile machine hlo exported",
+    "explain": "advice report cost floor collectives memory compile machine hlo traced exported",
     "show": "advice report cost collectives memory",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gspmd_lm.arrays import attention_lacks
 from gspmd_lm.config import Config
@@ -12,9 +12,10 @@ from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.foresight.report import Array, Finding
+from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.rules import KERNELS, Problem, Rules
 from gspmd_lm.task import Task
+from gspmd_lm.train.table import Row
 from gspmd_lm.units import human_bytes
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
@@ -26,36 +27,31 @@ PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
 # Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
 NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank", "expert")
-# Reshardings that nobody asked for, but that cost less than what would avoid them.
-EXPECTED_RESHARDS = ("embedding", "position_embedding")
 
 
 def warnings(
+    report: Report,
     config: Config | Task,
     rules: Rules,
-    arrays: Sequence[Array],
-    problems: Iterable[Problem],
-    moved: Sequence[Collective],
-    floor: Floor,
-    memory: Memory,
-    module: Module | None,
+    platform: str,
+    problems: Iterable[Problem] = (),
+    looked_up: Collection[str] = (),
+    module: Module | None = None,
     notes: Sequence[str] = (),
-    platform: str = "cpu",
-    predicted: Prediction | None = None,
-    phase: str = "train",
 ) -> tuple[Finding, ...]:
-    """Findings about a layout, in the order in which they are worth reading.
+    """Findings about the layout of a report, in the order in which they are worth reading.
 
-    problems: the warnings of its check. moved: its collectives. module: None where there is no program. notes: what
-    the compiler said while it worked. platform: what it would run on. predicted: None where there is no prediction.
+    platform: what it would run on. problems: the warnings of its check. looked_up: tables in which rows are looked up.
+    module: None where there is no program. notes: what the compiler said while it worked.
     """
     decoder = config if isinstance(config, Config) else None
-    fused = _fused_kernel(decoder, rules, platform) if decoder and phase == "train" else ""
+    fused = _fused_kernel(decoder, rules, platform) if decoder and report.phase == "train" else ""
+    arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
     found = [
         *_too_large(rules, memory, fused),
         *_unpriced(predicted),
-        *_above_floor(moved, floor),
-        *_reshards(rules, moved),
+        *_above_floor(moved, report.floor),
+        *_reshards(rules, moved, looked_up),
         *_slow_links(decoder.model.layers if decoder else 1, rules, moved),
         *_unfused(fused, predicted),
         *_involuntary(notes),
@@ -98,9 +94,9 @@ def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Finding]
     )
 
 
-def _reshards(rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
+def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[str]) -> Iterator[Finding]:
     """Exchanges that no table of the rules asks for: all-to-alls, permutes, and gathers of activations that no row for
-    activations splits."""
+    activations splits. Those of a look-up cost less than what would avoid them."""
     total = sum(one.bytes_per_device_per_step for one in moved)
     scattered = {one.op: one.bytes_per_device_per_step for one in moved if one.kind == "reduce-scatter"}
     for one in moved:
@@ -113,7 +109,7 @@ def _reshards(rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
         if one.kind == "collective-permute" and one.bytes_per_device_per_step < scattered.get(one.op, 0) / 4:
             continue  # puts right what a reduce-scatter in whole tiles has left; TPU
         small = not one.in_loop and one.bytes_per_device_per_step < max(TRIFLE * total, LARGE_BYTES / 64)
-        if not unasked or small or any(one.op.startswith(name) for name in EXPECTED_RESHARDS):
+        if not unasked or small or one.op.partition("+")[0] in looked_up:
             continue
         what = f"{one.kind} over {'+'.join(one.mesh_axes)} at {one.op or one.source} ({one.phase})"
         yield Finding(
@@ -221,13 +217,13 @@ def _involuntary(notes: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def _replicated(rules: Rules, arrays: Sequence[Array], memory: Memory) -> Iterator[Finding]:
+def _replicated(rules: Rules, arrays: Sequence[Row], memory: Memory) -> Iterator[Finding]:
     """Large arrays that every device along a mesh axis holds whole, though they could be split over it."""
     large = max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0))
     for name, size in rules.mesh.items():
         if size == 1:
             continue
-        whole: list[tuple[Array, str]] = []
+        whole: list[tuple[Row, str]] = []
         for array in arrays:
             spec = array.in_use if array.at_rest is None else array.at_rest
             if array.at_rest is None and array.path != "residual":
@@ -250,7 +246,7 @@ def _replicated(rules: Rules, arrays: Sequence[Array], memory: Memory) -> Iterat
         )
 
 
-def _repeated(rules: Rules, arrays: Sequence[Array]) -> Iterator[Finding]:
+def _repeated(rules: Rules, arrays: Sequence[Row]) -> Iterator[Finding]:
     """Mesh axes that split weights, but nothing that is computed."""
     activations = [array for array in arrays if array.at_rest is None]
     for name, size in rules.mesh.items():
@@ -263,7 +259,7 @@ def _repeated(rules: Rules, arrays: Sequence[Array]) -> Iterator[Finding]:
             )
 
 
-def _could_split(rules: Rules, array: Array, spec: Sequence[tuple[str, ...]], size: int) -> str:
+def _could_split(rules: Rules, array: Row, spec: Sequence[tuple[str, ...]], size: int) -> str:
     """An axis of an array that `size` more pieces divide; '' if there is none."""
     for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
         pieces = math.prod(rules.mesh[name] for name in names)
@@ -272,7 +268,7 @@ def _could_split(rules: Rules, array: Array, spec: Sequence[tuple[str, ...]], si
     return ""
 
 
-def _not_effective(rules: Rules, arrays: Sequence[Array], module: Module) -> Iterator[Finding]:
+def _not_effective(rules: Rules, arrays: Sequence[Row], module: Module) -> Iterator[Finding]:
     """Activations that the rules split, but that the program holds whole where it names them."""
     sizes: dict[str, set[int]] = collections.defaultdict(set)
     for computation in module.computations.values():

@@ -1,5 +1,6 @@
 """Reports of layouts: each is checked, compiled for the target, and read."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ from gspmd_lm.foresight.floor import decoding as decoding_floor
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.foresight.report import Array, Report
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.task import Task
@@ -79,22 +81,21 @@ def report(
     task = decoder.task(config)
     tokens = task.rows if phase == "decode" else task.tokens or task.rows  # of all devices
     if isinstance(config, Task) or phase == "train":
-        activations = state.activations(config, arrays, rules.microbatches, rules)
+        recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
-        activations = generation.activations(config, arrays, generation.whole_context(config), rules)[phase]
-    named = [Array(*row) for row in table.rows(config, rules, arrays, activations)]
+        recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
+    named, traced = list(table.rows(task, rules, arrays, recorded.arrays)), Traced.of(recorded, arrays)
     network = Network(
         target.chip, program.coords, program.slices, program.hosts, tuple(rules.mesh.values()), tuple(rules.mesh)
     )
     if isinstance(config, Task):
         least = counted_floor.floor(config, rules, arrays, target.chip)
     elif phase == "train":
-        least = floor.floor(config, rules, arrays, target.chip)
+        least = floor.floor(config, rules, arrays, target.chip, traced)
     else:
         sizes = generation.whole_context(config)
-        read_bytes = decoding_floor.read_bytes(config, rules, arrays) + program.state_bytes["cache"]
-        of_row = tokens // sizes.rows
-        least = decoding_floor.floor(config, rules, arrays, target.chip, sizes, of_row, round(read_bytes))
+        cache_bytes, of_row = program.state_bytes["cache"], tokens // sizes.rows
+        least = decoding_floor.floor(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
     limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
     found, predicted, reason = (), None, NOT_ON_CPU
     if program.refusal:
@@ -105,20 +106,16 @@ def report(
         module = hlo.parse(program.text)
         known, accepted = _known(named, rules.mesh), target.platform == "tpu"
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        found = collectives.find(module, rules, named, network)
+        found = collectives.find(module, rules, named, network, traced)
         if target.chip:
             error = known_error(target.chip) if phase == "train" else NOT_COMPARED
             needed = 0.0
             if phase == "train":
                 own = isinstance(config, Task)
-                needed = least.flops if own else floor.least_flops(config, rules, arrays)
+                needed = least.flops if own else floor.least_flops(config, rules, arrays, traced)
             each = tokens / target.devices
             predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error, needed), ""
-    advised = advice.warnings(
-        config, rules, named, problems, found, least, held, module, program.notes,
-        target.platform, predicted, phase,
-    )  # fmt: skip
-    return Report(
+    said = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
         devices=target.devices,
@@ -133,11 +130,14 @@ def report(
         prediction=predicted,
         no_prediction=reason,
         floor=least,
-        warnings=advised,
+        warnings=(),
         compile_s=program.compile_s,
         versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
         arrays=tuple(named),
     )
+    looked_up, notes = traced.looked_up, program.notes
+    found_out = advice.warnings(said, config, rules, target.platform, problems, looked_up, module, notes)
+    return dataclasses.replace(said, warnings=found_out)
 
 
 def known_error(chip: Chip) -> str:
@@ -155,12 +155,12 @@ def known_error(chip: Chip) -> str:
     return NOT_COMPARED
 
 
-def _known(arrays: Sequence[Array], mesh: Mapping[str, int]) -> list[memory.Named]:
+def _known(arrays: Sequence[table.Row], mesh: Mapping[str, int]) -> list[memory.Held]:
     """What a device holds of each array, at rest and in use."""
     found = []
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
             pieces = [math.prod(mesh[name] for name in names) for names in spec]
             shape = tuple(size // n for size, n in zip(array.shape, pieces, strict=True))
-            found.append(memory.Named(array.path, array.axes, shape))
+            found.append(memory.Held(array.path, array.axes, shape))
     return found

@@ -16,7 +16,7 @@ _SIZE = r"([\d.]+)([KMGT]?)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class Held:
     """What one device holds of an array that the rules file speaks of: what a temporary is recognised by."""
 
     path: str
@@ -58,7 +58,7 @@ def measure(
     state_bytes: Mapping[str, int],
     limit_bytes: int | None,
     module: hlo.Module,
-    known: Iterable[Named],
+    known: Iterable[Held],
     accepted: bool = False,
 ) -> Memory:
     """The memory of a compiled program.
@@ -137,7 +137,7 @@ def _op(op_name: str) -> str:
     return re.sub(r"^jit\(_\w+\)/", "", op_name)
 
 
-def _largest(module: hlo.Module, known: list[Named], count: int = 3) -> tuple[Temporary, ...]:
+def _largest(module: hlo.Module, known: list[Held], count: int = 3) -> tuple[Temporary, ...]:
     """The largest buffers that the program makes on the device, those alike told once."""
     found: dict[tuple[str, str], Temporary] = {}
     for step in module.steps():
@@ -171,7 +171,7 @@ def _root(module: hlo.Module, name: str) -> hlo.Instruction:
     return root
 
 
-def _axes(dimensions: tuple[int, ...], op: str, known: list[Named]) -> tuple[str, ...]:
+def _axes(dimensions: tuple[int, ...], op: str, known: list[Held]) -> tuple[str, ...]:
     """The logical axes of a buffer that has the shape of a named array, or of one per layer; sizes of 1 aside."""
     wanted = [size for size in dimensions if size > 1]
     fitting = []

@@ -11,20 +11,9 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
+from gspmd_lm.train.table import Row
 
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """One array of the layout, as the rules file splits it. Specs have the mesh axes of each dimension."""
-
-    path: str
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    at_rest: tuple[tuple[str, ...], ...] | None  # None for an activation
-    in_use: tuple[tuple[str, ...], ...]
-    bytes_per_device: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +46,7 @@ class Report:
     warnings: tuple[Finding, ...]
     compile_s: float
     versions: Mapping[str, str]  # jax, jaxlib, libtpu, ... and the compiler options that were set
-    arrays: tuple[Array, ...]
+    arrays: tuple[Row, ...]
 
 
 # What the JSON holds. `x[].y` is y of each entry of a list, `x.*` any key of an object. Bytes and seconds are of one
@@ -129,6 +118,7 @@ KEYS = {
     "floor.communication_by_axis.*": "mesh axis -> the part of it [counted]",
     "floor.flops": "the FLOPs of the model on one device, without recomputation [counted]",
     "floor.dtype": "the dtype in which activations, and weights in use, are counted: bfloat16 or float32",
+    "floor.float32_bytes": "what a device must send if all of it is as wide as float32 [counted]",
     "warnings[].code": "the stable name of a finding",
     "warnings[].message": "the finding",
     "warnings[].fix": "how to mend it",

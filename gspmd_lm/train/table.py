@@ -1,8 +1,9 @@
 """The table of a layout: every array, how it is split, and the bytes that each device holds. Counted from shapes."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -20,7 +21,8 @@ from gspmd_lm.units import human_bytes
 Spec = tuple[tuple[str, ...], ...]
 
 
-class Row(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Row:
     """One array of a layout. Of a split, each dimension has its mesh axes, the outermost first."""
 
     path: str

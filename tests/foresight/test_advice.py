@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from sample import PREDICTION
+from sample import LLAMA, PREDICTION
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
@@ -12,8 +12,8 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.foresight.report import Array
 from gspmd_lm.rules import Problem
+from gspmd_lm.train.table import Row
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
@@ -21,7 +21,9 @@ FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16")
 MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
 GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
                     ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip
-WEIGHT = Array("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336), ((), ("fsdp",), ()), ((), (), ()), GB)
+WEIGHT = Row("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336), ((), ("fsdp",), ()), ((), (), ()), GB)
+
+LOOKED_UP = ("embedding", "position_embedding")
 
 
 def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
@@ -33,9 +35,9 @@ def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=F
         unpriced_share=sum((unpriced or {}).values()), missing_flops_share=missing,
     )  # fmt: skip
     loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh, microbatches=microbatches)
-    return advice.warnings(
-        config, loaded, arrays, problems, moved, floor, memory, module, notes, platform, predicted, phase
-    )
+    report = dataclasses.replace(LLAMA, arrays=arrays, collectives=moved, floor=floor, memory=memory,
+                                 prediction=predicted, phase=phase, warnings=())  # fmt: skip
+    return advice.warnings(report, config, loaded, platform, problems, LOOKED_UP, module, notes)
 
 
 def only(warnings, code):
@@ -158,15 +160,15 @@ def test_a_large_array_left_whole():
 
 
 def test_devices_that_compute_the_same():
-    residual = Array("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), 1000)
+    residual = Row("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), 1000)
     warning = only(found(arrays=[residual]), "replicated-array")
     assert "compute the same" in warning.message and warning.fix.startswith("rules.batch: fsdp")
     assert found(arrays=[dataclasses.replace(residual, in_use=(("fsdp",), (), ()))]) == ()
 
 
 def test_a_residual_that_could_be_split_over_the_sequence():
-    residual = Array("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
-    hidden = Array("hidden", ("batch", "seq", "mlp"), (8, 8192, 14336), None, ((), (), ("tensor",)), GB)
+    residual = Row("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
+    hidden = Row("hidden", ("batch", "seq", "mlp"), (8, 8192, 14336), None, ((), (), ("tensor",)), GB)
     warning = only(found("tp8", arrays=[residual, hidden]), "replicated-array")
     assert warning.fix.startswith("rules.residual.seq: tensor")
     split = dataclasses.replace(residual, in_use=((), ("tensor",), ()))
@@ -183,7 +185,7 @@ ENTRY %main (p: f32[8,64]) -> f32[8,64] {
 
 
 def test_a_constraint_without_effect():
-    hidden = Array("hidden", ("batch", "mlp"), (8, 64), None, (("fsdp",), ()), 100)
+    hidden = Row("hidden", ("batch", "mlp"), (8, 64), None, (("fsdp",), ()), 100)
     whole, split = (hlo.parse(PROGRAM.replace("SIZE", size)) for size in ("8,64", "1,64"))
     assert "hidden" in only(found(arrays=[hidden], module=whole), "constraint-not-effective").message
     assert found(arrays=[hidden], module=split) == ()

@@ -5,14 +5,16 @@ import dataclasses
 import gzip
 from pathlib import Path
 
+import jax
 import pytest
 from sample import network
 
 from gspmd_lm import rules_file
-from gspmd_lm.foresight import collectives, hlo
-from gspmd_lm.foresight.collectives import provenance
+from gspmd_lm.arrays import pairs
+from gspmd_lm.foresight import collectives, hlo, names
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.machine.hardware import CHIPS
+from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Row
 from gspmd_lm.train import state, table
 
@@ -27,6 +29,14 @@ def simulated(rules):
     return network(None, [(k,) for k in ids], [0 for _ in ids], [0 for _ in ids], rules.mesh.values(), rules.mesh)
 
 
+def collectives_of(step, text, where):
+    """The collectives of a program of `step`, a train step or a request."""
+    found = step.arrays if hasattr(step, "arrays") else state.arrays(step.config)
+    recorded = state.recorded(step.config, found, step.rules.microbatches, step.rules)
+    rows = list(table.rows(step.config, step.rules, found, recorded.arrays))
+    return collectives.find(hlo.parse(text), step.rules, rows, where, Traced.of(recorded, found))
+
+
 @pytest.fixture(scope="module")
 def moved(small, built):
     """A function that compiles a train step of `small` on simulated devices and finds its collectives."""
@@ -39,10 +49,7 @@ def moved(small, built):
             step = built(small(), rules, microbatches=microbatches)
             # It never runs, so its code need not be good.
             compiled = step.lower_train().compile(compiler_options={"xla_backend_optimization_level": 0})
-            arrays = table.rows(
-                step.config, step.rules, step.arrays, state.activations(step.config, step.arrays, 1, step.rules)
-            )
-            known[key] = collectives.find(hlo.parse(compiled.as_text()), step.rules, arrays, simulated(rules))
+            known[key] = collectives_of(step, compiled.as_text(), simulated(rules))
         return known[key]
 
     return find
@@ -151,16 +158,13 @@ def test_programs_of_accelerators(request_of, cache, target):
     """Each tensor by itself, though these compilers merge, split and rename: weights by their paths, rows of each."""
     request = request_of("fsdp2_tp4", target)
     (program,) = programs([request], cache=str(cache))
-    arrays, _ = state.checked(request.config, request.rules, request.target.platform)
     where = network(request.target.chip, program.coords, program.slices, program.hosts, request.rules.mesh.values(),
                     request.rules.mesh)  # fmt: skip
-    rows = list(
-        table.rows(request.config, request.rules, arrays, state.activations(request.config, arrays, 1, request.rules))
-    )
-    found = collectives.find(hlo.parse(program.text), request.rules, rows, where)
+    found = collectives_of(request, program.text, where)
     assert all(one.rules and one.op != "step" and one.source.startswith("gspmd_lm/") for one in found)
     assert {one.link for one in found} == {"ici" if target == "v5e:2x4" else "nvlink"}
-    weights = {row.path for row in rows if row.at_rest is not None}
+    arrays = state.arrays(request.config)
+    weights = {leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)}
     gathered = [one for one in found if one.op in weights and one.rules == ("weights.embed",)]
     assert {one.op for one in gathered} == weights - {"embedding"} and {one.mesh_axes for one in gathered} == {
         ("fsdp",)
@@ -189,7 +193,8 @@ def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
     slices = slices or [0] * count
     chips = [((k % 8) // 4, k % 4, 0) for k in range(count)]
     where = network(CHIPS["v5e"], chips, slices, slices, loaded.mesh.values(), loaded.mesh)
-    return collectives.find(hlo.parse(text), loaded, arrays, where)
+    nothing = Traced(jax.make_jaxpr(lambda: ())(), [array.path for array in arrays if "." in array.path])
+    return collectives.find(hlo.parse(text), loaded, arrays, where, nothing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +306,7 @@ def test_what_only_one_device_takes_part_in_is_no_collective():
     ],
 )
 def test_names_of_merged_tensors(op_name, count, expected):
-    assert provenance.each(op_name, count) == expected
+    assert names.each(op_name, count) == expected
 
 
 @pytest.mark.parametrize(
@@ -316,11 +321,11 @@ def test_names_of_merged_tensors(op_name, count, expected):
     ],
 )  # fmt: skip
 def test_what_names_say(op_name, phase, parts):
-    name = provenance.read(op_name)
+    name = names.read(op_name)
     assert (name.phase, (name.modules, name.of, name.sums, name.placed)) == (phase, parts)
 
 
 def test_arguments_of_the_step():
-    assert provenance.state("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
-    assert provenance.state("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
-    assert provenance.state("jit(_train)/jvp(Decoder)/mul") == ("", "")
+    assert names.state("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
+    assert names.state("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
+    assert names.state("jit(_train)/jvp(Decoder)/mul") == ("", "")

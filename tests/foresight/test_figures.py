@@ -6,7 +6,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures
-from gspmd_lm.units import human_count
+from gspmd_lm.units import human_count, human_seconds
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from gspmd_lm.units import human_count
     [(0, "0 s"), (14.92, "14.9 s"), (123.4, "123 s"), (0.2104, "210 ms"), (0.00142, "1.42 ms"), (3.1e-4, "310 us")],
 )
 def test_seconds(value, said):
-    assert figures.human_seconds(value) == said
+    assert human_seconds(value) == said
 
 
 def test_counts():
@@ -45,7 +45,8 @@ def test_communication_above_the_floor():
 def narrowed(report, dtype, floor_dtype):
     """`report` with half of what it sends in `dtype`, and a floor that counts `floor_dtype`."""
     first, second = (dataclasses.replace(sample.COLLECTIVES[0], dtype=one) for one in (dtype, "f32"))
-    floor = dataclasses.replace(report.floor, dtype=floor_dtype, communication_bytes=10**11)
+    least = 10**11 if floor_dtype == "float32" else 5 * 10**10
+    floor = dataclasses.replace(report.floor, dtype=floor_dtype, communication_bytes=least, float32_bytes=10**11)
     return dataclasses.replace(report, collectives=(first, second), floor=floor)
 
 
@@ -53,17 +54,19 @@ def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
     assert figures.of_floor(sample.LLAMA) == "1.12x the floor" and figures.other_width(sample.LLAMA) == ""
     narrow = narrowed(sample.LLAMA, "bf16", "float32")
     said = figures.of_floor(narrow)
-    assert said == "2.06x the floor, which counts float32: 50% in bf16"
+    assert said == "3.09x the floor, both as float32: 50% in bf16"
     assert figures.communication(narrow).endswith(said)
     assert figures.other_width(narrowed(sample.LLAMA, "bf16", "bfloat16")) == ""  # tables and norms are float32
-    assert figures.other_width(narrowed(sample.CPU, "f32", "bfloat16")) == "100% in f32"
+    widened = narrowed(sample.CPU, "f32", "bfloat16")
+    assert figures.other_width(widened) == "100% in f32" and "both as float32" in figures.of_floor(widened)
+    assert figures.above_floor(widened) == pytest.approx(figures.sent_bytes(widened) / 10**11)
     assert figures.other_width(narrowed(sample.CPU, "f32", "float32")) == ""
     assert figures.of_floor(sample.REFUSED) == ""
 
 
-def test_of_floors_in_unlike_widths_none_is_the_best():
+def test_floors_are_compared_in_one_width():
     found = rows(sample.FSDP, narrowed(sample.LLAMA, "bf16", "float32"))["sent / floor"]
-    assert found.cells[1] == "2.06x, 50% in bf16" and "bf16" not in found.cells[0] and not found.best
+    assert found.cells[1] == "3.09x, 50% in bf16" and "bf16" not in found.cells[0] and found.best == {0}
 
 
 def test_the_errors_of_predictions_are_told_once():

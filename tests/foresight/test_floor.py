@@ -11,6 +11,7 @@ from gspmd_lm.axes import IN_BLOCKS
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, least_flops, memory_bytes
 from gspmd_lm.foresight.machine.hardware import CHIPS
+from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Remat, Row, check
 from gspmd_lm.train import state
 
@@ -19,6 +20,10 @@ TOKENS = B * T
 ACTIVATION_BYTES = 2 * TOKENS * D  # [B, T, D] in bfloat16
 HEADS, KV, MLP = D * 32 * 128, D * 8 * 128, D * 14336
 LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
+
+
+def traced(config, rules, arrays):
+    return Traced.of(state.recorded(config, arrays, rules.microbatches, rules), arrays)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def floor_of(llama):
         others = [row for row in loaded.rows if row.key not in dict(rows)]
         filled = dataclasses.replace(loaded, rows=(*others, *placed), **changes).fill(8)
         check(filled.problems)
-        return floor(config, filled, arrays, chip)
+        return floor(config, filled, arrays, chip, traced(config, filled, arrays))
 
     return found
 
@@ -80,6 +85,13 @@ def test_data_parallelism_reduces_each_gradient(floor_of, llama):
     tables, norms = 2 * V * D * 4, 4 * (2 * L + 1) * D
     found = floor_of("dp8").communication_by_axis
     assert found == {"data": pytest.approx(2 * 7 / 8 * (L * LAYER * 2 + tables + norms))}
+
+
+def test_replicas_sum_their_gradients_once_for_all_microbatches(floor_of, llama):
+    found = floor_of("dp8", microbatches=4).communication_by_axis
+    assert found == {"data": pytest.approx(2 * 7 / 8 * 4 * llama[1].parameter_count)}
+    split = [floor_of("zero1_8", microbatches=count).communication_bytes for count in (1, 4)]
+    assert split[1] > 1.5 * split[0]
 
 
 def test_zero_1_gathers_the_updated_weights_once(floor_of):
@@ -132,49 +144,52 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     kept = 2 * L * ACTIVATION_BYTES / 8
     assert found.memory_s == pytest.approx((state_bytes + in_use + kept) / 3352.32e9, rel=1e-6)
     # Microbatches share the activations, but each reads all weights.
-    three = floor_of("fsdp8", CHIPS["h100"], microbatches=3)
-    assert three.memory_s == pytest.approx((state_bytes + 3 * in_use + kept) / 3352.32e9, rel=1e-6)
+    two = floor_of("fsdp8", CHIPS["h100"], microbatches=2)
+    assert two.memory_s == pytest.approx((state_bytes + 2 * in_use + kept) / 3352.32e9, rel=1e-6)
     rules = dataclasses.replace(rules_file.load("fsdp8"), remat=Remat("none"))
-    assert memory_bytes(config, rules, arrays) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
+    program = traced(config, rules, arrays)
+    assert memory_bytes(rules, arrays, program) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
     for name in IN_BLOCKS:  # the least is kept under any names, and offloaded is moved too
         saved, offloaded = (
-            memory_bytes(config, dataclasses.replace(rules, remat=Remat("names", **{how: (name,)})), arrays)
+            memory_bytes(dataclasses.replace(rules, remat=Remat("names", **{how: (name,)})), arrays, program)
             for how in ("save", "offload")
         )
-        at_least = memory_bytes(config, dataclasses.replace(rules, remat=Remat("block")), arrays)
+        at_least = memory_bytes(dataclasses.replace(rules, remat=Remat("block")), arrays, program)
         more = saved > at_least or name in ("residual", "layer_input")
         assert saved == offloaded >= at_least and more, name
     assert floor_of("fsdp8").compute_s is None and floor_of("fsdp8").memory_s is None
 
 
 def test_what_must_be_multiplied(llama):
-    config, arrays = llama
+    config, _ = llama
     rules = rules_file.load("fsdp8")
+
+    def least(config):
+        arrays = state.arrays(config)
+        return least_flops(config, rules, arrays, traced(config, rules, arrays))
+
     per_token = 6 * (L * LAYER + V * D)  # the output matrix; tokens are only looked up
     full = TOKENS / 8 * (per_token + 12 * L * D * T / 2)
-    assert least_flops(config, rules, arrays) == pytest.approx(full)
+    assert least(config) == pytest.approx(full)
 
     def of(**model):
         return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
 
     sliding = of(sliding_window=1024, layer_pattern=("sliding", "full"))
-    assert least_flops(sliding, rules, arrays) == pytest.approx(
-        TOKENS / 8 * (per_token + 12 * L * D * (1024 + T / 2) / 2)
-    )
+    assert least(sliding) == pytest.approx(TOKENS / 8 * (per_token + 12 * L * D * (1024 + T / 2) / 2))
     tied, biased = of(tied_embeddings=True), of(qkv_bias=True, norm_bias=True, positions="learned")
     for other in (tied, biased):
-        assert least_flops(other, rules, state.arrays(other)) == pytest.approx(full)
+        assert least(other) == pytest.approx(full)
     adapted = of(lora=Lora(rank=4, alpha=8.0, targets=("wq",)))
     frozen = per_token * (4 - 2 / L) / 6 + 12 * L * D * T / 2
-    assert least_flops(adapted, rules, state.arrays(adapted)) == pytest.approx(
-        TOKENS / 8 * (frozen + 6 * L * 4 * 2 * D)
-    )
+    assert least(adapted) == pytest.approx(TOKENS / 8 * (frozen + 6 * L * 4 * 2 * D))
 
 
 @pytest.mark.parametrize(
     ("rules", "changes", "model"),
     [
         ("fsdp8", {"microbatches": 2}, {}),
+        ("dp8", {"microbatches": 2}, {}),
         ("zero1_8", {}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
         ("dp2_tp4", {}, {"block": "parallel"}),
         ("fsdp2_tp4", {}, {"tied_embeddings": True, "qk_norm": True}),
@@ -185,6 +200,7 @@ def test_what_must_be_multiplied(llama):
 def test_compiled_programs_move_no_less_and_little_more(small, built, rules, changes, model):
     """On CPU in float32: XLA widens bfloat16 there. What they move more are scalars and the gradients of norms."""
     step = built(small(embed=64, mlp=256, **model), rules, **changes)
-    needed = floor(step.config, step.rules, step.arrays, None).communication_bytes
+    found = traced(step.config, step.rules, step.arrays)
+    needed = floor(step.config, step.rules, step.arrays, None, found).communication_bytes
     moved = ring_bytes(count(step.lower_train().compile().as_text()))
     assert needed <= moved <= 1.05 * needed

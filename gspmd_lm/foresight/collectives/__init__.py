@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from gspmd_lm.foresight.collectives.causes import Causes
-from gspmd_lm.foresight.collectives.provenance import Name, Provenance, each, read, state
+from gspmd_lm.foresight.collectives.provenance import Provenance
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, Tensor, overlaps, tensors
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.network import Network
+from gspmd_lm.foresight.names import Name, each, read, state
+from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Rules
 from gspmd_lm.vocabulary import Vocabulary
 
@@ -50,9 +52,11 @@ class HasAxes(Protocol):
     def axes(self) -> tuple[str, ...]: ...
 
 
-def find(module: Module, rules: Rules, arrays: Iterable[HasAxes], network: Network) -> tuple[Collective, ...]:
+def find(
+    module: Module, rules: Rules, arrays: Iterable[HasAxes], network: Network, traced: Traced
+) -> tuple[Collective, ...]:
     """Every collective of a program, the largest traffic first. `rules` are filled for the devices of `network`."""
-    origins, causes = Provenance(module), Causes(rules, {array.path: array.axes for array in arrays})
+    origins, causes = Provenance(module), Causes(rules, {array.path: array.axes for array in arrays}, traced)
     overlapped: dict[str, bool] = {}
     found: dict[Collective, list[Collective]] = {}
     for tensor in tensors(module, origins, network.slices):
@@ -62,7 +66,7 @@ def find(module: Module, rules: Rules, arrays: Iterable[HasAxes], network: Netwo
             continue
         if exchange.runs.name not in overlapped:
             overlapped[exchange.runs.name] = overlaps(module, exchange)
-        origin = _origin(tensor, origins, rules.vocabulary)
+        origin = _origin(tensor, origins, causes)
         op, rows = _caused(tensor, origin, causes, mesh_axes)
         one = Collective(
             kind=tensor.kind,
@@ -108,7 +112,7 @@ class _Origin:
     updated: str  # the new weight that it is, among the step's results
 
 
-def _origin(tensor: Tensor, origins: Provenance, vocabulary: Vocabulary) -> _Origin:
+def _origin(tensor: Tensor, origins: Provenance, causes: Causes) -> _Origin:
     trail = origins.trail(tensor.place)
     tree, path = state(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
     given = path if tree == "params" else ""
@@ -129,7 +133,7 @@ def _origin(tensor: Tensor, origins: Provenance, vocabulary: Vocabulary) -> _Ori
         users = [user for user in itertools.islice(origins.consumers(tensor.instruction), NEAR)
                  if user.op_name != at.op_name]  # fmt: skip
         readers = [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in users]
-        name = _as_read(name, readers, vocabulary)
+        name = _as_read(name, readers, causes)
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
         lines = [*origins.called(tensor.name), *trail]
@@ -143,14 +147,14 @@ def _origin(tensor: Tensor, origins: Provenance, vocabulary: Vocabulary) -> _Ori
     )
 
 
-def _as_read(name: Name, users: Sequence[tuple[Name, bool]], vocabulary: Vocabulary) -> Name:
+def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> Name:
     """`name` with what those who read the gathered tensor know better. It says where the tensor is placed; the
     products that read it whole say which weights they are of."""
-    if name.placed and not name.of and name.placed[1] in vocabulary.activations:
+    if name.placed and not name.of and causes.is_activation(name.placed[1]):
         alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
         direct = {path for reader, itself in alike if itself for path in reader.of}
         nearest = alike[0][0].of if alike else ()
-        ordered = sorted(direct, key=lambda path: _in_the_model(path, vocabulary))
+        ordered = sorted(direct, key=lambda path: _in_the_model(path, causes.rules.vocabulary))
         name = dataclasses.replace(name, of=tuple(ordered) or nearest)
     phases = [reader.phase for reader, _ in users if reader.of == name.of != ()]
     if name.phase == "forward" and phases and "forward" not in phases:
@@ -185,7 +189,7 @@ def _caused(tensor: Tensor, origin: _Origin, causes: Causes, mesh_axes: tuple[st
         rows = causes.gather(name, mesh_axes, weight, new=bool(origin.updated))
     else:
         rows = causes.resharding(name, mesh_axes, weight)
-    return _op(name, weight), rows | causes.look_up(name)
+    return _op(name, weight), causes.complete(rows | causes.look_up(name), name, mesh_axes)
 
 
 def _op(name: Name, weight: str) -> str:

@@ -1,37 +1,28 @@
 """Which rows of the rules file cause a collective: reasoned from the arrays that it stands between."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from gspmd_lm.foresight.collectives.provenance import Name
+from gspmd_lm.foresight.names import Name
+from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import TABLES, Rules
-
-# The end of a weight's name, or of a module's, -> the activations that its operations read and write.
-_AROUND = {
-    "wq": ("block_input", "q"), "bq": ("q",), "q_norm": ("q",),
-    "wk": ("block_input", "k"), "bk": ("k",), "k_norm": ("k",),
-    "wv": ("block_input", "v"), "bv": ("v",),
-    "wo": ("attention_out", "residual"), "bo": ("residual",),
-    "attention": ("q", "k", "v", "attention_out"),
-    "w_gate": ("block_input", "hidden"), "w_up": ("block_input", "hidden"), "b_gate": ("hidden",), "b_up": ("hidden",),
-    "w_down": ("hidden", "residual"), "b_down": ("residual",),
-    "mlp": ("hidden",),
-    "attention_norm": ("residual",), "mlp_norm": ("residual",), "final_norm": ("residual",),
-    "embedding": ("tokens", "residual"), "position_embedding": ("tokens", "residual"),
-    "unembedding": ("block_input", "logits"), "loss": ("block_input", "tokens", "logits"),
-}  # fmt: skip
-# What an activation is made from, where that may be split in another way.
-_MADE_FROM = {"block_input": ("residual",), "attention_out": ("q", "k", "v"), "k": ("k", "q"), "v": ("v", "q")}
 
 
 class Causes:
-    """The rows of `rules` behind a movement. `arrays` are the model's: path of a weight or name of an activation, and
-    its logical axes."""
+    """The rows of `rules` behind a movement.
 
-    def __init__(self, rules: Rules, arrays: Mapping[str, Sequence[str]]):
+    `arrays` are the model's: path of a weight or name of an activation, and its logical axes. `traced` knows which
+    activations an operation stands between.
+    """
+
+    def __init__(self, rules: Rules, arrays: Mapping[str, Sequence[str]], traced: Traced):
         self.rules = rules
         self.arrays = arrays
-        self.activation_names = rules.vocabulary.activations
-        self.weights = [path for path in arrays if path not in self.activation_names]
+        self.traced = traced
+        self.weights = [path for path in arrays if path in traced.weights]
+
+    def is_activation(self, array: str) -> bool:
+        """Whether an array of the model is an activation."""
+        return array in self.arrays and array not in self.traced.weights
 
     def splitting(self, table: str, array: str, over: Iterable[str]) -> set[str]:
         """Keys of the rows by which `table` splits an array over some of the mesh axes `over`."""
@@ -43,19 +34,15 @@ class Causes:
         return found
 
     def reduction(self, name: Name, over: Sequence[str], scattered: bool) -> set[str]:
-        """Of a sum over devices: the rows that split what is summed over, and where a piece of the sum is kept by each
-        device also those that split the result."""
-        found = set()
-        for path in name.sums:
-            array, _, axis = path.rpartition(".")
-            row = self.rules.row("rules", array, axis)
-            if row and set(over) & set(self.rules.split("rules", array, axis)):
-                found.add(row.key)
-        if name.sums and not name.placed:  # of sums that were added up, one may be named
-            for path in name.of:
-                found |= self.splitting("rules", path, over)
-        if not name.sums:
+        """Rows behind a sum over devices: those that split what is summed over.
+
+        Where each device keeps a piece of the sum, they are also those that split the result.
+        """
+        if name.sums:
+            found = self.summed(name, over)
+        else:
             found = self.statistics(over) if name.phase == "optimizer" else self.activations(name, over)
+            found |= self.cut(name, over)
         if scattered and name.placed:
             found |= self.splitting(*name.placed, over)
         elif scattered:
@@ -63,28 +50,76 @@ class Causes:
                 found |= self.splitting("optimizer", path, over)
         return found
 
+    def summed(self, name: Name, over: Sequence[str]) -> set[str]:
+        """Rows that split the axes which a name says are summed over."""
+        found = set()
+        for path in name.sums:
+            array, _, axis = path.rpartition(".")
+            row = self.rules.row("rules", array, axis)
+            if row and set(over) & set(self.rules.split("rules", array, axis)):
+                found.add(row.key)
+        if not name.placed:  # of sums that were added up, the name may say one
+            for path in name.of:
+                found |= self.splitting("rules", path, over)
+        return found
+
+    def cut(self, name: Name, over: Sequence[str]) -> set[str]:
+        """Rows that cut the product whose result is a weight's gradient.
+
+        Where `over` splits the gradients that the product reads, though not the activation that they are of, the
+        compiler could gather them instead. It sums because the product is cut along the rows of the batch.
+        """
+        weight = name.placed[1] if name.phase == "backward" and name.placed else ""
+        found = set()
+        for product in self.traced.products:
+            x, y = product.x.placed, product.y and product.y.placed
+            if product.path == weight and x and y and not self.splitting("rules", y.array, over):
+                row = self.rules.row("rules", x.array, x.axes[0])
+                found |= {row.key} if row and self.rules.split("rules", x.array, x.axes[0]) else set()
+        return found
+
     def gather(self, name: Name, over: Sequence[str], weight: str, new: bool) -> set[str]:
-        """Of an array put together, a weight or an activation: the rows that split it before; of a new weight, those of
-        the optimizer."""
+        """Rows that split a weight or an activation before it was put together; of a new weight, those of the
+        optimizer."""
         if new:
             return self.splitting("optimizer", weight, over) - self.splitting("weights", weight, over)
-        if weight:
-            return self.splitting("weights", weight, over)
-        return self.activations(name, over)
+        return self.splitting("weights", weight, over) if weight else self.activations(name, over)
+
+    def complete(self, found: set[str], name: Name, over: Sequence[str]) -> set[str]:
+        """`found`, and for mesh axes that none of these rows maps to the rows of what stands around."""
+        known = {mesh_axis for row in self.rules.rows if row.key in found for mesh_axis in row.mesh_axes}
+        return found | self.activations(name, [mesh_axis for mesh_axis in over if mesh_axis not in known])
 
     def activations(self, name: Name, over: Sequence[str]) -> set[str]:
-        """Rows that split over `over` what is placed there, what it is made from, or else what stands around."""
-        ends = [path.rsplit(".", 1)[-1] for path in name.of] + list(reversed(name.modules))
-        around = [array for end in ends for array in _AROUND.get(end, ())]
-        placed = [name.placed[1]] if name.placed and name.placed[1] in self.activation_names else []
-        before = [array for one in placed for array in _MADE_FROM.get(one, ())]
-        for arrays in (before, placed, around, self.activation_names):
-            if found := {key for array in arrays for key in self.splitting("rules", array, over)}:
+        """Rows that split activations over `over`: for each mesh axis, those of the nearest that it splits."""
+        return {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
+
+    def _nearest(self, name: Name, mesh_axis: str) -> set[str]:
+        for arrays in self._outward(name):
+            if found := {key for array in arrays for key in self.splitting("rules", array, [mesh_axis])}:
                 return found
-        return self.mapping(over)
+        return self.mapping([mesh_axis])
+
+    def _outward(self, name: Name) -> Iterator[Iterable[str]]:
+        """Activations, the nearest first: what is placed here is made from, itself, what stands around, and so on."""
+        _, placed = name.placed or ("", "")
+        around, backward = self.traced.around, name.phase == "backward"
+        if self.is_activation(placed):
+            yield self.traced.made_from(placed, backward)
+            yield [placed]
+        near = {array for path in filter(None, (*name.of, placed)) for array in around(path)}
+        yield near
+        for depth in range(len(name.modules), 0, -1):
+            found = around(modules=name.modules[:depth])
+            yield found
+            near |= found
+        while further := {array for one in near for array in self.traced.made_from(one, backward)} - near:
+            yield further
+            near |= further
+        yield filter(self.is_activation, self.arrays)
 
     def resharding(self, name: Name, over: Sequence[str], weight: str) -> set[str]:
-        """Of a move from one split to another: both."""
+        """Rows behind a move from one split to another: those of the source and of the destination."""
         found = self.activations(name, over) if name.phase != "optimizer" else set()
         weights = {weight} if weight else {path for path in name.of if path in self.arrays}
         for path in weights:
@@ -92,20 +127,17 @@ class Causes:
         return found or self.mapping(over)
 
     def look_up(self, name: Name) -> set[str]:
-        """Of what belongs to a look-up in a table: the rows that split the table's own rows, which decide its form."""
-        return {
-            row.key
-            for path in name.of
-            if path.endswith("embedding") and self.rules.split("rules", path, self.arrays[path][0])
-            and (row := self.rules.row("rules", path, self.arrays[path][0]))
-        }  # fmt: skip
+        """Rows that split the rows of a table in which something is looked up: they decide the form of the look-up."""
+        tables = [(path, self.arrays[path][0]) for path in name.of if path in self.traced.looked_up]
+        rows = [self.rules.row("rules", *table) for table in tables if self.rules.split("rules", *table)]
+        return {row.key for row in rows if row}
 
     def looks_up(self, name: Name) -> bool:
-        """Whether it belongs to a look-up in a table, or its gradient, and is not said to be more."""
-        return not (name.placed or name.sums) and any(path.endswith("embedding") for path in name.of)
+        """Whether a name speaks of a look-up in a table, or of its gradient, and says nothing more."""
+        return not (name.placed or name.sums) and any(path in self.traced.looked_up for path in name.of)
 
     def statistics(self, over: Sequence[str]) -> set[str]:
-        """Of a sum over all weights, such as the gradient's norm: what splits those that `over` splits."""
+        """Rows behind a sum over all weights, such as the gradient's norm: those of the weights that `over` splits."""
         found = set()
         for path in self.weights:
             split = {name for axis in self.arrays[path] for name in self.rules.split("optimizer", path, axis)}
@@ -118,6 +150,6 @@ class Causes:
         return {row.key for row in self.rules.rows if set(over) & set(row.mesh_axes)}
 
     def ordered(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """As they stand in the file."""
+        """The keys as they stand in the file."""
         keys = set(keys)
         return tuple(row.key for table in TABLES for row in self.rules.rows if row.table == table and row.key in keys)

@@ -1,17 +1,16 @@
-"""Where a value of a compiled program comes from, and what the names of its operations say.
+"""Where a value of a compiled program comes from.
 
 Compilers merge, split and move collectives, and then one name stands for several tensors. So each tensor is followed
 back to the computation or the parameter that it comes from, through copies, fusions, loops and other collectives.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterator
 
 from gspmd_lm.foresight.collectives.exchanges import rendezvous
 from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module
-from gspmd_lm.rules import TABLES
+from gspmd_lm.foresight.names import state
 
 Place = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
 
@@ -21,99 +20,6 @@ _SAME = {
     "collective-permute-done", "reduce-scatter-done", "all-to-all-done", "recv-done", "send-done",
 }  # fmt: skip
 _EMPTY = {"constant", "broadcast", "iota", "custom-call"}  # what a loop's accumulator begins as
-_KEYS = re.compile(r"\['(\w+)'\]")
-_NOT_MODULES = {
-    "while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map",
-    "transpose", "jvp", "vmap", "custom_vjp_call", "custom_jvp_call", "pjit", "remat", "core_call", "branch_0_fun",
-    "branch_1_fun",
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Name:
-    """What an operation's name says; see `placing.scope`."""
-
-    phase: str  # forward, backward, recomputation, optimizer
-    modules: tuple[str, ...]  # layers, attention_norm
-    of: tuple[str, ...] = ()  # weights, or a part of the step that has none
-    sums: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
-    placed: tuple[str, str] | None = None  # the table, and the array where it puts it
-    einsum: str = ""
-
-    @property
-    def known(self) -> bool:
-        """Whether it says where in the model it stands."""
-        return bool(self.of or self.sums or self.placed or self.modules)
-
-
-@functools.lru_cache(maxsize=65536)
-def read(op_name: str) -> Name:
-    """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.mlp.w_down/sum.layers.mlp.w_down.mlp/...' in parts."""
-    words = [word for word in re.split(r"[/()]+", re.sub(r"\bjit\([^()]*\)", "", op_name)) if word]
-    scopes: dict[str, str] = {}
-    placed: tuple[str, str] | None = None
-    modules, einsum = [], ""
-    for number, word in enumerate(words):
-        role, dot, rest = word.partition(".")
-        if dot and role in ("of", "sum"):
-            scopes[role] = rest
-        elif dot and role in TABLES:
-            placed = role, rest
-        elif "->" in word:
-            einsum = word.replace("z", "").replace("r", "")  # pieces of weights and rows (products.py)
-        elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
-            modules.append(word)
-    of = tuple(filter(None, scopes.get("of", "").split("+")))
-    in_loss = of == ("loss",)
-    if "rematted_computation" in words:
-        phase = "recomputation"
-    elif "transpose" in words or (in_loss and "sum" in scopes):  # the loss works out its gradients on its way forward
-        phase = "backward"
-    else:
-        generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
-        phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
-    sums = tuple(filter(None, scopes.get("sum", "").split("+")))
-    return Name(phase, tuple(modules), of, sums, placed, einsum)
-
-
-def each(op_name: str, count: int) -> list[str]:
-    """The names of the `count` tensors of an instruction: combiners write 'a/(b:c)' for a/b and a/c.
-
-    [] where the name does not say it of each.
-    """
-    names = _expanded(op_name)
-    return names if len(names) == count else []
-
-
-def _expanded(op_name: str) -> list[str]:
-    depth, begin = 0, -1
-    parts: list[str] = []
-    for at, letter in enumerate(op_name):
-        if letter == "(":
-            depth += 1
-            if depth == 1 and (at == 0 or op_name[at - 1] == "/"):
-                begin, parts = at, [""]
-                continue
-        elif letter == ")":
-            depth -= 1
-            if depth == 0 and begin >= 0:
-                prefix, suffix = op_name[:begin], op_name[at + 1 :]
-                return [name for part in parts for name in _expanded(prefix + part + suffix)]
-        if begin >= 0:
-            if letter == ":" and depth == 1:
-                parts.append("")
-            else:
-                parts[-1] += letter
-    return [op_name]
-
-
-def state(op_name: str) -> tuple[str, str]:
-    """('params', 'layers.attention.wq') for an argument of the step or a result: which tree of the state, and where.
-
-    ('', '') for another name.
-    """
-    tree = re.match(r"(?:state\.)?(params|optimizer|batch)\b", op_name)
-    return (tree.group(1), ".".join(_KEYS.findall(op_name))) if tree else ("", "")
 
 
 class Provenance:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.collectives.exchanges import Exchange
-from gspmd_lm.foresight.collectives.provenance import Place, Provenance, each
+from gspmd_lm.foresight.collectives.provenance import Place, Provenance
 from gspmd_lm.foresight.hlo import Array, Instruction, Module, Step
 from gspmd_lm.foresight.hlo.replica_groups import Groups
+from gspmd_lm.foresight.names import each
 
 WINDOWED = "windowed "
 REDUCTIONS = ("all-reduce", "reduce-scatter", WINDOWED + "reduce-scatter")

@@ -4,12 +4,12 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from gspmd_lm.foresight.collectives import provenance
 from gspmd_lm.foresight.cost import attention, flops, memory_traffic, prices
 from gspmd_lm.foresight.cost.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
+from gspmd_lm.foresight.names import read
 
 COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TURNS = "while: turns unknown"
@@ -124,7 +124,7 @@ def _flops(module: Module) -> float:
     """The FLOPs of matmuls and kernels in one step, without recomputation."""
     total = 0.0
     for step in module.steps():
-        if provenance.read(step.instruction.op_name).phase == "recomputation":
+        if read(step.instruction.op_name).phase == "recomputation":
             continue
         done = flops.of(module, step.instruction)
         for call in prices.kernels_of(module, step.instruction):
@@ -148,7 +148,7 @@ def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
 
 def _label(instruction: Instruction) -> str:
     """The place of an instruction in the model, such as layers.attention.wq."""
-    name = provenance.read(instruction.op_name)
+    name = read(instruction.op_name)
     return "+".join(name.of) or ".".join(name.modules[:3]) or instruction.name
 
 
@@ -173,7 +173,7 @@ def _part(turn: Turn) -> str:
     spent = {"forward": 0.0, "backward": 0.0}
     for piece in turn.pieces:
         if piece.lane == COMPUTE:
-            phase = provenance.read(piece.instruction.op_name).phase
+            phase = read(piece.instruction.op_name).phase
             spent["forward" if phase == "forward" else "backward"] += piece.end_s - piece.begin_s
     return "backward" if spent["backward"] > spent["forward"] else "forward"
 

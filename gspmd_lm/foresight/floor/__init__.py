@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gspmd_lm.axes import ADAPTED, ADAPTERS
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor.traffic import ACTIVATION_AXES, Traffic, itemsize_of, model_sizes, piece_count
+from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Traffic, piece_count
 from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.traced import Node, Traced
 from gspmd_lm.train.metrics import flops_per_token
 
 if TYPE_CHECKING:
@@ -26,28 +26,32 @@ class Floor:
     communication_by_axis: Mapping[str, int]  # of one mesh axis, or several at once: fsdp, fsdp+tensor
     flops: float  # of the model, of one device, recomputation not counted
     dtype: str  # in which activations, and weights in use, are counted to be sent
+    float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
 
 
-def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None) -> Floor:
+def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None, traced: Traced) -> Floor:
     """The floor of one train step of `config` under `rules`, filled and checked; `chip` is None for simulated devices.
+
+    `traced` is what was recorded of the forward pass of one microbatch under these rules.
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
     tokens = config.data.batch * config.data.seq
     per_token = flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
     flops = per_token * tokens / rules.devices
-    sent = Traffic(config, rules, arrays).sent
+    sent, wide = (Traffic(rules, arrays, traced, narrowest=narrowest).sent for narrowest in (0, FLOAT32_BYTES))
     return Floor(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
-        memory_s=chip and memory_bytes(config, rules, arrays) / chip.hbm_bytes_per_s,
+        memory_s=chip and memory_bytes(rules, arrays, traced) / chip.hbm_bytes_per_s,
         communication_bytes=round(sum(sent.values())),
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
         dtype=config.model.compute_dtype,
+        float32_bytes=round(sum(wide.values())),
     )
 
 
-def least_flops(config: Config, rules: "Rules", arrays: "Arrays") -> float:
+def least_flops(config: Config, rules: "Rules", arrays: "Arrays", traced: Traced) -> float:
     """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
 
     Less than the model's FLOPs: attention counts what its mask leaves, and weights only where they are multiplied.
@@ -58,8 +62,7 @@ def least_flops(config: Config, rules: "Rules", arrays: "Arrays") -> float:
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     per_token = 0.0
     for leaf, like in pairs(arrays.named_params, arrays.params):
-        name = leaf.path.rpartition(".")[2]
-        if name in _MULTIPLIED or (name == "embedding" and model.tied_embeddings):
+        if leaf.path in traced.multiplied:
             # The derivative to the first layer's input is left out where nothing before it is trained.
             needed = 6.0 if leaf.path in trained else 4.0 - 2.0 / model.layers
             per_token += needed * math.prod(like.shape)
@@ -69,10 +72,7 @@ def least_flops(config: Config, rules: "Rules", arrays: "Arrays") -> float:
     return per_token * config.data.batch * seq / rules.devices
 
 
-_MULTIPLIED = (*ADAPTED, *ADAPTERS, "unembedding")
-
-
-def memory_bytes(config: Config, rules: "Rules", arrays: "Arrays") -> float:
+def memory_bytes(rules: "Rules", arrays: "Arrays", traced: Traced) -> float:
     """The bytes that one device reads and writes in a step if everything else stays on the chip.
 
     Weights that are trained, gradients and optimizer state are read and written once; weights in use are read forward
@@ -80,36 +80,43 @@ def memory_bytes(config: Config, rules: "Rules", arrays: "Arrays") -> float:
     """
     from gspmd_lm.arrays import pairs
 
-    def held(table: str, leaf: Any, like: Any, itemsize: int) -> float:
-        spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-        return math.prod(like.shape) * itemsize / piece_count(rules, (name for names in spec for name in names))
-
-    compute_bytes = itemsize_of(config.model.compute_dtype)
     params, optimizer = pairs(arrays.named_params, arrays.params), pairs(arrays.named_optimizer, arrays.optimizer)
     trained = pairs(arrays.named_trained, arrays.trained)
-    once = sum(held("weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
-    once += sum(held("optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
-    in_use = sum(held("rules", *leaf, compute_bytes) for leaf in params if not looked_up(config, leaf[0].path))
-    return 2 * (once + rules.microbatches * in_use + _kept_bytes(config, rules))
+    once = sum(_held(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
+    once += sum(_held(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
+    return 2 * (once + rules.microbatches * used_bytes(rules, params, traced) + _kept_bytes(rules, traced))
 
 
-def looked_up(config: Config, path: str) -> bool:
-    """Whether only a few rows of a table are read."""
-    return path == "position_embedding" or (path == "embedding" and not config.model.tied_embeddings)
+def used_bytes(rules: "Rules", params: Iterable[tuple[Any, Any]], traced: Traced) -> float:
+    """The bytes of weights that one device reads in use, once, in the dtype of activations.
+
+    Of a table in which rows are looked up, only a few are read.
+    """
+    itemsize = traced.products[0].x.itemsize
+    looked_up = set(traced.looked_up) - traced.multiplied
+    return sum(_held(rules, "rules", *leaf, itemsize) for leaf in params if leaf[0].path not in looked_up)
 
 
-def _kept_bytes(config: Config, rules: "Rules") -> float:
+def _held(rules: "Rules", table: str, leaf: Any, like: Any, itemsize: int) -> float:
+    spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
+    return math.prod(like.shape) * itemsize / piece_count(rules, (name for names in spec for name in names))
+
+
+def _kept_bytes(rules: "Rules", traced: Traced) -> float:
     """Activations of all layers and microbatches that a device keeps for the backward pass."""
-    remat, names = rules.remat, ["residual"]  # a layer's input, under whatever name
+    remat = rules.remat
+    inputs = [node for node in traced.nodes if node.label == "layer_input"]  # whatever name it is kept under
+    placed = [(traced.carried(node), node.times) for node in inputs]
     if remat.policy == "names":
-        names += [name for name in (*remat.save, *remat.offload) if name not in ("residual", "layer_input")]
+        names = {*remat.save, *remat.offload} - {"residual", "layer_input"}
+        named = {(node.placed.array, node.name.modules): node for node in traced.activations if node.placed}
+        placed += [(node, node.times) for (name, modules), node in named.items() if name in names and modules]
     elif remat.policy != "block":
-        inward = ["hidden"] * (2 if config.model.mlp_kind == "gated" else 1)
-        names += ["q", "k", "v", "attention_out", *inward]
-    sizes = model_sizes(config, config.data.batch)
-    total = 0.0
-    for name in names:
-        axes = ACTIVATION_AXES[name]
-        splits = (mesh_axis for axis in axes for mesh_axis in rules.split("rules", name, axis))
-        total += math.prod(sizes[axis] for axis in axes) / piece_count(rules, splits)
-    return total * config.model.layers * itemsize_of(config.model.compute_dtype)
+        placed += [(node, node.times) for node in traced.computed]
+    return sum(times * _activation_bytes(rules, node) for node, times in placed if node) * rules.microbatches
+
+
+def _activation_bytes(rules: "Rules", node: Node) -> float:
+    assert node.placed
+    spec = rules.resolve("rules", node.placed.array, node.placed.axes, node.shape)[0]
+    return node.bytes / piece_count(rules, (name for names in spec for name in names))

@@ -22,45 +22,17 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from gspmd_lm.config import Config
+from gspmd_lm.foresight.traced import Node, Product, Traced
 
 if TYPE_CHECKING:
     from gspmd_lm.arrays import Arrays
     from gspmd_lm.rules import Rules
 
 Place = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
-Product = tuple[str, tuple[str, ...], str]  # a weight, its axes other than embed, the activation that has those
+Cost = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
-_BTD = ("batch", "seq", "embed")
 FLOAT32_BYTES = 4
 _INT32_BYTES = 4
-# The activation that a small weight is multiplied with or added to, by the end of its path or what it belongs to.
-_APPLIED_TO = {
-    "bq": "q", "bk": "k", "bv": "v", "b_gate": "hidden", "b_up": "hidden", "q_norm": "q", "k_norm": "k",
-    "unembedding_bias": "logits",
-}  # fmt: skip
-ACTIVATION_AXES = {
-    "q": ("batch", "seq", "heads", "head_dim"),
-    "k": ("batch", "kv_seq", "kv_heads", "head_dim"),
-    "v": ("batch", "kv_seq", "kv_heads", "head_dim"),
-    "attention_out": ("batch", "seq", "heads", "head_dim"),
-    "hidden": ("batch", "seq", "mlp"),
-    "logits": ("batch", "seq", "vocab"),
-    "residual": _BTD,
-    "block_input": _BTD,
-}
-
-
-def model_sizes(config: Config, rows: int) -> dict[str, int]:
-    model, seq = config.model, config.data.seq
-    return {
-        "batch": rows, "seq": seq, "kv_seq": seq, "embed": model.embed, "heads": model.head_rows,
-        "kv_heads": model.kv_head_rows, "head_dim": model.head_dim, "mlp": model.mlp, "vocab": model.vocab_rows,
-    }  # fmt: skip
-
-
-def itemsize_of(dtype: str) -> int:
-    return {"bfloat16": 2, "float32": 4}[dtype]
 
 
 def piece_count(rules: "Rules", mesh_axes: Iterable[str]) -> int:
@@ -70,6 +42,11 @@ def piece_count(rules: "Rules", mesh_axes: Iterable[str]) -> int:
 def _over(place: Place, *axes: str) -> set[str]:
     """The mesh axes that split some logical axes; all of them where none is named."""
     return {name for axis in axes or place for name in place.get(axis, ())}
+
+
+def _without(place: Place, *axes: str) -> set[str]:
+    """The mesh axes that split the other logical axes."""
+    return {name for axis, names in place.items() if axis not in axes for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,79 +60,92 @@ class _Weight:
     trained: bool
 
     @property
-    def name(self) -> str:
-        return self.path.rsplit(".", 1)[-1]
-
-    @property
     def elements(self) -> int:
         return math.prod(self.sizes.values())
 
 
 class Traffic:
-    """What one device sends in a step, added up by mesh axes as the model is gone through once."""
+    """What one device sends in a step, added up by mesh axes as the traced program is gone through once.
 
-    def __init__(
-        self, config: Config, rules: "Rules", arrays: "Arrays", rows: int | None = None, seq: int | None = None
-    ):
-        """`rows` of a microbatch and their length: those of the config unless given."""
+    `trains` says whether the program runs backward too. If it does not, it is a step of generation. What is less wide
+    than `narrowest`, in bytes of an element, is counted to be as wide.
+    """
+
+    def __init__(self, rules: "Rules", arrays: "Arrays", traced: Traced, trains: bool = True, narrowest: int = 0):
         from gspmd_lm.arrays import pairs
 
-        self.model, self.rules = config.model, rules
-        self.sizes = model_sizes(config, rows or config.data.batch // rules.microbatches)
-        self.sizes |= {"seq": seq or config.data.seq, "kv_seq": seq or config.data.seq}
-        self.compute_bytes = itemsize_of(config.model.compute_dtype)
+        self.rules, self.traced, self.trains, self.narrowest = rules, traced, trains, narrowest
+        self.microbatches = rules.microbatches if trains else 1
+        # Mesh axes over which gradients are summed once, after the last microbatch.
+        self.waiting = {*rules.replicas} if self.microbatches > 1 else set()
         self.sent: dict[str, float] = collections.defaultdict(float)
-        self.weights: dict[str, list[_Weight]] = collections.defaultdict(list)
-        trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
+        self.weights: dict[str, _Weight] = {}
+        trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)} if trains else set()
         for leaf, like in pairs(arrays.named_params, arrays.params):
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
             rest, use, gradient = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
-            sizes = dict(zip(leaf.axes, like.shape, strict=True))
-            weight = _Weight(leaf.path, sizes, like.dtype.itemsize, rest, use, gradient, leaf.path in trained)
-            self.weights[weight.name].append(weight)
-        self.residual, self.block_input = self.place("residual"), self.place("block_input")
-        self.everything()
-
-    def everything(self) -> None:
-        """Goes through the model once."""
-        self.times = self.rules.microbatches
-        self.look_up()
+            sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), max(like.dtype.itemsize, narrowest)
+            self.weights[leaf.path] = _Weight(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
+        # What blocks read is the residual stream, gathered: their inputs come from there, and their sums go there.
+        self.block_input = next(product.x for product in traced.products if traced.source(product.x))
+        self.residual = traced.source(self.block_input) or self.block_input
         self.blocks()
-        self.loss()
-        for weight in (weight for alike in self.weights.values() for weight in alike):
-            self.small(weight)
+        for product in traced.products:
+            if self.is_head(product):
+                self.loss(product) if trains else self.logits(product)
+        for path in traced.looked_up:
+            if path not in traced.used or path in traced.multiplied:
+                self.look_up(self.weights[path])
+        for path in set(traced.used) - traced.multiplied:
+            self.small(self.weights[path])
+        waiting, self.waiting = self.waiting, set()
+        for weight in self.weights.values():
+            if weight.trained:
+                gradient_bytes = weight.elements * FLOAT32_BYTES
+                self.add(self.cost(gradient_bytes, weight.gradient, weight.gradient, waiting), 1)
             # The update runs where the optimizer's state lives; its result goes where weights rest.
             if weight.trained:
                 self.add(self.cost(weight.elements * weight.itemsize, weight.gradient, weight.rest), 1)
 
-    def place(self, array: str) -> dict[str, tuple[str, ...]]:
+    # Counting
+
+    def itemsize(self, node: Node) -> int:
+        return max(node.itemsize, self.narrowest)
+
+    def bytes(self, node: Node) -> int:
+        """The bytes of a whole array."""
+        return math.prod(node.shape) * self.itemsize(node)
+
+    def place(self, node: Node) -> dict[str, tuple[str, ...]]:
         """Where the rules put an activation. Key positions are called seq here: both come from the block's input."""
-        return {
-            "seq" if axis == "kv_seq" else axis: self.rules.split("rules", array, axis)
-            for axis in ACTIVATION_AXES[array]
-        }
+        assert node.placed
+        array, axes, _ = node.placed
+        spec = self.rules.resolve("rules", array, axes, node.shape)[0]
+        return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
-    def bytes(self, axes: Iterable[str]) -> int:
-        """Of a whole activation in the compute dtype."""
-        return math.prod(self.sizes[axis] for axis in axes) * self.compute_bytes
-
-    def move(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = ()) -> None:
-        """Adds what a device sends for an array of `size_bytes` in all to get from where it is to where it is wanted.
+    def move(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = (), times: int = 1) -> None:
+        """Adds what a device sends for an array of `size_bytes` in all to get from where it is to where it is wanted,
+        `times` in each microbatch.
 
         `partial` are mesh axes over which it is still to be summed. Dropping what is not wanted costs nothing, and
         comes first.
         """
-        self.add(self.cost(size_bytes, have, want, partial), self.times)
+        self.add(self.cost(size_bytes, have, want, partial), self.microbatches * times)
 
-    def add(self, cost: Mapping[str, float], times: int) -> None:
+    def cheaper(self, *ways: list[Cost], times: int = 1) -> None:
+        """Adds the way that sends least."""
+        for cost in min(ways, key=lambda way: sum(sum(cost.values()) for cost in way)):
+            self.add(cost, self.microbatches * times)
+
+    def add(self, cost: Cost, times: int) -> None:
         for axes, sent_bytes in cost.items():
             self.sent[axes] += sent_bytes * times
 
-    def cost(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = ()) -> dict[str, float]:
+    def cost(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = ()) -> Cost:
         """What `move` adds in one microbatch."""
         has, wants = _over(have), _over(want)
-        summed = set(partial) - has
+        summed = set(partial) - has - self.waiting
         moved = {name for axis, names in have.items() for name in names if name in wants - set(want.get(axis, ()))}
         found: dict[str, float] = collections.defaultdict(float)
         local = size_bytes / piece_count(self.rules, has | (wants - summed))
@@ -173,188 +163,237 @@ class Traffic:
 
     def gather(self, weight: _Weight, itemsize: int) -> None:
         """A weight goes from where it rests to where it is used; one outside the layers stays for all microbatches."""
-        times = self.rules.microbatches if "layers" in weight.sizes else 1
+        times = self.microbatches if "layers" in weight.sizes else 1
         self.add(self.cost(weight.elements * itemsize, weight.rest, weight.use), times)
 
+    # The layers
+
+    def is_head(self, product: Product) -> bool:
+        """Whether a product gives the logits: it is part of the loss, and of no word for weights."""
+        return not set(product.node.name.of) & set(self.weights)
+
     def blocks(self) -> None:
-        """All layers. What a block reads and writes is in model/transformer.py, how in products.py."""
-        attention, hidden, out, down = self.products()
-        self.times = self.rules.microbatches * self.model.layers
-        if self.model.block == "parallel":
-            for read in [[*attention, *hidden]] if self.model.shared_norm else [attention, hidden]:
-                self.fan_out(read)
-            self.fan_in([out, down])
-        else:
-            self.fan_out(attention)
-            self.fan_in([out])
-            self.fan_out(hidden)
-            self.fan_in([down])
-            remat = self.rules.remat
-            if remat.policy == "block" or (remat.policy == "names" and "residual" not in (*remat.save, *remat.offload)):
-                self.summed([out])  # computed again: what the second half of the block reads
-        self.times = self.rules.microbatches
-        for name, *_ in (*attention, *hidden, out, down):
-            for weight in self.weights[name] * 2:  # forward and backward
-                self.gather(weight, self.compute_bytes)
+        """All products of the layers. How they are read and written is in products.py."""
+        products = [product for product in self.traced.products if not self.is_head(product)]
+        inner = {source: product for product in products if (source := self.traced.source(product.x))}
+        adapters = [(first, inner[first.y]) for first in products if first.y in inner]
+        reads: dict[Node, list[Product]] = collections.defaultdict(list)
+        writes: dict[Node, list[Product]] = collections.defaultdict(list)
+        self.read = {product.x for product in products}
+        for product in products:
+            if self.traced.source(product.x):
+                reads[product.x].append(product)
+            elif product.y and self.traced.home(product.y) is not product.y:
+                writes[product.y].append(product)
+        adapted = {product.node for pair in adapters for product in pair}
+        for x, group in reads.items():
+            if x not in {second.x for _, second in adapters}:
+                self.fan_out(x, group, [product for product in group if product.node not in adapted])
+        for y, group in writes.items():
+            if y not in {first.y for first, _ in adapters}:
+                self.fan_in(y, [product for product in group if product.node not in adapted])
+        for first, second in adapters:
+            self.adapter(first, second)
+        for path in {product.path for product in products if product.node not in adapted}:
+            for _ in range(2 if self.trains else 1):  # forward and backward
+                self.gather(self.weights[path], self.itemsize(self.traced.used[path][0]))
 
-    def products(self) -> tuple[list[Product], list[Product], Product, Product]:
-        """A block's products: those of attention and of the MLP that read its input, and the two that write."""
-        heads, kv_heads, mlp = ("heads", "head_dim"), ("kv_heads", "head_dim"), ("mlp",)
-        attention: list[Product] = [("wq", heads, "q"), ("wk", kv_heads, "k"), ("wv", kv_heads, "v")]
-        gate: list[Product] = [("w_gate", mlp, "hidden")] * (self.model.mlp_kind == "gated")
-        return attention, [*gate, ("w_up", mlp, "hidden")], ("wo", heads, "attention_out"), ("w_down", mlp, "hidden")
-
-    def fan_out(self, products: list[Product]) -> None:
-        """One input, read with several weights; forward and backward."""
-        x, remat = self.block_input, self.rules.remat
-        kept = remat.policy == "none" or "block_input" in (*remat.save, *remat.offload)
-        learns = any(self.weights[name][0].trained or f"{name}_a" in self.weights for name, *_ in products)
+    def fan_out(self, x: Node, group: list[Product], products: list[Product]) -> None:
+        """One input, read with several weights; forward and backward. `products` are those of no adapter."""
+        home, remat = self.traced.source(x), self.rules.remat
+        assert home and x.placed
+        kept = remat.policy == "none" or x.placed.array in (*remat.save, *remat.offload)
+        learns = any(self.weights[product.path].trained for product in group)
         for _ in range(2 if learns and not kept else 1):  # the input, gathered; for the weights' gradients again
-            self.move(self.bytes(_BTD), self.residual, x)
+            self.move(self.bytes(x), self.place(home), self.place(x), times=x.times)
         for product in products:
-            self.product(product)
-        self.summed(products)
+            self.product(product, x, product.y)
+        if self.trains:
+            self.summed(x, home, products, [product.y for product in products])
 
-    def fan_in(self, products: list[Product]) -> None:
+    def fan_in(self, y: Node, products: list[Product]) -> None:
         """Several inputs, each through its own weight, summed into the residual stream; forward and backward."""
-        self.summed(products)
-        self.move(self.bytes(_BTD), self.residual, self.block_input)  # the gradient
+        home, remat = self.traced.home(y), self.rules.remat
+        again = remat.policy == "block"
+        again |= remat.policy == "names" and "residual" not in (*remat.save, *remat.offload)
+        for _ in range(2 if self.trains and again and self.read_again(home) else 1):
+            self.summed(y, home, products, [product.x for product in products])
+        if self.trains:
+            self.move(self.bytes(y), self.place(home), self.place(y), times=y.times)  # the gradient
         for product in products:
-            self.product(product)
+            self.product(product, y, product.x)
 
-    def product(self, product: Product) -> None:
-        """What a product and its gradients move, but for sums into the residual stream."""
-        name, wide, array = product
-        weight = self.weights[name][0]  # those of a layer pattern are split alike
-        x, y, size_bytes = self.block_input, self.place(array), self.bytes(("batch", "seq", *wide))
+    def read_again(self, node: Node) -> bool:
+        """Whether the same block reads what is written here, so that computing it again needs the sum."""
+        waiting, seen = [node], {node}
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or user.primitive == "carry" or user.label == "layer_input":
+                    continue
+                if user in self.read:
+                    return True
+                seen.add(user)
+                waiting.append(user)
+        return False
+
+    def product(self, product: Product, near: Node, far: Node | None) -> None:
+        """What a product and its gradients move, but for sums into the residual stream.
+
+        `near` is its end at the residual stream, `far` the other one.
+        """
+        assert far
+        weight, x, y, times = self.weights[product.path], self.place(near), self.place(far), near.times
+        wide = self.wide(product, near)
+        shared = [axis for axis in x if axis in weight.sizes]
+        rows_bytes = math.prod(near.shape[:2]) * self.itemsize(near)
+        size_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in wide)
         have = {"batch": x["batch"], "seq": x["seq"], **{axis: weight.use[axis] for axis in wide}}
-        over_embed = _over(x, "embed")
-        queries = self.rules.split("rules", "q", "seq")
-        if array in ("k", "v") and queries:  # each query reads all keys; their gradients come from everywhere
+        over_shared = _over(x, *shared)
+        if not self.trains:
+            self.move(size_bytes, have, y, over_shared, times)
+            return
+        queries = self.queries(far)
+        apart_queries = _over(queries, "seq")
+        if apart_queries:  # each query reads all keys; their gradients come from everywhere
             whole = {**y, "seq": ()}
-            self.move(size_bytes, have, whole, over_embed)
-            self.move(size_bytes, whole, {**y, "seq": x["seq"]}, queries)
+            self.move(size_bytes, have, whole, over_shared, times)
+            self.move(size_bytes, whole, {**y, "seq": x["seq"]}, apart_queries, times)
         else:
-            self.move(size_bytes, have, y, over_embed)
-        matrix_bytes = sum(one.elements for one in self.weights[name]) * self.compute_bytes / self.model.layers
-        if apart := _over(weight.use, "embed") - over_embed:
+            self.move(size_bytes, have, y, over_shared, times)
+        matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
+        if apart := _over(weight.use, *shared) - over_shared:
             # Split in use over what its input is not: it is gathered, or the sums over embed are reduced and, on its
             # other side, where embed is the result, that is gathered. It must be where that mesh axis splits the rows.
-            gathered = [self.cost(matrix_bytes, weight.use, {**weight.use, "embed": ()})]
+            gathered = [self.cost(matrix_bytes, weight.use, {**weight.use, **dict.fromkeys(shared, ())})]
             reduced = [self.cost(size_bytes, have, y, apart)]
-            result = [self.cost(self.bytes(_BTD), {**x, "embed": tuple(apart)}, x)]
+            result = [self.cost(self.bytes(near), {**x, shared[0]: tuple(apart)}, x)]
             for instead in (reduced, result):
-                self.cheaper(gathered, *([] if apart & _over(have) else [instead]))
-        rows = _over(x, "batch", "seq")
+                self.cheaper(gathered, *([] if apart & _over(have) else [instead]), times=times)
         if weight.trained:
-            self.move(matrix_bytes, {"embed": x["embed"], **{axis: y[axis] for axis in wide}}, weight.gradient, rows)
-        self.adapter(name, rows)
-        if shared := _over(self.place("q"), "heads") - _over(y, "kv_heads") if array in ("k", "v") else set():
+            has = {**{axis: x[axis] for axis in shared}, **{axis: y[axis] for axis in wide}}
+            self.move(matrix_bytes, has, weight.gradient, _over(x, "batch", "seq"), times)
+        if finer := _without(queries, "batch", "seq") - _without(y, "batch", "seq"):
             # Heads are split finer than their keys: the gradients of a key's heads meet, in the keys or in the matrix.
-            split = {"kv_heads": (*y["kv_heads"], *shared)}
+            split = {wide[0]: (*y[wide[0]], *finer)}
             in_matrix = [self.cost(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
-            self.cheaper([self.cost(size_bytes, {**y, **split}, y)], *([in_matrix] if weight.trained else []))
+            in_keys = [self.cost(size_bytes, {**y, **split}, y)]
+            self.cheaper(in_keys, *([in_matrix] if weight.trained else []), times=times)
 
-    def adapter(self, name: str, rows: set[str]) -> None:
-        """What the low-rank adapter of a matrix moves: itself, its gradients, and the sum of what lies between.
+    def wide(self, product: Product, near: Node) -> list[str]:
+        """The axes of a weight that its end at the residual stream has not."""
+        assert product.weight.placed and near.placed
+        return [axis for axis in product.weight.placed.axes if axis not in near.placed.axes]
+
+    def queries(self, keys: Node) -> Place:
+        """Where the queries live that read keys or values; nowhere for other activations."""
+        if not keys.placed or "kv_seq" not in keys.placed.axes:
+            return {}
+        found = [node for node in self.traced.met(keys) if node.placed and "seq" in node.placed.axes]
+        return self.place(found[0]) if found else {}
+
+    def adapter(self, first: Product, second: Product) -> None:
+        """What a low-rank adapter moves: its two matrices, their gradients, and the sum of what lies between.
 
         An adapter of a matrix that writes to the residual stream makes no such sum: its addends join those of the
         matrix, and the gradient of its second matrix is summed over the axes that split its first.
         """
         inner: set[str] = set()
-        for part in "ab":
-            for weight in self.weights[f"{name}_{part}"]:
-                self.add(self.cost(weight.elements * self.compute_bytes, weight.rest, weight.use), 1)
-                own = weight.elements * self.compute_bytes / self.model.layers
-                self.move(own, weight.use, weight.gradient, rows | inner)
-                wide = _over(weight.use) - _over(weight.use, "embed", "layers")
-                if part == "a":
-                    inner = wide
-                elif wide:
-                    between = self.bytes(("batch", "seq")) * weight.sizes["rank"]
-                    self.move(between, self.block_input, self.block_input, wide)
+        stream = self.place(self.block_input)
+        for product in (first, second):
+            weight = self.weights[product.path]
+            self.add(self.cost(weight.elements * self.itemsize(product.weight), weight.rest, weight.use), 1)
+            own_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
+            wide = _without(weight.use, "layers", *stream)
+            if weight.trained:
+                rows = _over(stream, "batch", "seq")
+                self.move(own_bytes, weight.use, weight.gradient, rows | inner, product.node.times)
+            if product is first:
+                inner = wide
+            elif wide and self.trains:
+                self.move(self.bytes(product.x), stream, stream, wide, product.node.times)
 
-    def summed(self, products: list[Product]) -> None:
+    def summed(self, near: Node, home: Node, products: list[Product], far: Iterable[Node | None]) -> None:
         """The sum over heads or hidden units, into the residual; products that are split alike are added up first."""
-        alike = {frozenset(_over(self.place(array), *wide)) for _, wide, array in products}
-        for partial in alike:
-            self.move(self.bytes(_BTD), self.block_input, self.residual, partial)
+        pairs = [(self.place(end), self.wide(product, near)) for product, end in zip(products, far, strict=True) if end]
+        for partial in {frozenset(_over(place, *wide)) for place, wide in pairs}:
+            self.move(self.bytes(near), self.place(near), self.place(home), partial, near.times)
 
-    def look_up(self) -> None:
+    # Before and after the layers
+
+    def look_up(self, table: _Weight) -> None:
         """The token table and learned positions, forward and backward: see `products.look_up`.
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """
-        (table,), tied = self.weights["embedding"], self.model.tied_embeddings
-        gradients = [] if tied else [(table, FLOAT32_BYTES)]
-        gradients += [(positions, self.compute_bytes) for positions in self.weights["position_embedding"]]
-        gradients = [pair for pair in gradients if pair[0].trained]
-        rows, batch = table.use["vocab"], _over(self.residual, "batch", "seq")
-        columns = _over(table.rest, "embed")
+        tied, size_bytes = table.path in self.traced.multiplied, self.bytes(self.block_input)
+        ids, width = table.sizes
+        itemsize = self.itemsize(self.block_input)
+        residual, block_input = self.place(self.residual), self.place(self.block_input)
+        rows, batch, columns = table.use[ids], _over(residual, "batch", "seq"), _over(table.rest, width)
         if rows:
-            self.gather(table, 0 if tied else self.compute_bytes)
-            self.move(self.bytes(_BTD), self.block_input, self.residual, rows)
-            self.move(self.bytes(_BTD), self.residual, self.block_input)
-        elif not tied:
+            self.gather(table, 0 if tied else itemsize)
+            self.move(size_bytes, block_input, residual, rows)
+            if self.trains:
+                self.move(size_bytes, residual, block_input)
+        elif not (tied and self.trains):
             # Read where it rests, for which the ids of others are needed, or gathered, whichever is less.
-            there = self.cost(self.bytes(_BTD), {"embed": tuple(columns)}, self.residual)
-            gathered = self.cost(table.elements * self.compute_bytes, table.rest, {})
+            there = self.cost(size_bytes, {width: tuple(columns)}, residual)
+            gathered = self.cost(table.elements * itemsize, table.rest, {})
             self.cheaper([there, self.ids(columns & batch)], [gathered])
         # So too the gradients: reduced as tables, or x's gradient goes to who has its columns, and is added up there.
-        meet = set() if rows else _over(table.gradient, "embed") & batch
-        back = {axis: tuple(name for name in names if name not in meet) for axis, names in self.residual.items()}
-        apart = {"embed": tuple(meet)}
+        gradients = [] if tied or not table.trained else [(table, FLOAT32_BYTES)]
+        used = [self.weights[path] for path in self.traced.looked_up if path in self.traced.used and path != table.path]
+        gradients += [(positions, itemsize) for positions in used if positions.trained]
+        meet = set() if rows else _over(table.gradient, width) & batch
+        back = {axis: tuple(name for name in names if name not in meet) for axis, names in residual.items()}
+        apart = {width: tuple(meet)}
         reduced = [
-            self.cost(like.elements * itemsize, {"vocab": like.use.get("vocab", ())}, like.gradient, batch)
+            self.cost(like.elements * itemsize, {ids: like.use.get(ids, ())}, like.gradient, batch)
             for like, itemsize in gradients
         ]
-        sent = [self.cost(self.bytes(_BTD), self.residual, {**back, **apart}), self.ids(meet - columns)]
+        sent = [self.cost(size_bytes, residual, {**back, **apart}), self.ids(meet - columns)]
         sent += [
             self.cost(like.elements * itemsize, apart, like.gradient, batch - meet) for like, itemsize in gradients
         ]
         self.cheaper(reduced, *([sent] if meet and gradients else []))
 
-    def ids(self, over: set[str]) -> dict[str, float]:
+    def ids(self, over: set[str]) -> Cost:
         """The token ids, gathered over some mesh axes."""
-        ids_bytes = self.sizes["batch"] * self.sizes["seq"] * _INT32_BYTES
-        elsewhere = _over(self.residual, "batch", "seq") - over
+        ids_bytes = math.prod(self.residual.shape[:2]) * _INT32_BYTES
+        elsewhere = _over(self.place(self.residual), "batch", "seq") - over
         return self.cost(ids_bytes, {"batch": (*over, *elsewhere)}, {"batch": tuple(elsewhere)})
 
-    def cheaper(self, *ways: list[dict[str, float]]) -> None:
-        """Adds the way that sends least."""
-        for cost in min(ways, key=lambda way: sum(sum(cost.values()) for cost in way)):
-            self.add(cost, self.times)
-
-    def rows_gradient(self, table: _Weight) -> None:
-        """The gradient of a table of the vocabulary, in float32."""
-        if not table.trained:
-            return
-        have = {"vocab": table.use["vocab"]}
-        self.move(table.elements * FLOAT32_BYTES, have, table.gradient, _over(self.block_input, "batch", "seq"))
-
-    def loss(self) -> None:
+    def loss(self, head: Product) -> None:
         """Logits, softmax and their gradients, which are found in the forward pass: see model/loss.py."""
-        (table,) = self.weights["embedding" if self.model.tied_embeddings else "unembedding"]
-        columns = self.rules.split("rules", "logits", "vocab")
-        logits = self.place("logits")
-        self.move(self.bytes(_BTD), self.residual, self.block_input)
-        self.gather(table, self.compute_bytes)
+        assert head.y
+        table, x, logits = self.weights[head.path], self.place(head.x), self.place(head.y)
+        home, wide = self.place(self.traced.source(head.x) or head.x), self.wide(head, head.x)
+        columns = _over(logits, *wide)
+        self.move(self.bytes(head.x), home, x)
+        self.gather(table, self.itemsize(head.weight))
         by_token = {axis: logits[axis] for axis in ("batch", "seq")}
         for _ in range(3):  # the highest logit, the sum of exponentials, the target's logit
-            self.move(self.bytes(("batch", "seq")) // self.compute_bytes * FLOAT32_BYTES, by_token, by_token, columns)
-        self.move(self.bytes(_BTD), self.block_input, self.residual, columns)
-        self.rows_gradient(table)
+            self.move(math.prod(head.x.shape[:2]) * FLOAT32_BYTES, by_token, by_token, columns)
+        self.move(self.bytes(head.x), x, home, columns)
+        if table.trained:
+            have = {axis: table.use[axis] for axis in wide}
+            self.move(table.elements * FLOAT32_BYTES, have, table.gradient, _over(x, "batch", "seq"))
+
+    def logits(self, head: Product) -> None:
+        """The logits of one token per row, whole on every device, which chooses the next token."""
+        assert head.y
+        self.gather(self.weights[head.path], self.itemsize(head.weight))
+        logits = self.place(head.y)
+        have = {axis: names for axis, names in logits.items() if axis != "seq"}
+        self.move(head.y.shape[0] * head.y.shape[-1] * FLOAT32_BYTES, have, {})
 
     def small(self, weight: _Weight) -> None:
         """A norm's scale, a bias or a table of positions: used once, its gradient summed over everything else."""
-        if weight.name.startswith("w") or weight.name in ("embedding", "unembedding"):
-            return
-        itemsize = FLOAT32_BYTES if weight.name in ("scale", "bias") else self.compute_bytes
+        itemsize = self.itemsize(self.traced.used[weight.path][0])
         self.gather(weight, itemsize)
-        if weight.name == "position_embedding" or not weight.trained:
-            return  # see look_up
-        owner = weight.path.rpartition(".")[0].rpartition(".")[2]
-        applied = self.place(_APPLIED_TO.get(weight.name) or _APPLIED_TO.get(owner) or "residual")
-        elsewhere = {name for axis, names in applied.items() if axis not in weight.sizes for name in names}
-        have = {axis: names for axis, names in applied.items() if axis in weight.sizes}
-        self.move(weight.elements * itemsize, have, weight.gradient, elsewhere)
+        applied = self.traced.applied_to(weight.path)
+        if weight.path in self.traced.looked_up or not weight.trained or not applied:
+            return
+        place = self.place(applied)
+        have = {axis: names for axis, names in place.items() if axis in weight.sizes}
+        self.move(weight.elements * itemsize, have, weight.gradient, _without(place, *weight.sizes))

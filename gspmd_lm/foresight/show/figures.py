@@ -80,10 +80,21 @@ def sent_bytes(report: Report) -> int:
 
 
 def above_floor(report: Report) -> float | None:
-    """Communication over its floor; None if nothing must be sent or nothing was compiled."""
-    if not report.floor.communication_bytes or report.memory.refusal:
+    """Communication over its floor; None if nothing must be sent or nothing was compiled.
+
+    Where something is sent in another width than the floor counts, both are counted as float32.
+    """
+    floor, alike = report.floor, not other_width(report)
+    least_bytes = floor.communication_bytes if alike else floor.float32_bytes
+    if not least_bytes or report.memory.refusal:
         return None
-    return sent_bytes(report) / report.floor.communication_bytes
+    as_float32 = (
+        found.bytes_per_device_per_step * (2 if found.dtype in _NARROW else 1) for found in report.collectives
+    )
+    return (sent_bytes(report) if alike else sum(as_float32)) / least_bytes
+
+
+_NARROW = ("bf16", "f16")
 
 
 def other_width(report: Report) -> str:
@@ -92,7 +103,7 @@ def other_width(report: Report) -> str:
     The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
     """
     if report.floor.dtype == "float32":
-        other = [found for found in report.collectives if found.dtype in ("bf16", "f16")]
+        other = [found for found in report.collectives if found.dtype in _NARROW]
     else:
         other = [found for found in report.collectives if found.dtype == "f32" and not report.chip]
     share = sum(found.bytes_per_device_per_step for found in other) / max(sent_bytes(report), 1)
@@ -102,12 +113,12 @@ def other_width(report: Report) -> str:
 def of_floor(report: Report) -> str:
     """Communication beside its floor; '' if nothing can be compared.
 
-    '1.20x the floor', or '0.76x the floor, which counts float32: 52% in bf16'.
+    '1.20x the floor', or '1.02x the floor, both as float32: 52% in bf16'.
     """
     ratio, other = above_floor(report), other_width(report)
     if ratio is None:
         return ""
-    return f"{ratio:.2f}x the floor" + (f", which counts {report.floor.dtype}: {other}" if other else "")
+    return f"{ratio:.2f}x the floor" + (f", both as float32: {other}" if other else "")
 
 
 def communication(report: Report) -> str:
@@ -170,6 +181,6 @@ def compared(reports: Sequence[Report]) -> list[Row]:
         line("MFU", "predicted", predicted("mfu"), percent, -1),
         line("exposed comm.", "predicted", predicted("exposed_communication_s"), human_seconds),
         line("sent", "compiled", compiled(sent_bytes), human_bytes),
-        dataclasses.replace(of_floors, cells=told, best=frozenset() if any(others) else of_floors.best),
+        dataclasses.replace(of_floors, cells=told),
         line("warnings", "", lambda report: len(report.warnings), "{:.0f}".format),
     ]

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from gspmd_lm.foresight.advice import SLOW_LINKS
-from gspmd_lm.foresight.report import Array, Report
+from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.show.drawing import bar, text, timeline
 from gspmd_lm.foresight.show.figures import (
     breakdown,
@@ -22,6 +22,7 @@ from gspmd_lm.foresight.show.figures import (
     sent_bytes,
     split,
 )
+from gspmd_lm.train.table import Row
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
@@ -296,7 +297,7 @@ def _mesh(report: Report, number: int, heading: str) -> str:
     return _section(heading, "Mesh and arrays", "counted", content)
 
 
-def _shape(array: Array) -> str:
+def _shape(array: Row) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))
 
 

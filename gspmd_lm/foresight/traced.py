@@ -1,0 +1,312 @@
+"""What a model's traced program says of it: where arrays are placed, and which operations lie between.
+
+The program is the one that `placement.record` traces: it runs forward, and marks where each array is placed. Its
+operations carry the names that those of the compiled program carry too.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from gspmd_lm.arrays import Arrays, pairs
+from gspmd_lm.foresight.names import Name, read
+from gspmd_lm.placement import Recorder, Spec, marked
+
+_SAME = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
+_TOKENS = Spec("tokens", ("batch", "seq"))  # where the rules place the integers that a program is given
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One operation, or one input."""
+
+    primitive: str
+    name: Name
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    times: int  # how often it runs: the lengths of the loops around it, multiplied
+    placed: Spec | None = None
+    label: str = ""  # what remat policies know it by
+    inputs: list["Node"] = dataclasses.field(default_factory=list)
+    users: list["Node"] = dataclasses.field(default_factory=list)
+
+    @property
+    def floats(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.floating)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of an activation and a weight in use. Its ends are the placements before and after it."""
+
+    weight: Node  # where the weight is placed in use
+    x: Node
+    y: Node | None
+    node: Node
+
+    @property
+    def path(self) -> str:
+        """The path of the weight."""
+        assert self.weight.placed
+        return self.weight.placed.array
+
+
+class Traced:
+    """A recorded program as a graph. `weights` are the paths of the parameters."""
+
+    def __init__(self, program: Any, weights: Collection[str]):
+        self.weights = frozenset(weights)
+        self.nodes: list[Node] = []
+        inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
+        for node in inputs:
+            node.placed = None if node.floats else _TOKENS._replace(axes=_TOKENS.axes[: len(node.shape)])
+        waiting = self._walk(program.jaxpr, inputs, "", 1)
+        live: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in live:
+                live.add(node)
+                waiting += node.inputs
+        self.nodes = [node for node in self.nodes if node in live]
+        for node in self.nodes:
+            for before in dict.fromkeys(node.inputs):
+                before.users.append(node)
+
+    @classmethod
+    def of(cls, recorded: Recorder, arrays: Arrays) -> "Traced":
+        """The graph of what was recorded of a model with these arrays."""
+        return cls(recorded.program, [leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)])
+
+    def _node(self, primitive: str, stack: str, like: Any, times: int, inputs: Iterable[Node] = ()) -> Node:
+        shape, dtype = getattr(like, "shape", ()), getattr(like, "dtype", jnp.dtype("bool"))
+        node = Node(primitive, read(f"{stack}/{primitive}"), shape, dtype, times, inputs=list(inputs))
+        self.nodes.append(node)
+        return node
+
+    def _walk(self, jaxpr: Any, inputs: list[Node], stack: str, times: int) -> list[Node]:
+        """Adds the operations of a jaxpr, those of the functions that it calls in their place, and gives its results.
+
+        What a loop carries is a node that its own result goes into.
+        """
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def node_of(atom: Any) -> Node:
+            if hasattr(atom, "val") or atom not in known:
+                return self._node("constant", stack, atom.aval, times)
+            return known[atom]
+
+        for eqn in jaxpr.eqns:
+            given = [node_of(atom) for atom in eqn.invars]
+            own = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
+            inner = next((getattr(value, "jaxpr", value) for value in eqn.params.values() if _is_program(value)), None)
+            if inner is not None and eqn.primitive.name == "scan":
+                first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+                begin = zip(inner.invars[first:], given[first : first + count], strict=False)
+                carried = [self._node("carry", own, var.aval, times, [init]) for var, init in begin]
+                turns = times * eqn.params["length"]
+                results = self._walk(inner, [*given[:first], *carried, *given[first + count :]], own, turns)
+                for node, result in zip(carried, results, strict=False):
+                    node.inputs.append(result)
+            elif inner is not None and len(inner.invars) == len(given):
+                results = self._walk(inner, given, own, times)
+            else:
+                like = eqn.outvars[0].aval if eqn.outvars else None
+                node = self._node(eqn.primitive.name, own, like, times, given)
+                if eqn.primitive.name == "name":
+                    node.label = eqn.params["name"]
+                    node.placed = marked(node.label)
+                results = [node] * len(eqn.outvars)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [node_of(atom) for atom in jaxpr.outvars]
+
+    # What there is
+
+    def is_activation(self, node: Node) -> bool:
+        """Whether an activation is placed here."""
+        return node.placed is not None and node.placed.array not in self.weights
+
+    @functools.cached_property
+    def activations(self) -> list[Node]:
+        """Where activations are placed, in the order of the program."""
+        return [node for node in self.nodes if self.is_activation(node)]
+
+    @functools.cached_property
+    def used(self) -> dict[str, list[Node]]:
+        """Path of a weight -> where it is placed in use."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            if node.placed and node.placed.table == "rules" and node.placed.array in self.weights:
+                found.setdefault(node.placed.array, []).append(node)
+        return found
+
+    @functools.cached_property
+    def products(self) -> list[Product]:
+        """The products with weights, in the order of the program."""
+        found = []
+        for node in self.nodes:
+            weights = [self._weight(operand) for operand in node.inputs] if node.primitive == "dot_general" else []
+            for operand, weight in zip(reversed(node.inputs), weights, strict=False):
+                if weight:
+                    before = [operand] if self.is_activation(operand) else self.before([operand])
+                    found.append(Product(weight, before[0], next(iter(self.after([node])), None), node))
+        return found
+
+    @functools.cached_property
+    def looked_up(self) -> dict[str, list[Node]]:
+        """Path of a table -> the operations that look up rows of it."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            if node.primitive == "gather" and node.floats:
+                weight = self._weight(node.inputs[0])
+                paths = [weight.placed.array] if weight and weight.placed else node.name.of
+                for path in self.weights.intersection(paths):
+                    found.setdefault(path, []).append(node)
+        return found
+
+    @functools.cached_property
+    def multiplied(self) -> frozenset[str]:
+        """Paths of the weights that are multiplied as matrices."""
+        return frozenset(product.path for product in self.products)
+
+    @functools.cached_property
+    def computed(self) -> list[Node]:
+        """The activations of the layers that products give, but for what is written to the residual stream."""
+        products = [node for node in self.nodes if node.primitive == "dot_general" and node.name.modules]
+        found = [near for node in products for near in self.after([node])[:1] if self.home(near) is near]
+        return list(dict.fromkeys(found))
+
+    def carried(self, node: Node) -> Node | None:
+        """The activation that a loop hands to its body, or that was placed before an operation."""
+        return next((near for near in [*self.before([node]), *self.after([node])]), None)
+
+    def applied_to(self, path: str) -> Node | None:
+        """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with."""
+        between = self._between(self.used.get(path, []))
+        before = self.before(between, through=())
+        return next(iter(before or map(self.home, self.after(between, through=()))), None)
+
+    def home(self, node: Node) -> Node:
+        """Where an activation goes that is placed twice in a row: what a block writes, from `write` to the residual."""
+        after = [user for user in node.users if self.is_activation(user)]
+        return after[0] if len(after) == 1 and len(node.users) == 1 else node
+
+    def source(self, node: Node) -> Node | None:
+        """The activation that is only placed anew here, as `read` gathers what it is given."""
+        while node.inputs and node.inputs[0].primitive == "name":
+            node = node.inputs[0]
+            if node.placed:
+                return node
+        return None
+
+    def met(self, node: Node) -> list[Node]:
+        """The activations that an activation meets in the operations after it."""
+        while same := [near for near in self.after([node]) if near.placed and node.placed
+                       and near.placed.array == node.placed.array and near is not node]:  # fmt: skip
+            node = same[0]
+        return [near for near in self.before(self._between([node])) if near is not node]
+
+    def _weight(self, node: Node) -> Node | None:
+        """Where a weight was placed in use that has only changed its form since."""
+        while node.primitive in _SAME and not (node.placed and node.placed.table == "rules"):
+            node = node.inputs[0]
+        return node if node.placed and node.placed.array in self.weights else None
+
+    # What is near
+
+    def before(self, start: Iterable[Node], through: Collection[str] = ("dot_general",)) -> list[Node]:
+        """The activations that were placed last before some operations."""
+        return [node for node in self._near(start, False, through) if self.is_activation(node)]
+
+    def after(self, start: Iterable[Node], through: Collection[str] = ("dot_general",)) -> list[Node]:
+        """The activations that are placed first after some operations."""
+        return [node for node in self._near(start, True, through) if self.is_activation(node)]
+
+    def _between(self, start: Iterable[Node]) -> list[Node]:
+        """Some operations, and those after them before an activation is placed."""
+        start = list(start)
+        return [*start, *(node for node in self._near(start, True, ()) if not node.placed)]
+
+    def _near(self, start: Iterable[Node], forward: bool, through: Collection[str]) -> Iterator[Node]:
+        """What lies after or before some operations, the nearest first, as far as the next placement.
+
+        Operations that belong to a weight are not passed, nor products unless `through` has them, nor integers.
+        """
+        waiting = list(start)
+        seen, own = set(waiting), {(), *(node.name.of for node in waiting)}
+        while waiting:
+            node = waiting.pop(0)
+            for near in node.users if forward else node.inputs:
+                if near in seen or not near.floats:
+                    continue
+                seen.add(near)
+                yield near
+                ends = near.placed or near.name.of not in own
+                if not ends and (near.primitive != "dot_general" or near.primitive in through):
+                    waiting.append(near)
+
+    @functools.cache  # noqa: B019  # one for each program, and gone with it
+    def around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
+        """Names of the activations that operations stand between: those of a weight, or part of the step, or module."""
+        own = [node for node in self.nodes if weight in node.name.of] if weight else []
+        start = own or [node for node in self.nodes if node.name.modules == modules and not node.name.of]
+        if weight and not own:
+            start = self._between(self.used.get(weight, []))
+        found = [node for node in start if self.is_activation(node)]
+        if not (own and found):  # a part of the step, such as the loss, places itself what it is given
+            found += [*self.before(start), *self.after(start)]
+        integers = [] if found and not any(n.primitive == "gather" for n in start) else self._integers(start)
+        placed = [*map(self.home, found), *integers] if own else [*found, *integers]
+        return frozenset(node.placed.array for node in placed if node.placed)
+
+    def _integers(self, start: Iterable[Node]) -> list[Node]:
+        """The tokens that some operations read."""
+        waiting, seen = [node for one in start for node in one.inputs if not node.floats], set()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += [] if node.placed else [one for one in node.inputs if not one.floats]
+        return [node for node in seen if node.placed]
+
+    @functools.cache  # noqa: B019
+    def made_from(self, array: str, backward: bool = False) -> frozenset[str]:
+        """Names of the activations that one is made from; in the backward pass, that its gradient is made from.
+
+        One that is only placed anew is made from itself in its other place, forward and backward.
+        """
+        own = [node for node in self.activations if node.placed and node.placed.array == array]
+        anew = [near for node in own for near in (*node.users, self.source(node)) if near and self.is_activation(near)]
+        if not anew:
+            region = self._between(own) if backward else own
+            anew = [*(self.after(own) if backward else ()), *self._before_products(region)]
+        return frozenset(node.placed.array for node in anew if node.placed and node.placed != _TOKENS)
+
+    def _before_products(self, start: Iterable[Node]) -> list[Node]:
+        """As `before`, but past the products with weights too."""
+        waiting, found = list(start), []
+        seen = set(waiting)
+        while waiting:
+            for near in waiting.pop(0).inputs:
+                if near not in seen and near.floats:
+                    seen.add(near)
+                    if self.is_activation(near):
+                        found.append(near)
+                    elif not near.placed:
+                        waiting.append(near)
+        return found
+
+
+def _is_program(value: Any) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")

@@ -1,0 +1,216 @@
+"""Floors and attribution know a model from its traced program: nothing of any family is unknown to them."""
+
+import dataclasses
+import random
+
+import pytest
+from test_causes import collectives_of, simulated
+
+from gspmd_lm import rules_file
+from gspmd_lm.config import Lora
+from gspmd_lm.foresight.floor import floor, memory_bytes
+from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.infer import programs
+from gspmd_lm.rules import ShardingError
+from gspmd_lm.train import state
+
+BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}
+FAMILIES = {
+    "llama": {"kv_heads": 2},
+    "gemma": {"post_norms": True, "qk_norm": True, "tied_embeddings": True, "embedding_scale": 5.7,
+              "attention_softcap": 50.0, "logit_softcap": 30.0, "layers": 3, "sliding_window": 4,
+              "layer_pattern": ("sliding", "full")},
+    "bloom": {"positions": "alibi", "embedding_norm": True, "norm": "layernorm", "mlp_kind": "plain", **BIASES},
+    "gpt2": {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "mlp_kind": "plain", "dropout": 0.1,
+             **BIASES},
+    "falcon": {"block": "parallel", "kv_heads": 1, "mlp_kind": "plain"},
+    "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", **BIASES},
+    "z_loss": {"z_loss": 1e-4, "norm_scale": False, "positions": "none", "compute_dtype": "bfloat16",
+               "matmul_precision": "default"},
+    "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
+}  # fmt: skip
+
+
+def traced(config, rules):
+    """What is recorded of a train step, and the arrays of its model."""
+    arrays = state.arrays(config)
+    return Traced.of(state.recorded(config, arrays, rules.microbatches, rules), arrays), arrays
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["fsdp2_tp4", pytest.param("zero1_8", marks=pytest.mark.slow)])
+def test_every_array_of_every_family_is_known(small, family, layout):
+    """To floor and attribution: each weight is multiplied, looked up or applied to an activation, and stands between
+    some; each activation that is placed is made from others."""
+    config, rules = small(**FAMILIES[family]), rules_file.load(layout).fill(8)
+    found, arrays = traced(config, rules)
+    for path in sorted(found.weights):
+        both = path in found.looked_up and path in found.multiplied
+        assert both == (config.model.tied_embeddings and path == "embedding"), path
+        assert path in found.looked_up or path in found.multiplied or found.applied_to(path), path
+        assert found.around(path), path
+    modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
+    assert len(modules) >= 2 and all(found.around(modules=names) for names in modules)
+    for product in found.products:
+        assert product.x.placed and product.y and product.y.placed, product.node.name
+    for node in found.activations:
+        assert found.made_from(node.placed.array) or node.placed.array == "tokens"
+    assert floor(config, rules, arrays, None, found).communication_bytes > 0
+    assert memory_bytes(rules, arrays, found) > 0
+    for recorded in programs.recorded(config, arrays, programs.whole_context(config), rules).values():
+        forward = Traced.of(recorded, arrays)
+        assert forward.multiplied == found.multiplied and set(forward.looked_up) == set(found.looked_up)
+
+
+def without(rules, key):
+    return dataclasses.replace(rules, rows=tuple(row for row in rules.rows if row.key != key))
+
+
+def tensors(moved):
+    """How many tensors of each description move; their names change with what the compiler merges them with."""
+    counts = {}
+    for one in moved:
+        key = one.kind, one.mesh_axes, one.phase, one.elements
+        counts[key] = counts.get(key, 0) + one.times_per_step
+    return counts
+
+
+@pytest.fixture(scope="module")
+def moved_by(built):
+    """A function that compiles a train step on simulated devices, once for each layout, and finds its collectives."""
+    known = {}
+
+    def find(config, rules):
+        rules = rules.fill(8)
+        key = repr((config, rules.rows, rules.remat, rules.microbatches, rules.mesh))
+        if key not in known:
+            step = built(config, rules)
+            program = step.lower_train().compile(compiler_options={"xla_backend_optimization_level": 0})
+            known[key] = collectives_of(step, program.as_text(), simulated(rules))
+        return known[key]
+
+    return find
+
+
+def check_unnamed_rows(find, config, rules, keys=None):
+    """A collective stays as it was when a row that is not named is dropped."""
+    moved = find(config, rules)
+    for key in keys or [row.key for row in rules.rows]:
+        other = find(config, without(rules, key))
+        names, counts = {(one.kind, one.mesh_axes, one.op, one.phase) for one in other}, tensors(other)
+        for one in moved:
+            stays = (one.kind, one.mesh_axes, one.op, one.phase) in names
+            stays |= (one.kind, one.mesh_axes, one.phase, one.elements) in counts
+            assert key in one.rules or stays, (key, one)
+    return moved
+
+
+def split_queries():
+    rows = {"batch": "data", "q.seq": "context", "residual.seq": "context"}
+    return rules_file.from_dict({"mesh": {"data": 2, "context": 4}, "rules": rows}, "here.yaml")
+
+
+def test_split_queries_are_the_cause(small, moved_by):
+    moved = check_unnamed_rows(moved_by, small(), split_queries(), ["rules.residual.seq"])
+    inside = [one for one in moved if one.mesh_axes == ("context",) and one.op.startswith("layers.attention")
+              and not one.op.startswith("layers.attention_norm")]  # fmt: skip
+    gradients = [
+        one for one in inside if one.op in ("layers.attention.wk", "layers.attention.wv", "layers.attention.wq")
+    ]
+    assert {one.kind for one in gradients if one.phase == "backward"} >= {"all-reduce"}
+    for one in inside:
+        reads = one.kind == "all-gather" and "wq" in one.op
+        assert ("rules.q.seq" in one.rules) != (reads or "wo" in one.op), one
+
+
+@pytest.mark.slow
+def test_split_queries_by_counterfactual(small, moved_by):
+    check_unnamed_rows(moved_by, small(), split_queries())
+
+
+NORMS = ("attention_post_norm", "mlp_post_norm", "embedding_norm", "attention_norm", "mlp_norm", "final_norm")
+
+
+def test_every_norm_names_the_rows_that_split_what_it_reads(small, moved_by):
+    for family, norms in ((dict(post_norms=True, embedding_norm=True), NORMS),):
+        moved = moved_by(small(**family), rules_file.load("fsdp2_tp4"))
+        for norm in norms:
+            of = [one for one in moved if one.op.rpartition(".")[2] == norm and one.phase == "backward"]
+            assert of, norm
+            for one in of:
+                if "tensor" in one.mesh_axes:
+                    assert "rules.residual.seq" in one.rules, one
+                assert set(one.rules) <= {"rules.batch", "rules.residual.seq", "weights.embed"}, one
+        assert all(one.rules for one in moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [{"post_norms": True, "embedding_norm": True}, {"post_norms": True, "block": "parallel"}]
+)
+def test_norms_of_families_by_counterfactual(small, moved_by, family):
+    check_unnamed_rows(moved_by, small(**family), rules_file.load("fsdp2_tp4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["fsdp2_tp4", "zero1_8", "fsdp8"])
+def test_every_collective_of_every_family_has_a_row(small, moved_by, family, layout):
+    config = small(**{"head_dim": 4, **FAMILIES[family]})
+    rules = rules_file.load(layout)
+    if config.model.kv_heads < 4 and layout == "fsdp2_tp4":
+        rows = [dataclasses.replace(row, mesh_axes=()) if row.axis == "kv_heads" else row for row in rules.rows]
+        rules = dataclasses.replace(rules, rows=tuple(rows))
+    for one in moved_by(config, rules):
+        assert one.rules and one.op != "step", one
+
+
+MESHES = (
+    {"data": 8},
+    {"tensor": 8},
+    {"data": 2, "tensor": 4},
+    {"fsdp": 4, "context": 2},
+    {"fsdp": 2, "tensor": 2, "context": 2},
+)
+IN_USE = ("seq", "heads", "kv_heads", "mlp", "vocab", "embed", "residual.seq", "residual.embed", "q.seq", "kv_seq",
+          "k.kv_seq", "hidden.mlp", "logits.vocab", "attention_out.heads", "block_input.seq", "head_dim", "w_up.embed",
+          "wq.embed", "embedding.vocab", "embedding.embed")  # fmt: skip
+AT_REST = ("embed", "mlp", "vocab", "heads", "wo.heads")
+
+
+def layout_at_random(config, number):
+    """A layout that fits a config, of those that a seed draws."""
+    draw = random.Random(number)
+    while True:
+        mesh = draw.choice(MESHES)
+        axes = [None, *mesh, *mesh, list(mesh)[:2]]
+
+        def table(keys, most, axes=axes):
+            return {key: draw.choice(axes) for key in draw.sample(keys, draw.randint(0, most))}
+
+        remat = draw.choice(["none", "block", "dots", {"save": ["q", "attention_out"]}])
+        raw = {"mesh": mesh, "rules": {"batch": next(iter(mesh)), **table(IN_USE, 6)}, "weights": table(AT_REST, 2),
+               "optimizer": table(AT_REST, 1), "remat": remat, "microbatches": draw.choice([1, 1, 2])}  # fmt: skip
+        rules = rules_file.from_dict({key: value for key, value in raw.items() if value}, f"random_{number}.yaml").fill(
+            8
+        )
+        try:
+            state.checked(config, rules, "cpu")
+        except ShardingError:
+            continue
+        return rules
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in range(24)])
+def test_under_any_rules_every_collective_has_a_row(small, moved_by, number):
+    """And the floor is not beaten."""
+    config = small(**[{}, FAMILIES["gpt2"], FAMILIES["gemma"], FAMILIES["neox"]][number % 4])
+    rules = layout_at_random(config, number)
+    moved = moved_by(config, rules)
+    mapped = {axis for row in rules.rows for axis in row.mesh_axes}
+    for one in moved:
+        causes = {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes}
+        assert one.rules and causes >= mapped.intersection(one.mesh_axes), one
+    found, arrays = traced(config, rules)
+    sent = sum(one.bytes_per_device_per_step for one in moved)
+    assert floor(config, rules, arrays, None, found).communication_bytes <= sent
