@@ -147,6 +147,12 @@ def test_a_key_that_the_model_does_not_ask_for_is_a_warning(tmp_path):
     assert page.startswith("warning: remat: the model does not ask for it, and the key does nothing\n  rule  ")
     assert page.count("warning") == 1  # splash is for another platform than this one
 
+    def sums(params, batch, key):
+        assert placing.remat() is None  # where nothing is placed, or is only recorded
+        return mixer.sums(params, batch, key)
+
+    assert "warning" not in gspmd_lm.dry_run(dataclasses.replace(mixer.TASK, sums=sums), rules)
+
 
 def test_rules_of_another_model_are_refused():
     with pytest.raises(InputError, match=r"tp8\.yaml: was loaded for a model with other names than mixer"):
