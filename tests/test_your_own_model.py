@@ -208,6 +208,11 @@ def test_parameters_without_axes_inputs_without_rows_and_states_without_names_ar
         dataclasses.replace(mixer.TASK, inputs={"labels": Input((32,), "int32", "labels: label")})
     with pytest.raises(InputError, match=r"images: \(32, 16\) has another number of dimensions"):
         dataclasses.replace(mixer.TASK, inputs={"images": Input((32, 16), "float32", "images: batch patch pixel")})
+    with pytest.raises(InputError, match="a batch has no arrays"):
+        dataclasses.replace(mixer.TASK, inputs={})
+    for given in (lambda *_: jnp.zeros(()), lambda *_: mixer.Sums(jnp.zeros(3), jnp.zeros(()))):
+        with pytest.raises(InputError, match=r"sums\(\) does not give a NamedTuple"):
+            gspmd_lm.dry_run(dataclasses.replace(mixer.TASK, sums=given), layout("data"))
     flat = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda p: jnp.zeros(p.size), params),
         lambda updates, state, params: (updates, state),
