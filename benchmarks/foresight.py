@@ -1,4 +1,4 @@
-"""Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/foresight.md.
+"""Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/validation.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
     python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
@@ -72,7 +72,7 @@ def times(numbers: Sequence[int] | None) -> list[dict[str, Any]]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The tables of docs/foresight.md that say how far predictions were off."""
+    """Tables of how far predictions were off: the first is in docs/predictions.md, the others in docs/validation.md."""
     return [
         measure.markdown(errors.constants(), errors.CONSTANTS),
         measure.markdown([row for row in rows if row["fitted"]], errors.FITTED_TIMES),

@@ -1,4 +1,4 @@
-"""Compiled memory beside measured memory, on 8 simulated CPU devices: the table of docs/foresight.md.
+"""Compiled memory beside measured memory, on 8 simulated CPU devices: the table of docs/validation.md.
 
     python -m benchmarks.foresight_memory [--write]
 
@@ -64,7 +64,7 @@ def one(name: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/foresight.md."""
+    """The table of docs/validation.md."""
     return measure.markdown([{**row, "error": f"{row['error']:+.1%}"} for row in rows], COLUMNS)
 
 

@@ -23,14 +23,15 @@ from gspmd_lm.rules import Remat
 MODEL = ("model.embed=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp=2048",
          "model.vocab=8192", "model.padded_vocab=8192", "model.context=512", "model.compute_dtype=bfloat16",
          "data.batch=32", "data.seq=512")  # fmt: skip
-# As a rules file has it, or with another remat; + more of the model.
-CASES = {
-    **{name: (name, "", ()) for name in ("dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp")},
-    "fsdp2_tp4, none": ("fsdp2_tp4", "none", ()),
-    "fsdp2_tp4, dots": ("fsdp2_tp4", "dots", ()),
-    "fsdp8, none": ("fsdp8", "none", ()),
-    "tp8, parallel": ("tp8", "", ("model.block=parallel",)),
-    "fsdp2_tp4, lora": ("fsdp2_tp4", "", ("model.lora={rank: 8, alpha: 16, targets: [wq, wk, wv, wo, w_up, w_down]}",)),
+# A rules file, what is changed in it, and more of the model.
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    **{name: (name, {}, ()) for name in ("dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp")},
+    "fsdp2_tp4, none": ("fsdp2_tp4", {"remat": Remat("none")}, ()),
+    "fsdp2_tp4, dots": ("fsdp2_tp4", {"remat": Remat("dots")}, ()),
+    "fsdp8, none": ("fsdp8", {"remat": Remat("none")}, ()),
+    "tp8, parallel": ("tp8", {}, ("model.block=parallel",)),
+    "fsdp2_tp4, lora": ("fsdp2_tp4", {}, ("model.lora={rank: 8, alpha: 16, targets: [wq, wk, wv, wo, w_up, w_down]}",)),
+    **{f"{name}, 4 microbatches": (name, {"microbatches": 4}, ()) for name in ("dp8", "zero1_8", "dp2_tp4", "fsdp8")},
 }
 GENERATION = ("decode_tp8",)
 TARGETS = ("cpu:8", "v5p:2x2x2", "v5e:2x4", "v6e:2x4", "h100:8")
@@ -40,9 +41,8 @@ COLUMNS = {"layout": "layout", "target": "target", "sent_mb": "sent, MB", "kinds
 
 def row(case: str, where: str, phase: Any = "train") -> dict[str, Any]:
     """What is compiled and predicted for one layout on one target."""
-    layout, remat, sets = (case, "", ()) if case in GENERATION else CASES[case]
-    rules = rules_file.load(layout)
-    rules = dataclasses.replace(rules, remat=Remat(remat)) if remat else rules  # type: ignore[arg-type]
+    layout, changes, sets = (case, {}, ()) if case in GENERATION else CASES[case]
+    rules = dataclasses.replace(rules_file.load(layout), **changes)
     cfg, place = config.load("tiny", [*MODEL, *sets]), target.parse(where)
     filled = rules.fill(place.devices)
     (program,) = compile.programs([compile.Request(cfg, filled, place, phase=phase)], print)

@@ -45,7 +45,7 @@ FITTED = (
              (0, 2, 4), (0, 2, 4)),
     Constant("host link, v6e", f"{CHIPS['v6e'].host_link_bytes_per_s / 1e9:g} GB/s",
              "fitted, likewise (scaling book: 32); tpu7x takes it too", (0, 2)),
-    Constant("slowdown, v6e", f"{prices.MATMUL_SLOWDOWN['v6e']:g}", "fitted", (0,), (0, 1, 2, 3)),
+    Constant("slowdown, v6e", f"{CHIPS['v6e'].matmul_slowdown:g}", "fitted", (0,), (0, 1, 2, 3)),
     Constant("share of peak, TPU", f"{prices.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
              (), (0, 1, 2, 3)),
     Constant("share of peak, GPU", f"{prices.MATMUL_SHARE['gpu']:g}", "matmuls on one H200"),

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: written in the background with their sha256 sums, restored under any sharding.
+"""The checkpoints of a run: written in the background with their sha256, restored under any sharding.
 
 A checkpoint counts as good once a later step was finite: its weights then gave a finite loss and finite gradients. The
-newest good one is never rotated away, and one that only steps came after that were not finite is never chosen unasked.
+newest good checkpoint is never rotated away. A checkpoint that no finite step followed is used only if it is asked for.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.processes import from_first
 from gspmd_lm.verdicts import Verdicts
 
-_TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half of it in the list
-_ITEMS = ("state", "run")  # the folders of a step: Orbax's arrays; one JSON file with architecture and extra
+_TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half a step behind
+_ITEMS = ("state", "run")  # in the folder of a step: Orbax's arrays, and a JSON file with architecture and extra
 
-_NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own: a committed folder, named by its number
+_NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own format: a committed folder is named by its step
 
 _log = logging.getLogger(__name__)
 
 
-# Fields of Config.model that change neither the parameters' tree nor what they mean.
+# Fields of Config.model that change neither the tree of the parameters nor their meaning.
 _FREE = {"compute_dtype", "weight_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
 
 
 def of_run(
     workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
 ) -> "closing[Checkpoints]":
-    """A context of the checkpoints of a run's workdir, which closes them."""
+    """A context with the checkpoints of a run's workdir, which are closed when it ends."""
     model = dataclasses.asdict(config.model)
     return closing(
         Checkpoints(
@@ -61,8 +61,8 @@ class Chosen(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run: numbered folders of an Orbax CheckpointManager, each with a sha256 manifest.
 
-    Every process of a run calls every method, in the same order. Nothing is created, cleaned up or deleted before the
-    first save, so another program may read the checkpoints of a run in progress.
+    Every process of a run calls every method, in the same order. Before the first save nothing is created, cleaned up
+    or deleted, so another program may read the checkpoints of a run in progress.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class Checkpoints:
     ):
         """Opens `directory`, a local path or a gs:// URL, which need not exist.
 
-        keep: how many of the newest steps stay; keep_every: besides them, every multiple of it stays (0: none).
-        architecture: plain values saved with each step; `choose` refuses a step saved with others.
-        report: is told, on the first process, about steps that are not used and about steps that a rewind replaces.
+        keep: how many of the newest steps stay. keep_every: every multiple of it stays too; 0 means none.
+        architecture: plain values that are saved with each step. `choose` refuses a step with other values.
+        report: called on the first process, about steps that are not used and steps that a rewind replaces.
 
         Raises:
-            InputError: `directory` is something else than a directory, or its kind of path cannot be opened.
+            InputError: `directory` is a file, or a path of a kind that cannot be opened.
         """
         self.directory = orbax_folder.opened(directory)
         self._keep = keep
         self._keep_every = keep_every
         self._architecture = _as_json(architecture)
         self._report = report if jax.process_index() == 0 else lambda message: None
-        self._at = -1  # the step last saved (perhaps still being written) or restored
-        self._undamaged = -1  # the step last found to agree with its manifest
+        self._at = -1  # the step that was last saved, even if it is still being written, or restored
+        self._undamaged = -1  # the step that last agreed with its manifest
         self._opened_for_saving = False
         self._saved: list[str] = []  # the names of the arrays that are being written
         self._verdicts = Verdicts(self.directory)
@@ -101,18 +101,18 @@ class Checkpoints:
         return from_first(self._steps())
 
     def newest_good(self) -> int | None:
-        """The newest step that a finite step is known to have followed."""
+        """The newest step that is known to be good."""
         good = [step for step in self._steps() if self._verdicts.on(step)] if jax.process_index() == 0 else []
         return from_first(max(good, default=None))
 
     def confirm(self, finite_step: int) -> None:
-        """Notes that `finite_step` was finite: the steps before it that were saved or restored here are good."""
+        """Notes that `finite_step` was finite, so that earlier steps that were saved or restored here are good."""
         self._verdicts.confirm(finite_step)
         if self._verdicts.unwritten and not (self._opened_for_saving and self._manager.is_saving_in_progress()):
             self._verdicts.write(self._steps())
 
     def give_up(self) -> int | None:
-        """Notes that no finite step followed what was saved or restored last, and returns the newest good step."""
+        """The newest good step. Notes that no finite step followed the step that was saved or restored last."""
         self.wait()
         self._verdicts.reject()
         self._verdicts.write(self._steps())
@@ -121,12 +121,12 @@ class Checkpoints:
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Copies `state` (a pytree of arrays) to the host, then writes it in the background, with `extra` (small JSON).
 
-        Waits for an earlier save. Nothing is written for the step just saved or restored. Other steps from `step` on
-        belong to a course that the run left (it was rewound, or they were damaged): they are reported and deleted
-        first, so that the step saved last is always the newest.
+        Waits for an earlier save. The step that was just saved or restored is not written again. Other steps from
+        `step` on belong to a course that the run left, because it was rewound or they were damaged. They are reported
+        and deleted first, so that the step that was saved last is always the newest.
 
         Raises:
-            RunFailed: the earlier save failed, and nothing is saved now; or this one cannot begin.
+            RunFailed: the earlier save failed, or this one cannot begin. Nothing is saved then.
         """
         run = _as_json({"architecture": self._architecture, "extra": extra})
         self.wait()
@@ -145,25 +145,25 @@ class Checkpoints:
         self._saved = [name for name, _ in trees.named(state)]
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         try:
-            manager.save(step, args=args, force=True)  # force: when to save is the caller's decision
+            manager.save(step, args=args, force=True)  # force: the caller decides when to save
         except OSError as error:
             raise self._not_written(error) from error
 
     def wait(self) -> None:
-        """Returns when the save in progress has been written. Raises RunFailed where it failed."""
+        """Returns when the save in progress has been written. Raises RunFailed if it failed."""
         if not self._opened_for_saving:
             return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             self._verdicts.unknown.discard(self._at)
-            self._manager.reload()  # it has already forgotten the steps that this save would have replaced
+            self._manager.reload()  # the manager has forgotten the steps that this save would have replaced
             raise self._not_written(error) from error
         if self._verdicts.unwritten:
             self._verdicts.write(self._steps())
 
     def close(self) -> None:
-        """Waits as `wait` does, then frees the disk space of deleted steps and the background threads."""
+        """Waits as `wait` does, then ends the background threads and deletes what is left of deleted steps."""
         if not self._opened_for_saving:
             return
         try:
@@ -173,11 +173,11 @@ class Checkpoints:
             self._empty_trash()
 
     def candidates(self, step: int | None = None) -> list[int]:
-        """The steps that `choose` tries, in its order; none where nothing was saved. No file of arrays is read.
+        """The steps that `choose` tries, in its order; none if nothing was saved. No file of arrays is read.
 
         Raises:
-            InputError: `step` does not exist, only steps that were not finite came after each of them, or the first
-                one has another architecture.
+            InputError: `step` does not exist, no finite step followed any of them, or the first of them has another
+                architecture.
         """
         steps = self.steps()
         if step is not None and step not in steps:
@@ -189,7 +189,7 @@ class Checkpoints:
         if steps and not found:
             raise InputError(
                 f"{self.directory}: no finite step followed any checkpoint ({_listed(steps)})\n"
-                f"  fix   --step={steps[-1]} uses it all the same; or give another workdir"
+                f"  fix   --step={steps[-1]} uses it nevertheless; or give another workdir"
             )
         legible = [one for one in found[:1] if jax.process_index() == 0 and not self._damage(one, ("run",))]
         for first in from_first(legible):
@@ -199,12 +199,12 @@ class Checkpoints:
     def choose(self, step: int | None = None, abstract_state: Any = None) -> Chosen | None:
         """The newest undamaged checkpoint, or `step`; None if there is none. Its arrays are not read.
 
-        Its files are compared with their manifest: a damaged step is reported and the one before it is tried, as is
-        one that only steps came after that were not finite. abstract_state: what `restore` will be asked for.
+        Its files are compared with their manifest. A damaged step is reported, and the one before it is tried. The same
+        happens to a step that no finite step followed. abstract_state: what `restore` will be asked for.
 
         Raises:
-            InputError: as `candidates` does; `step` is damaged, or all steps are; or what was saved has, with
-                `abstract_state`, another tree, shape or dtype.
+            InputError: as `candidates` does. Also if `step` or every step is damaged, or if a checkpoint has another
+                tree, shape or dtype than `abstract_state`.
         """
         self.wait()
         candidates = self.candidates(step)
@@ -223,9 +223,9 @@ class Checkpoints:
         return Chosen(chosen, folder, run["extra"])
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
-        """The step, the state and the extra of what `choose` chooses; None if there is nothing.
+        """The step, the state and the extra of the checkpoint that `choose` finds; None if there is none.
 
-        abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding wanted now.
+        abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding that it is to have.
         Raises InputError as `choose` does.
         """
         found = self.choose(step, abstract_state)
@@ -238,10 +238,10 @@ class Checkpoints:
         return found.step, state, found.extra
 
     def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
-        """The step and the parameters alone, of a checkpoint of a whole state or of {"params": parameters}.
+        """The step and the parameters of a checkpoint, which may hold a whole state or {"params": parameters}.
 
-        Chosen, checked and placed as `restore` does, and cast to the dtypes of `abstract_params`; nothing else of the
-        state is read.
+        The checkpoint is chosen, checked and placed as by `restore`. The parameters are cast to the dtypes of
+        `abstract_params`. The rest of the state is not read.
         """
         found = self.choose(step)
         if not found:
@@ -258,16 +258,18 @@ class Checkpoints:
         bad = [step for step in steps if self._verdicts.on(step) is False] if jax.process_index() == 0 else []
         bad = from_first(bad)
         if bad:
-            self._report(f"checkpoint {_listed(bad[::-1])} in {self.directory}: no finite step followed, not used")
+            self._report(
+                f"checkpoint {_listed(bad[::-1])} in {self.directory}: not used, because no finite step followed"
+            )
         return [step for step in steps if step not in bad]
 
     def _not_written(self, error: Exception) -> RunFailed:
         kept = [step for step in self._steps() if step != self._at] if jax.process_index() == 0 else []
-        newest = f"checkpoint {kept[-1]} is the newest and as it was" if kept else "there is no other yet"
+        newest = f"checkpoint {kept[-1]} is the newest and is intact" if kept else "there is no other checkpoint yet"
         text = " ".join(str(error).split())
         return RunFailed(
             f"checkpoint {self._at} was not written to {self.directory}: {text[:300]}\n"
-            f"  fix   see to the folder (room, permissions, connection), then start the same command: {newest}"
+            f"  fix   check the folder (free space, permissions, connection), then start the same command: {newest}"
         )
 
     @cached_property
@@ -279,11 +281,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
             todelete_subdir=_TRASH,
-            cleanup_tmp_directories=True,  # what a killed run left half-written
+            cleanup_tmp_directories=True,  # a killed run leaves half-written steps
             lightweight_initialize=True,  # a damaged old step must not prevent new ones
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._before_commit,
-                create_directories_asynchronously=False,  # where it fails, the process could not end for 20 minutes
+                create_directories_asynchronously=False,  # a failure there would block the exit for 20 minutes
             ),
         )
         manager = ocp.CheckpointManager(self.directory, options=options)
@@ -291,9 +293,10 @@ class Checkpoints:
         return manager
 
     def _before_commit(self) -> None:
-        """Writes the manifest. Orbax calls this on the first process, in the background thread, when all processes
-        have written all files and the folder does not count as a checkpoint yet: none is ever without its manifest,
-        and none without all of its arrays.
+        """Writes the manifest, so that no checkpoint is ever without its manifest or without all of its arrays.
+
+        Orbax calls this on the first process, in the background thread. All processes have then written all files, and
+        the folder does not count as a checkpoint yet.
         """
         self._empty_trash()
         (folder,) = [path for path in self.directory.iterdir() if path.name.split(".")[0] == str(self._at)]
@@ -308,7 +311,7 @@ class Checkpoints:
             trash.rmtree()
 
     def _first_undamaged(self, candidates: Sequence[int]) -> int:
-        """The first of `candidates` that agrees with its manifest, as the first process finds. Raises InputError."""
+        """The first of `candidates` that agrees with its manifest; the first process decides. Raises InputError."""
         damages: dict[int, str] = {}
         chosen = -1
         for step in candidates if jax.process_index() == 0 else ():
@@ -331,7 +334,7 @@ class Checkpoints:
         return "" if step == self._undamaged else files.damage(self.directory / str(step), items)
 
     def _described(self, step: int) -> tuple[epath.Path, dict[str, Any]]:
-        """The folder of a step and what its run said of it. Raises InputError where it has another architecture."""
+        """The folder of a step and the JSON that its run saved. Raises InputError if it has another architecture."""
         folder = self.directory / str(step)
         run = json.loads((folder / "run" / "metadata").read_text())
         self._check_architecture(run["architecture"], f"{folder}")
@@ -357,7 +360,7 @@ class Checkpoints:
 
 
 class _Steps:
-    """An Orbax preservation policy that keeps given steps."""
+    """A preservation policy for Orbax that keeps given steps."""
 
     def __init__(self) -> None:
         self.steps: set[int | None] = set()
@@ -367,12 +370,12 @@ class _Steps:
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with the types that JSON gives back (tuples become lists). Raises TypeError for what JSON cannot hold."""
+    """A copy with the types that JSON gives back (tuples become lists). Raises TypeError if JSON cannot hold it."""
     return json.loads(json.dumps(values))
 
 
 _ABSENT = object()
-# A checkpoint from before a field of Model was there has its default.
+# A checkpoint that is older than a field of Model has the default of that field.
 _DEFAULTS = _as_json(
     {field.name: field.default for field in dataclasses.fields(Model) if field.default is not dataclasses.MISSING}
 )

@@ -18,18 +18,18 @@ from absl import flags
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean
 
 VERBS = {
-    "train": "trains, from the newest checkpoint of the workdir or from scratch",
-    "eval": "scores the held-out rows, a text or continuations under a checkpoint of the workdir",
-    "generate": "goes on from prompts with the weights of the workdir",
-    "convert": "brings a Hugging Face checkpoint into a workdir (--from), or writes one (--to)",
-    "explain": "says what a layout costs on hardware you do not have",
-    "compare": "the same for several layouts, side by side: compare fsdp8 tp8 --target=...",
+    "train": "Train a model, from the newest checkpoint of the workdir or from scratch.",
+    "eval": "Score the held-out rows, a text or continuations with a checkpoint of the workdir.",
+    "generate": "Continue prompts with the weights of the workdir.",
+    "convert": "Bring a Hugging Face checkpoint into a workdir (--from), or write one (--to).",
+    "explain": "Say what a layout costs on hardware you do not have.",
+    "compare": "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
 }
 FORESIGHT = ("explain", "compare")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs one verb. Exits with 0 when it is done, 2 when the input is wrong, 1 or a signal's code otherwise."""
+    """Never returns: runs one verb and exits with 0 on success, 2 for wrong input, else 1 or a signal's code."""
     argv = list(sys.argv if argv is None else argv)
     code, said = 0, ""
     try:
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(said, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if processes := sys.modules.get("gspmd_lm.processes"):  # not imported for what needs no jax
+    if processes := sys.modules.get("gspmd_lm.processes"):  # a verb that needs no jax does not import it
         processes.leave(code, said)
         if code and processes.several():
-            os._exit(code)  # the others may never reach jax's shutdown barrier, which a normal exit would wait for
+            os._exit(code)  # a normal exit waits in jax's shutdown barrier, which the others may never reach
     sys.exit(code)
 
 
@@ -63,7 +63,7 @@ _SYSTEM_ERRORS = {
     errno.EROFS: "give a folder that can be written in",
     errno.EACCES: "change its permissions, or give another path",
     errno.EPERM: "change its permissions, or give another path",
-    errno.EIO: "see to the disk",
+    errno.EIO: "check the disk",
     errno.EISDIR: "move the folder away: a file belongs there",
     errno.ENOTDIR: "move the file away: a folder belongs there",
     errno.ELOOP: "mend the symbolic link",
@@ -72,14 +72,14 @@ _SYSTEM_ERRORS = {
 
 
 def _system_error(error: Exception) -> str:
-    """What is said of a file that the system refuses, such as one on a full disk; '' for any other error."""
+    """The message about a file that the system refused, such as one on a full disk; '' for any other error."""
     if not isinstance(error, OSError) or error.errno not in _SYSTEM_ERRORS or error.filename is None:
         return ""
     return f"{error.filename}: {error.strerror}\n  fix   {_SYSTEM_ERRORS[error.errno]}, then start the same command"
 
 
 def _flags(verb: str) -> flags.FlagValues:
-    """The flags of a verb, and nobody else's."""
+    """The flags of one verb, and of no other."""
     values = flags.FlagValues()
     text = lambda name, default, about: flags.DEFINE_string(name, default, about, flag_values=values)  # noqa: E731
     whole = lambda name, default, about, least=None: flags.DEFINE_integer(  # noqa: E731
@@ -89,79 +89,85 @@ def _flags(verb: str) -> flags.FlagValues:
     several = lambda name, about: flags.DEFINE_multi_string(name, [], about, flag_values=values)  # noqa: E731
     yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, flag_values=values)  # noqa: E731
     if verb in FORESIGHT:
-        text("config", "tiny", "what is computed: a path, or a name in configs/.")
-        text("rules", None, "where it runs: a path or a name in rules/; several with commas between them.")
-        text(
-            "target",
-            None,
-            "hardware that need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, h100:4x8, ... "
-            "Step times compare layouts; on GPUs they are 24% too short in the mean (docs/foresight.md).",
-        )
-        text("phase", "train", "which step: train, or prefill or decode of data.batch rows with data.seq slots each.")
-        text("json", None, "write everything to this file.")
-        text("html", None, "write one self-contained page to this file.")
-        text("export", None, "keep the compiled train step of one layout in this file, for train --executable there.")
+        text("config", "tiny", "The config: a path, or a name in configs/. It says what is computed.")
+        text("rules", None, "The rules file: a path, or a name in rules/. Commas separate several. "
+             "It says where and how the config is computed.")  # fmt: skip
+        text("target", None, "The hardware, which need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, "
+             "h100:4x8, ... Predicted step times are good for comparing layouts. On GPUs they are 24% too short in the "
+             "mean (docs/validation.md).")  # fmt: skip
+        text("phase", "train", "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
+             "rows with data.seq slots each.")  # fmt: skip
+        text("json", None, "Write all figures to this file (docs/explain_json.md).")
+        text("html", None, "Write one self-contained page to this file.")
+        text("export", None, "Keep the compiled train step of one layout in this file. On the target, "
+             "train --executable runs it.")  # fmt: skip
     else:
-        text("config", None, "what is computed: a path, or a name in configs/. Default: the workdir's, else tiny.")
-        text("rules", None, "where it runs: a path, a name in rules/, or none. Default: the workdir's, else none.")
-    several("set", "section.key=value laid over the config; may be repeated.")
-    text("mesh", "", "sizes laid over the rules' mesh, such as tensor=4 or data=2,tensor=4.")
-    flags.DEFINE_boolean("help", False, "show this and stop.", short_name="h", flag_values=values)
+        text("config", None, "The config: a path, or a name in configs/. It says what is computed. The default is the "
+             "workdir's config, else tiny.")  # fmt: skip
+        text("rules", None, "The rules file: a path, a name in rules/, or none. It says where and how the config is "
+             "computed. The default is the workdir's rules file, else none.")  # fmt: skip
+    several("set", "Lay section.key=value over the config. This flag may be repeated.")
+    text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
+    flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", flag_values=values)
     if verb in FORESIGHT:
         return values
-    text("workdir", None, "folder of the run; may be remote (gs://). Default: a fresh one in runs/.")
-    text("platform", None, "cpu, gpu or tpu. Default: what is there.")
-    whole("devices", 8, "how many devices to simulate on a CPU where a size of the mesh is -1.", 1)
-    text("coordinator", None, "HOST:PORT of the first of several processes, where jax does not find it by itself.")
-    whole("num_processes", None, "how many processes there are.")
-    whole("process_id", None, "which of them this one is, from 0.")
-    text("compile_cache", None, "folder of compiled programs; none switches it off. Default: the user's cache.")
-    whole(
-        "step",
-        None,
-        "which checkpoint to begin from. Default: the newest sound one; --step takes one in doubt too.",
-    )
+    text("workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in runs/.")
+    text("platform", None, "The platform: cpu, gpu or tpu. By default it is the one that this machine has.")
+    whole("devices", 8, "How many devices to simulate on a CPU if the mesh has a size of -1.", 1)
+    text("coordinator", None, "HOST:PORT of the first of several processes, if jax does not find it by itself.")
+    whole("num_processes", None, "How many processes the run has.")
+    whole("process_id", None, "The number of this process, counted from 0.")
+    text("compile_cache", None, "The folder of compiled programs; none switches the cache off. The default is the "
+         "user's cache folder.")  # fmt: skip
+    whole("step", None, "The step of the checkpoint to begin from. The default is the newest checkpoint that is not in "
+          "doubt; --step also accepts one in doubt.")  # fmt: skip
     if verb == "train":
-        whole("steps", None, "where to stop. The schedule's length is the config's train.steps, also the default.", 1)
-        yes_no("dry_run", "print every array and its bytes per device, and stop.")
-        text("executable", None, "the train step that explain --export compiled, instead of compiling it here.")
-        yes_no("trust", "take an --executable that was exported elsewhere: it can run any code as you.")
-        text("profile", None, "START:STOP, the steps to write a trace of into the workdir.")
-        text(
-            "train_tokenizer", None, "train a BPE tokenizer of model.vocab tokens on data.source, write it here, stop."
+        whole(
+            "steps",
+            None,
+            "The step to stop at. The default is train.steps, which also is the length of the schedule.",
+            1,
         )
+        yes_no("dry_run", "Print every array and its bytes per device, then stop.")
+        text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
+        yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
+        text("profile", None, "START:STOP: write a trace of these steps into the workdir.")
+        text("train_tokenizer", None, "Train a BPE tokenizer of model.vocab tokens on data.source, write it to this "
+             "file, then stop.")  # fmt: skip
     elif verb == "eval":
-        text("text", None, "globs of text files to score instead of the held-out rows.")
-        text("continuations", None, "JSONL of {prompt, continuation} to score instead.")
-        text("output", None, "where their log-likelihoods go, as JSONL. Default: the terminal.")
-        whole("batch", 8, "rows at a time.", 1)
-        whole("seq", None, "tokens in a row of --text. Default: data.seq, with which the model was trained.", 1)
+        text("text", None, "Score the text files that match these globs, instead of the held-out rows.")
+        text("continuations", None, "Score this JSONL file of {prompt, continuation} instead.")
+        text("output", None, "Write the log-likelihoods to this file, as JSONL. The default is the terminal.")
+        whole("batch", 8, "How many rows are scored at a time.", 1)
+        whole("seq", None, "How many tokens a row of --text has. The default is data.seq, with which the model was "
+              "trained.", 1)  # fmt: skip
     elif verb == "generate":
-        several("prompt", "what to go on from; may be repeated.")
-        text("prompts", None, "JSONL of {prompt} or {messages} to go on from instead.")
-        text("output", None, "where their texts go, as JSONL. Default: the terminal.")
-        yes_no("chat", "a prompt is a user's message, in the model's chat template.")
-        whole("max_new_tokens", 128, "where to stop at the latest.", 1)
-        whole("batch", 8, "prompts at a time.", 1)
-        number("temperature", 0.0, "of sampling; 0 takes the best token.")
-        whole("top_k", 0, "sample from the best so many tokens; 0: all.", 0)
-        number("top_p", 1.0, "sample from the best tokens whose probabilities add up to this.")
-        number("min_p", 0.0, "sample from tokens with at least this share of the best one's probability.")
-        whole("seed", 0, "of sampling.")
-        several("stop", "a text to stop before; may be repeated.")
+        several("prompt", "Continue this prompt. This flag may be repeated.")
+        text("prompts", None, "Continue the prompts of this JSONL file of {prompt} or {messages} instead.")
+        text("output", None, "Write the texts to this file, as JSONL. The default is the terminal.")
+        yes_no("chat", "Treat each prompt as a user's message, in the model's chat template.")
+        whole("max_new_tokens", 128, "Stop after this many tokens at the latest.", 1)
+        whole("batch", 8, "How many prompts are continued at a time.", 1)
+        number("temperature", 0.0, "The temperature of sampling. With 0, the most likely token is taken.")
+        whole("top_k", 0, "Sample from this many of the most likely tokens. With 0, sample from all tokens.", 0)
+        number("top_p", 1.0, "Sample from the most likely tokens whose probabilities add up to this.")
+        number("min_p", 0.0, "Sample from the tokens with at least this share of the most likely token's probability.")
+        whole("seed", 0, "The seed of sampling.")
+        several("stop", "Stop before this text. This flag may be repeated.")
     else:
-        text("from", None, "a folder with config.json and *.safetensors, as transformers writes it.")
-        several(
-            "ignore", "a field of --from's config.json to pass over, where its meaning is not known; may be repeated."
-        )
-        text("to", None, "a new folder, for transformers to load.")
-        text("dtype", None, "of what --to writes: float32, bfloat16 or float16. Default: as it came.")
-        yes_no("adapter", "--to writes the LoRA adapter alone, for PEFT.")
-        text("base", "", "what the adapter's config names as its base model.")
+        text("from", None, "The folder to read: config.json and *.safetensors, as transformers writes them.")
+        several("ignore", "Pass over this field of --from's config.json, whose meaning is not known. This flag may be "
+                "repeated.")  # fmt: skip
+        text("to", None, "The new folder to write, which transformers can load.")
+        text("dtype", None, "The dtype that --to writes: float32, bfloat16 or float16. The default is the dtype that "
+             "each tensor came in.")  # fmt: skip
+        yes_no("adapter", "Let --to write the LoRA adapter alone, for PEFT.")
+        text("base", "", "The base model that the adapter's config names.")
     return values
 
 
 def _help(verb: str | None) -> str:
+    """The text of --help: all verbs and the flags of train without a verb, else the flags of the verb."""
     if verb is None:
         verbs = "\n".join(f"  {name:8} {about}" for name, about in VERBS.items())
         return (
@@ -174,8 +180,9 @@ def _help(verb: str | None) -> str:
         flag = found[name]
         if name == flag.short_name:
             continue
-        default = f" [{flag.default}]" if flag.default not in (None, "", [], False) else ""
-        about = textwrap.wrap(f"{flag.help}{default}", 90)
+        default = f" The default is {flag.default}." if flag.default not in (None, "", [], False) else ""
+        said = flag.help.partition(";\n")[0]  # absl appends to the help of flags that may be repeated
+        about = textwrap.wrap(f"{said}{default}", 90)
         lines += [f"  --{name:16} {about[0]}", *(f"{'':21}{line}" for line in about[1:])]
     return "\n".join(lines)
 
@@ -196,6 +203,14 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
     if len(rest) > 1 and verb not in FORESIGHT:
         raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
+    from gspmd_lm.verbs import given  # what is wrong with a file is told before jax is imported, which takes a second
+
+    if verb in FORESIGHT:
+        given.layouts(values, rest[1:])
+    else:
+        given.rules(values)
+    if verb != "convert":  # a published model brings its own config
+        given.config(values)
     _import_jax()
     if verb in FORESIGHT:
         from gspmd_lm.verbs import explain
@@ -219,7 +234,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _import_jax() -> None:
-    """Imports jax without what its CUDA plugin, which is there for foresight too, writes where no GPU's driver is."""
+    """Imports jax, and hides the lines that its CUDA plugin writes on a machine without a GPU's driver.
+
+    The plugin is also installed for foresight, on machines that never had a GPU.
+    """
     plugins = [plugin for plugin in entry_points(group="jax_plugins") if plugin.name.startswith("xla_cuda")]
     if not plugins or os.path.exists("/dev/nvidiactl"):
         return
@@ -230,7 +248,7 @@ def _import_jax() -> None:
             importlib.import_module("jax")
             for plugin in plugins:
                 for library in Path(plugin.load().__file__).parent.glob("xla_*plugin.so"):
-                    ctypes.CDLL(str(library))  # jax loads it with the first device
+                    ctypes.CDLL(str(library))  # jax would load it later, with the first device
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)

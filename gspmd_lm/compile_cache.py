@@ -1,4 +1,4 @@
-"""Compiled programs, kept in a folder or a bucket by jax: found again, kept small, and repaired."""
+"""The folder or bucket in which jax keeps compiled programs: enabled, kept small, and repaired."""
 
 import contextlib
 import glob
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 class CompileCache:
-    """The compile cache of this process, and what it saved since it was enabled."""
+    """The compile cache of this process, and the time that it has saved."""
 
     def __init__(self, directory: epath.Path | None):
-        self.directory = directory  # None: switched off
+        self.directory = directory  # None: the cache is switched off
         self.hits = 0
-        self.saved_s = 0.0  # of compile time, less the time to read; jax notes whole seconds, so rather too little
+        self.saved_s = 0.0  # compile time less read time; jax counts whole seconds, so this is rather too little
         self._requests = 0
 
     @property
@@ -44,9 +44,9 @@ class CompileCache:
 
 
 def enable(directory: str | None = None) -> CompileCache:
-    """Programs compiled from here on are kept and found again. "none" switches that off.
+    """The compile cache, which from here on keeps programs in `directory`. "none" switches the cache off.
 
-    By default in $GSPMD_LM_CACHE/compile, else jax's own JAX_COMPILATION_CACHE_DIR, else the user's cache directory.
+    The default is $GSPMD_LM_CACHE/compile, then jax's own JAX_COMPILATION_CACHE_DIR, then the user's cache directory.
     Raises InputError if the folder cannot be written.
     """
     if directory == "none":
@@ -58,11 +58,11 @@ def enable(directory: str | None = None) -> CompileCache:
     try:
         folder = epath.Path(chosen or cache_folder("compile"))
         folder.mkdir(parents=True, exist_ok=True)
-        if not chosen:  # a folder that somebody else named is theirs to keep small
+        if not chosen:  # whoever names a folder keeps it small
             _trim(Path(folder), LIMIT_BYTES)
     except ImportError as error:
         raise InputError(
-            f"{chosen}: the compile cache cannot be opened ({error})\n  fix   pip install what it names"
+            f"{chosen}: the compile cache cannot be opened ({error})\n  fix   pip install the package that it names"
         ) from error
     except OSError as error:
         raise InputError(
@@ -87,10 +87,10 @@ def enable(directory: str | None = None) -> CompileCache:
 
 
 def _trim(folder: Path, limit_bytes: int) -> None:
-    """Deletes the entries that were not used for the longest time until the others fit."""
+    """Deletes the least recently used entries until the others fit in `limit_bytes`."""
     entries = []
     for file in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process makes room too
+        with contextlib.suppress(FileNotFoundError):  # another process may delete it first
             stat = file.stat()
             entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, file))
     total_bytes = sum(size for _, size, _ in entries)
@@ -102,23 +102,23 @@ def _trim(folder: Path, limit_bytes: int) -> None:
 
 
 def _with_checksums() -> None:
-    """Has jax compress entries with zlib, which notices a flipped bit.
+    """Makes jax compress entries with zlib, which notices a flipped bit.
 
-    Where zstandard is installed jax 0.10 to 0.12 compresses with that, without its checksum: a flipped bit then crashed
-    the process, or was run.
+    If zstandard is installed, jax 0.10 to 0.12 uses it without its checksum. A flipped bit then crashed the process or
+    changed the program that ran.
     """
     from jax._src import compilation_cache
 
-    for name in ("zstd", "zstandard"):  # the module of Python 3.14, and the package
+    for name in ("zstd", "zstandard"):  # the module of Python 3.14 and the package
         if hasattr(compilation_cache, name):
             setattr(compilation_cache, name, None)
 
 
 def _repair_on_reading(folder: epath.Path) -> None:
-    """Has entries that jax cannot read deleted at once, so that the program compiled instead takes their place.
+    """Makes unreadable entries be deleted at once, so that the program that is compiled instead takes their place.
 
-    jax only warns of them and never overwrites an entry. Its warning names the program, not the entry, so the entries
-    of other layouts of the same program go too.
+    jax only warns about them and never overwrites an entry. Its warning names the program and not the entry, so the
+    entries of the program's other layouts are deleted too.
     """
     beginning = "Error reading persistent compilation cache entry for "
     show = warnings.showwarning
@@ -133,4 +133,4 @@ def _repair_on_reading(folder: epath.Path) -> None:
         _log.warning("%s: entries of %s could not be read and are made anew", folder, found[1])
 
     warnings.showwarning = repair_or_show
-    warnings.filterwarnings("always", message=beginning)  # whatever else Python was told to ignore or raise
+    warnings.filterwarnings("always", message=beginning)  # even if Python was told to ignore warnings or to raise them

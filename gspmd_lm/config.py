@@ -1,4 +1,4 @@
-"""What is computed: the frozen, strictly typed settings of one run, and how a YAML file becomes them."""
+"""The settings of one run, frozen and strictly typed: what is computed. A YAML file is loaded into them."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.paths import find_file, read_text
 
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_MOST = 2**31 - 1  # of what is counted in int32
+_MOST = 2**31 - 1  # the largest int32
 
 Size = Annotated[int, pydantic.Field(ge=1, le=_MOST)]
 Count = Annotated[int, pydantic.Field(ge=0, le=_MOST)]
@@ -26,8 +26,10 @@ BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RopeScaling:
-    """Frequencies slowed by `factor`: all of them (linear, arXiv 2306.15595), or as Llama 3.1 has it only those whose
-    wavelength is above original_context / low_freq_factor, with a blend up to original_context / high_freq_factor.
+    """RoPE whose frequencies are slowed by `factor`.
+
+    linear (arXiv 2306.15595) slows all frequencies. llama3 slows those whose wavelength is above original_context /
+    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor.
     """
 
     kind: Literal["llama3", "linear"] = "llama3"
@@ -45,10 +47,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Lora:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) beside the `targets`; they alone are trained."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) beside the weights in `targets`. Only the adapters are trained."""
 
     rank: Size = 16
-    alpha: Positive = 32.0  # what an adapter adds is scaled by alpha / rank
+    alpha: Positive = 32.0  # an adapter's output is scaled by alpha / rank
     targets: tuple[Literal["wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"], ...]
 
     def __post_init__(self):
@@ -57,7 +59,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of what an adapter adds."""
+        """The factor that an adapter's output is multiplied by."""
         return self.alpha / self.rank
 
 
@@ -73,34 +75,32 @@ class Model:
     mlp: Size
     vocab: Size
     padded_vocab: Count = 0  # rows of the embedding table; 0 means vocab. The added rows are never predicted.
-    padded_heads: Count = 0  # query heads in the weights; 0 means heads. The added ones, and their keys, add nothing.
-    context: Size  # longest sequence; the rows of a learned position table
+    padded_heads: Count = 0  # query heads in the weights; 0 means heads. Added heads, and their keys, add nothing.
+    context: Size  # the longest sequence, and the rows of a learned position table
 
     block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
-    shared_norm: bool = True  # of a parallel block: attention and MLP read the same norm
-    post_norms: bool = False  # what attention and MLP write goes through a norm too (Gemma 2)
+    shared_norm: bool = True  # a parallel block: attention and MLP read the same norm
+    post_norms: bool = False  # the outputs of attention and MLP go through a norm too (Gemma 2)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_scale: bool = True
     norm_bias: bool = False
     norm_eps: BelowOne = 1e-6
-    norm_offset: float = 0.0  # added to scales; 1 where weights store what differs from one (Gemma)
+    norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
     embedding_norm: bool = False  # a norm right after the token table (BLOOM)
-    embedding_scale: Positive = 1.0  # of the token table's rows
+    embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
     qk_norm: bool = False
     mlp_kind: Literal["gated", "plain"] = "gated"
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"
-    position_offset: Count = 0  # rows of a learned table before that of position 0 (OPT: 2)
+    position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
     rope_theta: Positive = 10000.0
-    rope_dim: Count = 0  # the first dimensions of a head, which turn; 0 means all
+    rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
     rope_scaling: RopeScaling | None = None
-    sliding_window: Count = 0  # how many tokens a token sees, itself included; 0 means all before it
-    sliding_rope_theta: NotNegative = (
-        0.0  # of layers with a sliding window, then without rope_scaling; 0 means rope_theta
-    )
-    # Which layers have the window, repeated over the depth; () means all of them.
+    sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
+    sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
+    # Which layers have the window. The pattern is repeated over the depth; () means all layers.
     layer_pattern: tuple[Literal["sliding", "full"], ...] = ()
-    query_scale: NotNegative = 0.0  # of attention scores; 0 means head_dim ** -0.5
+    query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -125,10 +125,11 @@ class Model:
             wrong.append(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
         group = max(self.heads // self.kv_heads, 1)
         if self.padded_heads and (self.padded_heads < self.heads or (self.kv_heads > 1 and self.padded_heads % group)):
-            of = f", of {group} for each key head" if self.kv_heads > 1 else ""
+            of = f", and a multiple of {group}, the query heads of each key head" if self.kv_heads > 1 else ""
             wrong.append(f"padded_heads={self.padded_heads} must be at least heads={self.heads}{of}")
         if self.positions == "rope" and (self.head_dim % 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim):
-            wrong.append(f"positions: rope needs even head_dim={self.head_dim} and rope_dim={self.rope_dim}, up to it")
+            sizes = f"head_dim={self.head_dim}, rope_dim={self.rope_dim}"
+            wrong.append(f"positions: rope needs even sizes, and a rope_dim of at most head_dim: {sizes}")
         if "sliding" in self.layer_pattern and not self.sliding_window:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
@@ -153,7 +154,7 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple["Model", ...]:
-        """The settings of each layer of the pattern that is repeated over the depth; one where all are alike."""
+        """The settings of each layer of `layer_pattern`; a single one if all layers are alike."""
         if not self.layer_pattern:
             return (self.sliding_layer if self.sliding_window else self,)
         full = dataclasses.replace(self, sliding_window=0, layer_pattern=())
@@ -176,13 +177,14 @@ class Data:
     tokenizer: str = "bytes"  # bytes | path of a Hugging Face tokenizer.json
     text_field: str = "text"  # the field of a .jsonl object or the column of a .parquet file
     # The field of a .jsonl object that holds a conversation: a list of {role, content}. Rows are then written with the
-    # tokenizer's chat template, and the loss is on what the assistant says. "": the source is text.
+    # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
     messages_field: str = ""
-    packing: Literal["documents", "stream"] = "documents"  # stream: rows are cut from one text, attention is not
+    # stream: rows are cut from one text, and attention crosses documents.
+    packing: Literal["documents", "stream"] = "documents"
     batch: Size = 32  # sequences per step, over all devices
     seq: Size = 256  # tokens per sequence
     held_out: BelowOne = 0.02  # share of the documents kept for evaluation, chosen by their content
-    seed: Seed = 0  # of the order of rows
+    seed: Seed = 0  # decides the order of rows
 
     def __post_init__(self):
         if self.messages_field and self.packing != "documents":
@@ -200,8 +202,8 @@ class Optimizer:
     schedule: Literal["warmup_cosine", "warmup_exponential", "warmup_stable_decay", "constant"] = "warmup_cosine"
     warmup_steps: Count = 0
     decay_steps: Count = 0  # warmup_stable_decay: the length of the final decay
-    decay_rate: Positive = 1.0  # warmup_exponential: factor per step after the warmup
-    final_fraction: Share = 0.1  # of learning_rate, at the end of a decay
+    decay_rate: Positive = 1.0  # warmup_exponential: the factor of each step after the warmup
+    final_fraction: Share = 0.1  # the share of learning_rate that is left at the end of a decay
     weight_decay: NotNegative = 0.1  # on matrices only
     b1: BelowOne = 0.9
     b2: BelowOne = 0.95
@@ -211,24 +213,25 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Train:
-    """How long, and what is written down on the way."""
+    """How long a run trains, and how often it logs, evaluates and saves."""
 
     steps: Size  # the length of the schedule; --steps only says where to stop
-    seed: Seed = 0  # of the initial weights and of dropout
-    init_from: str = ""  # workdir whose newest weights a run begins with that has no checkpoint of its own
+    seed: Seed = 0  # decides the initial weights and dropout
+    # A run without a checkpoint of its own begins with the newest weights of this workdir. "" means new weights.
+    init_from: str = ""
     log_every: Size = 10
     eval_every: Count = 0  # 0 means only at the end
     eval_batches: Size = 8
     checkpoint_every: Count = 0  # 0 means only at the end
-    keep_checkpoints: Size = 3  # the newest ones
-    keep_every: Count = 0  # besides, every checkpoint whose step is a multiple; 0 means none
-    max_skipped: Size = 10  # stop after so many steps in a row whose loss or gradient was not finite
+    keep_checkpoints: Size = 3  # how many of the newest are kept
+    keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
+    max_skipped: Size = 10  # a run stops after this many steps in a row whose loss or gradient is not finite
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config:
-    """Everything that decides what is computed. Where it is computed is the rules file's business."""
+    """Everything that decides what is computed. The rules file decides where it is computed."""
 
     name: str
     model: Model
@@ -244,7 +247,7 @@ class Config:
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a file (a path, or a name in configs/) with `section.key=value` overrides applied.
 
-    Raises InputError that lists every problem of the file and of the overrides at once.
+    Raises an InputError that lists every problem of the file and of the overrides.
     """
     path = find_file(name, "configs")
     raw = core_yaml.parse(read_text(path), str(path))
@@ -257,7 +260,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
-    """Lays `section.key=value` over the plain values of a config. Raises InputError, naming the override."""
+    """Lays `section.key=value` over the plain values of a config. Raises an InputError that names the override."""
     for text in overrides:
         key, equals, value = text.partition("=")
         *sections, field = key.strip().split(".")
@@ -274,7 +277,7 @@ def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
 
 
 def from_dict(raw: Mapping[str, Any], place: str) -> Config:
-    """A checked Config. Raises InputError, naming `place` and every wrong field."""
+    """A checked Config. Raises an InputError that names `place` and every wrong field."""
     try:
         # In JSON mode a strict tuple may be written as a list.
         return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw))
@@ -284,7 +287,7 @@ def from_dict(raw: Mapping[str, Any], place: str) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain values, ready for YAML or JSON."""
+    """The plain values of a config, ready for YAML or JSON."""
     return pydantic.TypeAdapter(Config).dump_python(config, mode="json")
 
 
@@ -305,9 +308,9 @@ _BOUNDS = {
 
 
 def _explain(problem: Any) -> list[str]:
-    """The lines for one of pydantic's findings, in the words of the file."""
+    """The lines of a message about one of pydantic's findings, in the words of the config file."""
     where, kind, got = ".".join(str(part) for part in problem["loc"]), problem["type"], problem.get("input")
-    if kind == "value_error":  # of a section's own checks, one on each line
+    if kind == "value_error":  # raised by a section's own checks, with one problem on each line
         found = problem["msg"].removeprefix("Value error, ").split("\n")
         return [f"  {where}: {line}" if where else f"  {line}" for line in found]
     if kind == "unexpected_keyword_argument":

@@ -1,7 +1,7 @@
-"""YAML by the core schema of version 1.2, and no more of it than settings need.
+"""Values from YAML text by the core schema of YAML 1.2, restricted to what settings need.
 
-PyYAML reads numbers and words as YAML 1.1 has them, where 010 is 8 and 1:30 is 90. It scans the text here; what a word
-means is decided below. Whatever the two versions read differently is refused, as are aliases and tags.
+PyYAML reads words as YAML 1.1 does, where 010 is 8 and 1:30 is 90. Here it only splits the text into events, and
+`scalar` decides what a word means. Words that the two versions read differently are refused, as are aliases and tags.
 """
 
 import re
@@ -19,7 +19,7 @@ _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-# What YAML 1.1 takes for a number or for yes and no, while 1.2 takes it for another number or for text.
+# Words that are numbers, yes or no in YAML 1.1, but other numbers or text in YAML 1.2; and what to write instead.
 _ELSE = {
     re.compile(r"yes|Yes|YES|on|On|ON"): "true",
     re.compile(r"no|No|NO|off|Off|OFF"): "false",
@@ -33,7 +33,7 @@ _ELSE = {
 
 
 class YamlError(ValueError):
-    """A text that is not YAML, or not YAML that is read here. The message names the line."""
+    """A text is not YAML, or uses a part of YAML that is not supported here. The message names the line."""
 
 
 def load(text: str) -> Any:
@@ -44,14 +44,14 @@ def load(text: str) -> Any:
         if event is not None:
             value = _value(event, events)
         if (event := next(events, None)) is not None:
-            raise _refused(event, "a second document; one is read")
+            raise _refused(event, "a second document; only one is supported")
         return value
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).replace('in "<unicode string>", ', "at ").split())) from error
 
 
 def parse(text: str, place: str) -> Any:
-    """`load` for a text that a user wrote. Raises InputError, naming `place` and the line, where it is not YAML."""
+    """The value of a text that a user wrote, as by `load`. Raises an InputError that names `place` and the line."""
     try:
         return load(text)
     except YamlError as error:
@@ -59,14 +59,15 @@ def parse(text: str, place: str) -> Any:
 
 
 def dump(value: Any, flow: bool = False) -> str:
-    """The text of a value; `load` gives it back. flow: on one line."""
+    """The YAML text of a value, on one line if `flow`. `load` turns it back into the value."""
     width = float("inf") if flow else 80
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=flow, allow_unicode=True, width=width)
 
 
 def scalar(text: str) -> Any:
-    """What a word without quotes means. Raises ValueError where that depends on the version of YAML, or is no number
-    that fits 64 bits.
+    """The value of a word without quotes.
+
+    Raises ValueError if that depends on the version of YAML, or if the word is a number beyond 64 bits.
     """
     for pattern, instead in _ELSE.items():
         if pattern.fullmatch(text):
@@ -89,16 +90,16 @@ def scalar(text: str) -> Any:
 
 
 def _checked(text: str) -> Iterator[yaml.Event]:
-    """The events of a text that begin, end or are a value; everything that is not read here is refused."""
+    """The events of a text that begin, end or are a value. Raises YamlError for YAML that is not supported."""
     depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise _refused(event, "anchors and aliases are not read here: write the value out")
+                raise _refused(event, "anchors and aliases are not supported: write the value out")
             if isinstance(event, yaml.DocumentStartEvent) and (event.version not in (None, (1, 2)) or event.tags):
-                raise _refused(event, "directives are not read here: drop the line that begins with %")
+                raise _refused(event, "directives are not supported: drop the line that begins with %")
             if tag := getattr(event, "tag", None):
-                raise _refused(event, f"tags are not read here: drop {tag}")
+                raise _refused(event, f"tags are not supported: drop {tag}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 raise _refused(event, f"more than {DEEPEST} levels")
@@ -114,7 +115,7 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
     """The value that begins with `event`."""
     if isinstance(event, yaml.ScalarEvent):
         if any(0xD800 <= ord(character) < 0xE000 for character in event.value):
-            raise _refused(event, "half of a character, which stands for nothing")
+            raise _refused(event, "half of a character (a lone surrogate)")
         try:
             return event.value if event.style else scalar(event.value)
         except ValueError as error:
@@ -130,7 +131,7 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
         if not isinstance(key, str):
             raise _refused(event, f"a key must be a word, not {key!r}")
         if key in found:
-            raise _refused(event, f"the key {key!r} stands twice")
+            raise _refused(event, f"the key {key!r} appears twice")
         found[key] = _value(next(events), events)
     return found
 
@@ -140,7 +141,7 @@ def _refused(event: yaml.Event, what: str) -> YamlError:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts words into quotes that would not be read as text without."""
+    """Writes YAML, with quotes around texts that would be read as something else without quotes."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         try:

@@ -1,4 +1,4 @@
-"""The two errors that a user sees, and the hint for a misspelt word."""
+"""The two errors that a user sees, and the hint about a misspelt word."""
 
 import difflib
 from collections.abc import Iterable

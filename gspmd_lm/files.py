@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, and folders that show whether anything in them has changed."""
+"""Writing files whole or not at all, and sealing folders, so that a later change in them is noticed."""
 
 import contextlib
 import hashlib
@@ -12,14 +12,14 @@ from typing import Any
 
 from etils import epath
 
-MANIFEST = "sha256.json"  # of a sealed folder: path of each file in it -> its bytes and its sha256
+MANIFEST = "sha256.json"  # in a sealed folder: the path of each file -> its size in bytes and its sha256
 
 
 def replace(path: epath.PathLike, content: str | bytes) -> None:
-    """Writes a file in one move: a reader, or a process that was killed, finds the old content or the new one."""
+    """Writes a file in one move. Readers find the old content or the new one, even if this process is killed."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        epath.Path(path).write_bytes(content)  # an object store shows an object when all of it is there
+        epath.Path(path).write_bytes(content)  # an object store shows an object only when it is complete
         return
     with replacing(Path(path)) as new:
         new.write_bytes(content)
@@ -27,7 +27,7 @@ def replace(path: epath.PathLike, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` for a file to be written; the file takes the place of `path`, unless something is raised."""
+    """A context with the path of a file to write. On leaving, the file replaces `path`, unless an error is raised."""
     new = path.with_name(f".{path.name}.new")
     try:
         with naming(path, new):
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """A context whose system errors name `path` where they name no file, as of a full disk, or one of `partial`."""
+    """A context whose system errors name `path` if they name no file (a full disk), or a file of `partial`."""
     try:
         yield
     except OSError as error:
@@ -53,9 +53,9 @@ def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to be filled, which takes its place when all of it is there. It must not hold anything.
+    """A context with a folder to fill. On leaving, it takes the place of `folder`, which must not hold anything.
 
-    What a process that was killed left there goes. System errors name `folder`.
+    Whatever a killed process left in the folder to fill is deleted. System errors name `folder`.
     """
     partial = folder.absolute().with_name(f"{folder.name}.partial")
     with naming(folder, partial):
@@ -67,13 +67,13 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Writes a JSON value, with its sha256, in one move; `read_json` reads it."""
+    """Writes a JSON value with its sha256 in one move. `read_json` reads it."""
     text = json.dumps(value)
     replace(path, json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "value": text}))
 
 
 def read_json(path: Path) -> Any:
-    """The value that `replace_json` wrote. Raises ValueError where the file is damaged or none of `replace_json`."""
+    """The value that `replace_json` wrote. Raises ValueError if the file is damaged or was written by other code."""
     raw = json.loads(path.read_bytes())
     if not isinstance(raw, dict) or not isinstance(raw.get("value"), str):
         raise ValueError(f"{path}: not a file of this package, or damaged")
@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
 
 
 def seal(folder: epath.PathLike, names: Sequence[str]) -> None:
-    """Writes down the sums of all files among `names`, files and folders in `folder`; `damage` compares them."""
+    """Records the checksums of `names`, files and folders in `folder`. `damage` compares them later."""
     folder = epath.Path(folder)
     files = _files(folder, names)
     with ThreadPoolExecutor() as pool:
@@ -93,14 +93,14 @@ def seal(folder: epath.PathLike, names: Sequence[str]) -> None:
 
 
 def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
-    """What differs from what `seal` saw among `names`: a file that changed, is missing or was added; else ''."""
+    """A change among `names` since `seal`: a file that differs, is missing or was added. '' if there is none."""
     folder = epath.Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes()).items()
         sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest}
         sums = {name: its for name, its in sums.items() if name.partition("/")[0] in names}
         files = _files(folder, names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what flipped bits can make of it
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # flipped bits can cause any of these
         return f"{MANIFEST} cannot be read: {error}"
     with ThreadPoolExecutor() as pool:
         found = [*pool.map(lambda name: _damage_of_file(folder, name, *sums[name]), sums)]
@@ -110,7 +110,7 @@ def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
 
 
 def sum_of(file: epath.PathLike) -> tuple[int, str]:
-    """The size in bytes and the sha256 sum of a file."""
+    """The size in bytes and the sha256 of a file."""
     sha256 = hashlib.sha256()
     size_bytes = 0
     with epath.Path(file).open("rb") as stream:
@@ -121,12 +121,12 @@ def sum_of(file: epath.PathLike) -> tuple[int, str]:
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path is an object store's, such as gs://bucket/name."""
+    """Whether a path belongs to an object store, as gs://bucket/name does."""
     return "://" in os.fspath(path)
 
 
 def reason(error: OSError) -> str:
-    """What the system says of a failure, without Python's number."""
+    """The system's message about a failure, without Python's error number."""
     return error.strerror or str(error)
 
 
@@ -135,7 +135,7 @@ def _files(folder: epath.Path, names: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         path = folder / name
-        if path.is_dir():  # not by walk(), which etils 1.15 answers with paths of another kind for an object store
+        if path.is_dir():  # walk() of etils 1.15 returns paths of another type for an object store
             found += _files(folder, [f"{name}/{inner.name}" for inner in path.iterdir()])
         elif path.exists():
             found.append(name)

@@ -1,7 +1,7 @@
-"""One run at a time writes to a workdir: a lock that a second run is refused by, and that a dead one does not keep.
+"""A lock with which one run at a time writes to a workdir. A run that died does not keep it.
 
-On a file system it is the system's own lock, which goes with the process that holds it. An object store has none: there
-it is an object that is made only where there is none, and that its holder writes anew as long as it lives.
+On a file system this is the system's own lock, which ends with the process that holds it. An object store has no locks.
+There it is an object that can be created only if it does not exist, and that its holder rewrites as long as it lives.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.errors import InputError, RunFailed
 
-LOCK, HOLDER = "lock", "lock.json"  # in a workdir: what the system locks; who holds it
+LOCK, HOLDER = "lock", "lock.json"  # in a workdir: the file that the system locks, and the name of its holder
 BEAT_S = 30.0
-STALE_S = 300.0  # without a beat
+STALE_S = 300.0  # how long a holder may be silent
 
 Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
 def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
-    """A context in which this process alone writes to a workdir, which exists. Gives a check that this is still so.
+    """A context in which this process alone writes to an existing workdir. Gives a check that this is still so.
 
-    A lock that a dead process left is taken over, and `say` hears of it. On an object store a start waits for a lock
-    until it is stale, so that a job that is started again finds the one before it ended.
+    A lock that a dead process left is taken over, and `say` is told so. On an object store a start waits until the lock
+    is stale, so that a job may be started again at once.
 
-    Raises InputError, naming process, host and since when, where another run holds the lock; the check raises RunFailed
-    where the lock was lost.
+    Raises InputError if another run holds the lock, with its process, its host and the time since when. The check
+    raises RunFailed if the lock was lost.
     """
     if files.is_remote(workdir):
         with _Beating(f"{workdir}/{HOLDER}", say) as beating:
@@ -50,7 +50,7 @@ def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
         raise refused(workdir, _read(holder)) from error
-    except NotImplementedError:  # a file system without locks, which filelock before 4 gives up on
+    except NotImplementedError:  # filelock before version 4 gives up on a file system without locks
         with _Beating(str(holder.absolute()), say) as beating:
             yield beating.check
         return
@@ -67,7 +67,7 @@ def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
 
 
 def refused(workdir: object, holder: dict[str, Any] | None) -> InputError:
-    """What a second run is told."""
+    """The error for a second run."""
     who = _described(holder) if holder else "another process"
     return InputError(f"{workdir}: {who} is writing there\n  fix   wait for it or stop it, or give another --workdir")
 
@@ -101,10 +101,10 @@ def _parsed(written: bytes) -> dict[str, Any] | None:
 
 
 class _Beating:
-    """A lock that is an object of a store: made only if absent, and written anew every BEAT_S.
+    """A lock that is an object of a store: created only if it does not exist, and rewritten every BEAT_S.
 
-    It is stale when a start that waits saw nothing new for STALE_S, or when what it says is older than that and nothing
-    new came for longer than a beat: the first needs no clock but the waiting process's own.
+    It is stale if a waiting start saw no new beat for STALE_S. It is also stale if its last beat is older than STALE_S
+    and no new one came for longer than BEAT_S. The first rule needs no clock but the waiting process's own.
     """
 
     def __init__(self, url: str, say: Say):
@@ -129,7 +129,7 @@ class _Beating:
             self.store.rm_file(self.path)
 
     def check(self) -> None:
-        """Raises RunFailed where the lock was lost."""
+        """Raises RunFailed if the lock was lost."""
         if self.lost:
             raise RunFailed(
                 f"{self.url}: {self.lost}\n  fix   see which of the two runs is to go on, and start it again"
@@ -184,5 +184,5 @@ class _Beating:
                     self.lost = f"the lock was taken over by {_described(holder)} while this process was silent"
                     return
                 self.store.pipe_file(self.path, self._beaten())
-            except Exception as error:  # a store that does not answer now may do so at the next beat
+            except Exception as error:  # the store may answer at the next beat
                 self.say(f"warning: {self.url}: the lock could not be renewed: {error}")

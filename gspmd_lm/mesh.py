@@ -1,4 +1,4 @@
-"""Rules and devices -> a jax Mesh."""
+"""The jax Mesh of a rules file and devices."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from gspmd_lm.rules import Problem, Rules, check
 
 
 def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
-    """The mesh of `rules`, already filled, over exactly as many `devices` (real, simulated or compile-only).
+    """The mesh of filled `rules` over exactly as many `devices`, which may be real, simulated or compile-only.
 
-    Simulated devices keep their order, the last mesh axis varying fastest; accelerators are ordered so that mesh axes
-    follow the physical topology. `rules.dcn` says which part of an axis crosses slices or hosts.
+    Simulated devices keep their order, and the last mesh axis varies fastest. Accelerators are ordered so that mesh
+    axes follow the physical topology. `rules.dcn` says which part of an axis crosses slices or hosts.
 
-    Raises ShardingError for several slices of TPU that `rules.dcn` does not fit.
+    Raises ShardingError if the devices are several TPU slices and `rules.dcn` does not fit them.
     """
     assert rules.devices == len(devices), (rules.mesh, len(devices))
     shape = tuple(rules.mesh.values())
@@ -36,7 +36,7 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
             within,
             across,
             devices,
-            process_is_granule=slices == 1,  # GPU hosts all say slice 0
+            process_is_granule=slices == 1,  # every GPU host reports slice 0
             allow_split_physical_axes=True,
         )
     else:
@@ -45,6 +45,6 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
 
 
 def platform(mesh: Mesh) -> str:
-    """cpu, gpu or tpu, as rules files call them; jax says cuda and rocm of devices that are compiled for only."""
+    """cpu, gpu or tpu, as in a rules file. jax calls compile-only GPUs cuda or rocm."""
     found = str(mesh.devices.flat[0].platform)
     return {"cuda": "gpu", "rocm": "gpu"}.get(found, found)

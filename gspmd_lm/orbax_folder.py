@@ -1,4 +1,4 @@
-"""The folders that Orbax keeps arrays in: which can be used, what they hold, and their arrays."""
+"""Folders in which Orbax keeps arrays: whether one can be used, what it holds, and its arrays."""
 
 import glob
 import logging
@@ -16,10 +16,10 @@ from gspmd_lm.errors import InputError
 
 
 def opened(directory: str) -> epath.Path:
-    """The absolute path of `directory`, reached once, so that a wrong one stops the run before it starts."""
+    """The absolute path of `directory`, which is looked up once, so that a wrong path stops a run before it starts."""
     path = epath.Path(directory)
     scheme, is_url, _ = directory.partition("://")
-    if is_url and scheme != "gs":  # Orbax 0.12.8 makes s3:/ of s3:// and calls it a relative path
+    if is_url and scheme != "gs":  # Orbax 0.12.8 turns s3:// into s3:/ and calls it a relative path
         raise InputError(
             f"{directory}: Orbax writes checkpoints to local paths and to gs://, not to {scheme}://\n"
             "  fix   mount the bucket as a file system and give its path, or use gs://"
@@ -42,7 +42,7 @@ def opened(directory: str) -> epath.Path:
 
 
 def tree(folder: epath.Path) -> Any:
-    """The tree of what describes the arrays of a folder: their shapes and dtypes."""
+    """The tree of a folder's array metadata: shapes and dtypes."""
     with closing(ocp.PyTreeCheckpointHandler()) as reader:
         return reader.metadata(folder).tree
 
@@ -55,10 +55,10 @@ def names(folder: epath.Path) -> set[str]:
 
 
 def read(folder: epath.Path, wanted: Any) -> Any:
-    """The arrays of a folder that have a place in `wanted`, which has been compared with what it holds.
+    """The arrays of a folder that have a place in `wanted`, which fits what the folder holds.
 
-    They are asked for in the tree that was saved, because Orbax compares the two, their empty branches included: an
-    optimizer without a part that never had arrays would be refused.
+    They are requested in the tree that was saved, because Orbax compares the two trees with their empty branches.
+    Otherwise it would refuse an optimizer whose tree lacks an empty part.
     """
     saved = tree(folder)
     with closing(ocp.PyTreeCheckpointHandler()) as reader:
@@ -73,5 +73,5 @@ def read(folder: epath.Path, wanted: Any) -> Any:
 
 
 def is_worth_reading(record: logging.LogRecord) -> bool:
-    """False for Orbax's progress notes, hundreds of lines per run, and for tracebacks of what `wait` raises anyway."""
+    """Whether a log record is shown: not Orbax's progress notes, nor its tracebacks of errors that `wait` raises."""
     return "orbax" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)

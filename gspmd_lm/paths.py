@@ -1,4 +1,4 @@
-"""Where files are found: configs and rules by name, caches, and the text of a file."""
+"""Paths of configs, rules files and caches, and the text of a file."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from gspmd_lm.errors import InputError, did_you_mean
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises InputError where it cannot be read or is not UTF-8."""
+    """The text of a file. Raises InputError if the file cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -25,9 +25,10 @@ def cache_folder(name: str) -> Path:
 
 
 def find_file(name: str, folder: str) -> Path:
-    """The file `name` as given, or in the working directory's, checkout's or wheel's `folder`, .yaml optional.
+    """The path of the file `name`, which may leave out .yaml.
 
-    Raises InputError with the nearest known name.
+    It is looked up as given, then in `folder` of the working directory, of the checkout and of the wheel. Raises
+    InputError with the nearest known name.
     """
     package = Path(__file__).parent
     roots = [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]

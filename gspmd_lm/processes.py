@@ -1,7 +1,7 @@
-"""The processes of one run: they compare what they were given, and none waits for one that is gone.
+"""The processes of one run: they compare their inputs, and none of them waits for one that is gone.
 
-Each process holds a connection to the first one. The system closes it when a process dies, for whatever reason, but not
-when it is only slow or stopped; a collective would be waited for until its own timeout, or for ever.
+Each process holds a connection to the first one. The system closes it when a process dies for any reason, but not when
+the process is only slow or stopped. Without this, the others would wait in a collective until its timeout, or for ever.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ import jax
 
 from gspmd_lm.errors import InputError
 
-CONNECT_S = 20  # for connecting to the first process
-LAST_S = 3  # that the first process stays when it failed, for the others to end
-CAUSE_S = 2  # for the end of another process to be noticed, when something failed here
-GRACE_S = 10  # for a process to end by its own error, once it has heard that another one failed
-HEARTBEAT_S = 3600  # until jax gives up a process, even a stopped one
+CONNECT_S = 20  # to connect to the first process
+LAST_S = 3  # how long the first process stays after it failed, so that the others can end
+CAUSE_S = 2  # after a failure here, how long the end of another process may take to be noticed
+GRACE_S = 10  # how long a process has to end by its own error after it heard that another one failed
+HEARTBEAT_S = 3600  # until jax gives up a process, even one that is only stopped
 SILENT_HOST_S = 30  # until the connection to a host that vanished counts as closed
 _POLL_MS = 1000
 
-_calls = 0  # of compare and from_first, which every process makes in the same order
+_calls = 0  # calls of compare and from_first, which every process makes in the same order
 _watch: "_Watch | None" = None
 _last_words: "subprocess.Popen[bytes] | None" = None
 
 
 def several() -> bool:
-    """Whether this process is one of several. Starts nothing, and imports nothing of jax that is not there yet."""
+    """Whether this process is one of several. Starts nothing, and imports no further part of jax."""
     return "jax" in sys.modules and jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def from_first(value: Any, say: Callable[[str], None] = lambda _: None) -> Any:
-    """The JSON value that the first process passed, on every process; what the others pass is not looked at.
+    """The JSON value that the first process passed, on every process. The values of the others are ignored.
 
-    As `compare` it waits as long as it takes: a collective on the CPU is given up after 30 seconds.
+    Like `compare`, it waits without a limit. A collective on the CPU would give up after 30 seconds.
     """
     if not several():
         return value
@@ -53,9 +53,9 @@ def from_first(value: Any, say: Callable[[str], None] = lambda _: None) -> Any:
 
 
 def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: None) -> None:
-    """Returns when every process has passed facts (plain values, in mappings) that are equal; none at all will do.
+    """Returns when all processes have passed equal facts (mappings of plain values, which may be empty).
 
-    `say` hears of the processes that are waited for. Raises InputError, on all of them, that lists every difference.
+    `say` is told for which processes this one waits. Raises an InputError on all of them that lists every difference.
     """
     if not several():
         return
@@ -76,20 +76,20 @@ def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: Non
         client.key_value_set(f"{name}/differences", json.dumps(found))
     if found:
         raise InputError(
-            "\n".join(["the processes of this run were not given the same", *found[:20]])
+            "\n".join(["the processes of this run were given different inputs", *found[:20]])
             + "\n  fix   start all of them with the same command, files and versions"
         )
 
 
 def _next_key(what: str) -> str:
-    """A key that nothing was said under; every process asks for keys in the same order."""
+    """A key that was not used yet. Every process asks for keys in the same order."""
     global _calls
     _calls += 1
     return f"gspmd_lm/{what}/{_calls}"
 
 
 def _value(key: str, process: int, say: Callable[[str], None]) -> str:
-    """What another process said under `key`, once it has. Between polls, Ctrl-C is heard."""
+    """The value that another process stores under `key`, as soon as it is there. Ctrl-C ends the waiting."""
     said = time.monotonic() + 30
     while True:
         try:
@@ -120,13 +120,13 @@ def _shown(facts: Mapping[str, Any], field: str) -> str:
     return json.dumps(facts[field]) if field in facts else "absent"
 
 
-# Noticing that another process is gone
+# How the end of another process is noticed
 
 
 def watch(say: Callable[[str], None] = lambda _: None) -> None:
-    """From here on this process ends, with exit code 1, when another one dies, and with its code when it fails.
+    """Watches the other processes: if one dies, this one ends with code 1, and if one fails, with that one's code.
 
-    Where the first process cannot be reached at a port of its own, that is said: a death is then noticed by jax's
+    If the first process cannot be reached at a port of its own, `say` is told so. A death is then noticed by jax's
     heartbeat, after HEARTBEAT_S.
     """
     global _watch
@@ -141,7 +141,7 @@ def watch(say: Callable[[str], None] = lambda _: None) -> None:
 
 
 def leave(code: int, message: str = "") -> None:
-    """Tells the other processes, and whoever waits to have the last word, that this one ends by itself."""
+    """Tells the other processes, and the shell of `last_words`, that this process ends by itself."""
     global _last_words
     if _watch:
         _watch.leave(code, message)
@@ -155,14 +155,14 @@ def leave(code: int, message: str = "") -> None:
 
 
 class _Watch:
-    """The first process listens, the others connect; a line is said on leaving, and passed on by the first process."""
+    """Connections between the first process and the others. A process that leaves sends a line to all the others."""
 
     def __init__(self) -> None:
-        self.index, self.count = jax.process_index(), jax.process_count()  # jax does not know them at its end
+        self.index, self.count = jax.process_index(), jax.process_count()  # at its end, jax no longer knows them
         self.leaving = False
-        self.cause: dict[str, Any] | None = None  # what another process said when it failed, or what is said of it
+        self.cause: dict[str, Any] | None = None  # the line of a process that failed, or a line about one that is gone
         self.connections: dict[int, socket.socket] = {}
-        self.present: set[int] = set()  # connected, and not known to have ended
+        self.present: set[int] = set()  # the processes that are connected and have not ended
         me = {"process": self.index, "host": socket.gethostname(), "pid": os.getpid()}
         if self.index == 0:
             try:
@@ -190,7 +190,7 @@ class _Watch:
         self.leaving = True
         for connection in self.connections.values():
             _send(connection, {"code": code, "message": message, "process": self.index})
-        # jax ends the others where the first process is gone: they may have something to say before.
+        # When the first process is gone, jax ends the others, which may still have something to say.
         deadline = time.monotonic() + LAST_S
         while code and self.index == 0 and self.present and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -206,7 +206,7 @@ class _Watch:
         if hello and hello.get("secret") == secret:
             self._begin(connection, lines, hello)
         else:
-            connection.close()  # somebody who looks for open ports
+            connection.close()  # a stranger who scans for open ports
 
     def _begin(self, connection: socket.socket, lines: Any, other: Mapping[str, Any]) -> None:
         _notice_a_vanished_host(connection)
@@ -215,14 +215,14 @@ class _Watch:
         threading.Thread(target=self._listen, args=(lines, other), daemon=True).start()
 
     def _listen(self, lines: Any, other: Mapping[str, Any]) -> None:
-        """Waits until another process says that it leaves, or is gone."""
+        """Returns when another process has said that it leaves, or is gone; ends this one if the other one failed."""
         said = _line(lines)
         self.present.discard(other["process"])
         if said is None:
             gone = f"process {other['process']} (pid {other['pid']} on {other['host']}) is gone without a word"
             said = {"code": 1, "message": gone, "process": other["process"], "grace_s": 0}
         if not said["code"] or self.leaving:
-            return  # done; it waits for the others where jax ends
+            return  # it has finished, and waits for the others when jax ends
         self.cause = said
         for process, connection in self.connections.items():
             if self.index == 0 and process != other["process"]:
@@ -239,9 +239,9 @@ class _Watch:
 
 
 def cause() -> str:
-    """What another process said when it failed, or that it is gone; '' where none is known to have ended so.
+    """The message about another process that failed or is gone; '' if none is known.
 
-    Waits a moment: what fails here because another process is gone may be noticed before that is.
+    Waits a moment, because a failure that follows from a lost process may be noticed before the loss is.
     """
     deadline = time.monotonic() + CAUSE_S
     while _watch and not _watch.cause and time.monotonic() < deadline:
@@ -250,7 +250,7 @@ def cause() -> str:
 
 
 def told(said: Mapping[str, Any]) -> str:
-    """What is said of the end of another process."""
+    """The message about the end of another process."""
     if "grace_s" in said:
         what = said["message"]
     else:
@@ -259,7 +259,7 @@ def told(said: Mapping[str, Any]) -> str:
 
 
 def _line(lines: Any) -> dict[str, Any] | None:
-    """The next line, None where the connection is closed or broken."""
+    """The next line; None if the connection is closed or broken."""
     try:
         text = lines.readline()
         return json.loads(text) if text else None
@@ -268,22 +268,22 @@ def _line(lines: Any) -> dict[str, Any] | None:
 
 
 def _send(connection: socket.socket, said: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # who is gone does not hear it
+    with contextlib.suppress(OSError):  # the other process may be gone
         connection.sendall((json.dumps(said) + "\n").encode())
 
 
 def _notice_a_vanished_host(connection: socket.socket) -> None:
-    """Has the system ask the other host, not its process, whether it is still there."""
+    """Lets the system ask the other host, rather than its process, whether it is still there."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", (SILENT_HOST_S - 10) // 5)):
-        if hasattr(socket, name):  # not everywhere
+        if hasattr(socket, name):  # some systems lack these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def last_words(message: str) -> None:
-    """Has `message` said last if this process ends without saying so itself: killed, out of memory, or aborted by XLA.
+    """Lets `message` be printed last if this process ends without a word: killed, out of memory, or aborted by XLA.
 
-    A shell waits for the end of a pipe that only this process holds; nothing in a process that is killed can speak.
+    A process that is killed cannot print. So a shell waits for the end of a pipe that only this process holds.
     """
     global _last_words
     script = 'trap "" INT TERM HUP; read -r word || printf "%s\\n" "$1" >&2'

@@ -42,9 +42,12 @@ class Program:
         return self.config.model.matmul_precision
 
     @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """The context of a whole program: backward rules are traced after the forward pass has returned."""
-        with placed_by(self.placement), jax.default_matmul_precision(self.matmul_precision):
+    def traced(self, placement: MeshPlacement | None = None) -> Iterator[None]:
+        """The context of a whole program: backward rules are traced after the forward pass has returned.
+
+        `placement` answers the model's questions, or the program's own if it is None.
+        """
+        with placed_by(placement or self.placement), jax.default_matmul_precision(self.matmul_precision):
             yield
 
     def compile(self, lowered: jax.stages.Lowered, what: str = "", fix: str = "") -> jax.stages.Compiled:

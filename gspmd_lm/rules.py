@@ -1,7 +1,7 @@
 """The rules file: which mesh axes split each logical axis, and everything that can be wrong with it.
 
-`load` reads a file and collects what is wrong in it; `Rules.resolve` maps the logical axes of one array onto mesh
-axes and collects what does not fit. Problems are gathered, never raised one by one: `check` raises them together.
+`rules_file.load` reads a file and collects its problems. `Rules.resolve` maps the logical axes of one array onto mesh
+axes and collects the problems of that array. `check` raises all problems together.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
 
 
 class ShardingError(InputError):
-    """A rules file does not fit itself, the model or the devices. The message lists every problem with its fix."""
+    """A rules file contradicts itself, or does not fit the model or the devices. The message lists every problem."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: what, the row that says so, how to mend it."""
+    """One problem: a message, the row that causes it, and a fix."""
 
     message: str
     row: str
     fix: str
-    instead: str = ""  # another fix
-    replicated_bytes: int = 0  # the price of the first fix
+    instead: str = ""  # a second fix
+    replicated_bytes: int = 0  # the cost of the first fix
     warning: bool = False
 
     @property
     def place(self) -> str:
-        """The array, the row or the section that the message begins with."""
+        """The array, row or section with which the message begins."""
         return self.message.partition(": ")[0]
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Which activations the backward pass finds again and which it computes again."""
+    """Which activations are kept for the backward pass; it computes the others again."""
 
     policy: Literal["none", "block", "dots", "names"] = "none"
     save: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Remat:
 class Rules:
     """A rules file for models that use the names of `vocabulary`.
 
-    `mesh` sizes may still hold one -1 until `fill` knows how many devices there are.
+    One size of `mesh` may be -1 until `fill` replaces it.
     """
 
     path: str
@@ -92,7 +92,7 @@ class Rules:
     compiler_options: Mapping[str, Mapping[str, Any]]
     dcn: Mapping[str, int]
     problems: tuple[Problem, ...]
-    text: str = ""  # as it stands in the file
+    text: str = ""  # the content of the file
 
     @property
     def name(self) -> str:
@@ -100,11 +100,37 @@ class Rules:
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh has; -1 while a size is still open."""
+        """How many devices the mesh has; -1 while one of its sizes is -1."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
 
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The mesh axes over which `rules.batch` splits, if no other row names any of them, else none.
+
+        Weights and gradients are then whole on each device along them. A sum of gradients over them can wait until all
+        microbatches are added up: nothing is held for it that is not held anyway. Where one of several axes of the
+        batch splits weights too, as in {batch: [data, fsdp]}, waiting for the others gains nothing: libtpu 0.0.42.1
+        then makes all-reduces of reduce-scatters over fsdp, 510 MB in all instead of 514 and a step 2% longer.
+        """
+        batch = self.vocabulary.rows
+        whole = next((row for row in self.rows if (row.table, row.array, row.axis) == ("rules", "", batch)), None)
+        others = [row for row in self.rows if row is not whole]
+        if whole is None or any(row.axis == batch for row in others):
+            return ()
+        elsewhere = {name for row in others for name in row.mesh_axes}
+        return () if elsewhere & {*whole.mesh_axes} else tuple(name for name in whole.mesh_axes if self.mesh[name] > 1)
+
+    @property
+    def of_a_replica(self) -> "Rules":
+        """The same rules for the part of the batch that one replica of the weights computes."""
+        rows = tuple(
+            dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name not in self.replicas))
+            for row in self.rows
+        )
+        return dataclasses.replace(self, rows=rows)
+
     def facts(self) -> dict[str, Any]:
-        """What these rules say, as plain values: not where the file lies, or what a comment in it says."""
+        """The content of these rules as plain values, without the path of the file and its comments."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["remat"] = dataclasses.asdict(self.remat)
         plain["mesh"] = list(self.mesh.items())  # in the order of devices
@@ -112,7 +138,10 @@ class Rules:
         return {name: value for name, value in plain.items() if name not in ("path", "vocabulary", "text", "problems")}
 
     def row(self, table: str, path: str, axis: str) -> Row | None:
-        """The row that speaks for one axis of an array: a finer table first, in it the row that names the array."""
+        """The row that places one axis of an array, or None.
+
+        A finer table is asked first. In one table, a row that names the array beats one that does not.
+        """
         for name in reversed(TABLES[: TABLES.index(table) + 1]):
             found = [row for row in self.rows if row.table == name and row.axis == axis and row.speaks_of(path)]
             if found:
@@ -120,17 +149,17 @@ class Rules:
         return None
 
     def split(self, table: str, path: str, axis: str) -> tuple[str, ...]:
-        """The mesh axes that split one axis of an array, the first one outermost."""
+        """The mesh axes that split one axis of an array; the first is the outermost."""
         row = self.row(table, path, axis)
         return tuple(name for name in row.mesh_axes if self.mesh[name] > 1) if row else ()
 
     def resolve(
         self, table: str, path: str, axes: Sequence[str], shape: Sequence[int], itemsize: int = 0
     ) -> tuple[tuple[tuple[str, ...], ...], list[Problem]]:
-        """The mesh axes of each dimension of an array, and what does not fit.
+        """The mesh axes of each dimension of an array, and the problems of this placement.
 
-        `itemsize` is in bytes and 0 for an activation. Its dimensions of size 1 (a decoded token) are never split. A
-        batch of one row is the exception: it cannot be shared out, so rules that split it do not fit.
+        `itemsize` is in bytes, and 0 for an activation. A dimension of size 1 in an activation (a decoded token) is
+        never split. A batch of one row is the exception: rules that split it are a problem.
         """
         spec: list[tuple[str, ...]] = []
         problems: list[Problem] = []
@@ -172,9 +201,9 @@ class Rules:
         return Problem(message, row.place, f"set {row.key} to null", instead, total_bytes)
 
     def fill(self, device_count: int, instead: str = "--platform=cpu to simulate {known}") -> "Rules":
-        """These rules with a -1 in the mesh replaced, so that the mesh has exactly `device_count` devices.
+        """These rules with the -1 in their mesh replaced, so that the mesh has `device_count` devices.
 
-        A mesh that does not is a problem added to the result; `instead` is its second fix.
+        If the mesh cannot have so many, the result has a problem more, and `instead` is its second fix.
         """
         mesh, place = dict(self.mesh), f"{self.path}: mesh: {flow(dict(self.mesh))}"
         known = math.prod(size for size in mesh.values() if size > 0)
@@ -183,7 +212,7 @@ class Rules:
         if open_axis is not None:
             mesh[open_axis] = max(1, device_count // known)
         if not mesh or math.prod(mesh.values()) == device_count:
-            pass  # a missing mesh is a problem that is noted already
+            pass  # a missing mesh is a problem already
         elif open_axis is not None:
             others = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if name != open_axis)
             problems.append(Problem(f"mesh: {others} does not divide {device_count} devices", place,
@@ -191,20 +220,20 @@ class Rules:
         else:
             fitting = [f"--mesh={name}={size * device_count // known}" for name, size in mesh.items()
                        if size * device_count % known == 0]  # fmt: skip
-            problems.append(Problem(f"mesh: {known} device{'s' * (known > 1)} asked for, {device_count} here", place,
-                                    fitting[0] if fitting else f"choose sizes whose product is {device_count}",
-                                    instead.format(known=known)))  # fmt: skip
+            message = f"mesh: its sizes multiply to {known}, but the number of devices is {device_count}"
+            fix = fitting[0] if fitting else f"choose sizes whose product is {device_count}"
+            problems.append(Problem(message, place, fix, instead.format(known=known)))
         problems += [
-            Problem(f"dcn: {name}={mesh[name]} is not made of {slices} slices", f"{self.path}: dcn.{name}: {slices}",
-                    f"use a divisor of {mesh[name]}")
+            Problem(f"dcn: {name}={mesh[name]} does not divide into {slices} slices",
+                    f"{self.path}: dcn.{name}: {slices}", f"use a divisor of {mesh[name]}")
             for name, slices in self.dcn.items() if mesh[name] % slices
         ]  # fmt: skip
         return dataclasses.replace(self, mesh=mesh, problems=tuple(problems))
 
     def unused(self, weights: Mapping[str, Sequence[str]], activations: Mapping[str, Sequence[str]]) -> list[Problem]:
-        """Rows that speak of nothing in a model whose weights and activations (path -> logical axes) are given.
+        """Problems of the rows that place nothing in a model with these weights and activations (path -> logical axes).
 
-        An array or axis that no model has is an error; one that only this model lacks is a warning.
+        An array or axis that no model has is an error. One that only this model lacks is a warning.
         """
         problems, known = [], self.vocabulary.arrays
         for row in self.rows:
@@ -226,19 +255,18 @@ class Rules:
                 fix = f"use {either(near)}; --rules=none --dry_run lists them all"
                 problems.append(Problem(message, row.place, fix))
             else:
-                message = f"{row.key}: this config has no {row.array or row.axis}, the row does nothing"
+                message = f"{row.key}: this config has no {row.array or row.axis}, so the row does nothing"
                 problems.append(Problem(message, row.place, "drop the row", warning=True))
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):
-                problems.append(
-                    Problem(f"mesh: {name}={size} splits nothing, its devices compute the same {size} times",
-                            f"{self.path}: mesh.{name}: {size}", f"map an axis to {name}, or drop it", warning=True)
-                )  # fmt: skip
+                message = f"mesh: {name}={size} splits nothing, so its devices compute the same {size} times"
+                place, fix = f"{self.path}: mesh.{name}: {size}", f"map an axis to {name}, or drop it"
+                problems.append(Problem(message, place, fix, warning=True))
         return problems
 
 
 def check(problems: Iterable[Problem]) -> list[Problem]:
-    """The warnings among `problems`. Raises ShardingError with all the others, alike ones folded into one."""
+    """The warnings among `problems`. Raises ShardingError with all the others; equal findings share one message."""
     problems = list(problems)
     groups: dict[tuple[str, str], dict[str, Problem]] = {}  # row and finding -> place -> problem
     for problem in problems:
@@ -258,11 +286,11 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def either(words: Iterable[Any]) -> str:
-    """'1, 2 or 4'"""
+    """The words as a choice: '1, 2 or 4'."""
     *others, last = map(str, words)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def flow(value: Any) -> str:
-    """A value as it would stand on one line of YAML."""
+    """A value as one line of YAML."""
     return core_yaml.dump([value], flow=True).strip()[1:-1]

@@ -1,4 +1,4 @@
-"""Reads a rules file: plain YAML values become Rules, with every problem of the file noted on the way."""
+"""Rules from the plain values of a YAML file, with every problem of the file collected."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -27,11 +27,11 @@ SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_opt
 
 
 def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
-    """The rules of a file (a path, or a name in rules/; "none" is rules/single.yaml), its problems collected.
+    """The rules of a file, with its problems in `.problems`.
 
-    `mesh_override` is 'tensor=4' or 'data=2,tensor=4'. `vocabulary` has the names of the model's axes and arrays.
-    Raises InputError where there is no file or it is not a YAML mapping; everything else that is wrong stands in
-    `.problems`.
+    `name` is a path, or a name in rules/; "none" is rules/single.yaml. `mesh_override` is 'tensor=4' or
+    'data=2,tensor=4'. `vocabulary` has the names of the model's axes and arrays. Raises InputError if the file does not
+    exist or is not a YAML mapping.
     """
     path = find_file("single" if name == "none" else name, "rules")
     text = read_text(path)
@@ -44,12 +44,12 @@ def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -
 
 
 def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
-    """Rules from the plain values of a rules file, their problems collected in `.problems`. `path` is for messages."""
+    """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
     return _Reader(path, vocabulary).rules(raw, mesh_override)
 
 
 class _Reader:
-    """Turns the plain values of one rules file into Rules, noting every problem on the way."""
+    """Turns the plain values of one rules file into Rules, and collects every problem."""
 
     def __init__(self, path: str, vocabulary: Vocabulary):
         self.path = path
@@ -60,17 +60,17 @@ class _Reader:
         self.problems.append(Problem(message, f"{self.path}: {key}: {flow(value)}", fix))
 
     def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
-        """Whether `word` is one of `words`; a problem if not."""
+        """Whether `word` is one of `words`. If not, that is a problem."""
         words = tuple(words)
         if word not in words:
             self.wrong(f"{what} {flow(word)}{did_you_mean(str(word), words)}", key, value, f"use {either(words)}{fix}")
         return word in words
 
     def size(self, number: Any, what: str, key: str, fix: str = "") -> bool:
-        """Whether `number` is a whole one from 1; a problem if not."""
+        """Whether `number` is a whole number from 1. If not, that is a problem."""
         good = isinstance(number, int) and not isinstance(number, bool) and number >= 1
         if not good:
-            self.wrong(f"{what}={flow(number)} is no size", key, number, f"write a whole number from 1{fix}")
+            self.wrong(f"{what}={flow(number)} is not a size", key, number, f"write a whole number from 1{fix}")
         return good
 
     def mapping(self, key: str, value: Any) -> Mapping[Any, Any]:
@@ -142,8 +142,8 @@ class _Reader:
                 self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(axes)}")
             for at, name in enumerate(names):
                 if name in names[:at]:
-                    self.wrong(f"{where}: {flow(name)} stands twice", where, target, f"name {flow(name)} once")
-                elif mesh:  # without one, that it is missing says enough
+                    self.wrong(f"{where}: {flow(name)} appears twice", where, target, f"name {flow(name)} once")
+                elif mesh:  # a missing mesh is a problem already
                     what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
                     self.known(name, mesh, what, where, target, rest)
             if len(self.problems) == found and mesh:

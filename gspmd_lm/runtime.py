@@ -36,6 +36,9 @@ PATIENT_FLAGS = {
 # compilers that come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
 DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "cpu": {},
+    # The initial state runs once, and the compiler takes longer than the run. Level 0 would give other values, because
+    # a product and the sum that it goes into are then rounded one after the other.
+    "cpu once": {"xla_backend_optimization_level": 1},
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_all_gather_combine_threshold_bytes": 256 * 2**20,
@@ -238,17 +241,22 @@ def _too_late(have: int, want: int) -> str:
 
 
 def compiler_options(
-    platform: str, rules_options: Mapping[str, Mapping[str, Any]], place: str, device_kind: str = ""
+    platform: str,
+    rules_options: Mapping[str, Mapping[str, Any]],
+    place: str,
+    device_kind: str = "",
+    once: bool = False,
 ) -> dict[str, bool | int | float | str]:
     """The defaults of `platform` with the rows of the rules file, `compiler_options.<platform>`, laid over them.
 
-    Some defaults are for TPUs of one `device_kind`, as jax calls it.
+    Some defaults are for TPUs of one `device_kind`, as jax calls it, and some for a program that runs only `once`.
 
     null removes a default. Names and values are the compiler's to check, see `compile`; rows of other platforms are
     checked only where they are used. Raises InputError, naming `place`, for a value that is no scalar.
     """
     torus = DEFAULT_OPTIONS["tpu 3d"] if device_kind in THREE_DIMENSIONS else {}
-    options: dict[str, Any] = {**DEFAULT_OPTIONS[platform], **torus, **rules_options.get(platform, {})}
+    single = DEFAULT_OPTIONS.get(f"{platform} once", {}) if once else {}
+    options: dict[str, Any] = {**DEFAULT_OPTIONS[platform], **torus, **single, **rules_options.get(platform, {})}
     for name, value in options.items():
         if not isinstance(value, bool | int | float | str | None):
             raise InputError(
@@ -280,7 +288,7 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: s
 def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, place: str) -> str:
     name = refused["unknown"] or refused["typed"] or refused["parsed"]
     row = f"{place}: compiler_options.{platform}.{name}"
-    defaults = compiler_options(platform, {}, place, THREE_DIMENSIONS[0] if platform == "tpu" else "")
+    defaults = compiler_options(platform, {}, place, THREE_DIMENSIONS[0] if platform == "tpu" else "", once=True)
     if name in defaults and options[name] == defaults[name]:
         return (
             f"{row}: this default is refused by the compiler of jax {jax.__version__}: {refused[0]}\n"

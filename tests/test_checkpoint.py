@@ -205,7 +205,7 @@ def test_what_only_failed_steps_followed_is_not_chosen_unasked(run):
     checkpoints.close()
     again = run.open()
     assert again.steps() == [1, 2, 3] and again.choose().step == 1
-    assert run.reports == [f"checkpoint 2, 3 in {run.directory}: no finite step followed, not used"]
+    assert run.reports == [f"checkpoint 2, 3 in {run.directory}: not used, because no finite step followed"]
     assert again.restore(abstract(make_state(3)), step=3)[0] == 3
     (run.directory / "1" / "verdict.json").write_bytes(b"{\xff")  # damaged: as if it were not known
     assert again.newest_good() is None and again.choose().step == 1
@@ -262,7 +262,7 @@ def test_no_step_is_committed_whose_arrays_are_not_all_there(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files", unmerged)
         with pytest.raises(
-            RunFailed, match=r"(?s)checkpoint 2 was not written .*checkpoint 1 is the newest and as it was"
+            RunFailed, match=r"(?s)checkpoint 2 was not written .*checkpoint 1 is the newest and is intact"
         ):
             checkpoints.wait()
     assert run.open().steps() == [1]

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,33 @@ def test_wrong_input_exits_with_2(run, arguments, message):
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (("--help",), "usage: "),
+        (("explain", "--help"), "python main.py explain: "),
+        (("--confg=tiny",), "Unknown command line flag 'confg'"),
+        (("--config=tinny",), "tinny: no such file"),
+        (("--set=train.step=3",), "configs/tiny.yaml --set train.step=3: 1 problem"),
+        (("eval", "--rules=tp9"), "tp9: no such file"),
+        (("--rules=tp8", "--mesh=tenser=4"), "--mesh=tenser=4: rules/tp8.yaml has no mesh axis"),
+        (("convert", "--rules=tp9"), "tp9: no such file"),
+        (("explain", "--rules=tp8,tp9", "--target=cpu:8"), "tp9: no such file"),
+        (("compare", "tp8", "tp9", "--target=cpu:8"), "tp9: no such file"),
+        (("compare", "tp8", "--config=tinny", "--target=cpu:8"), "tinny: no such file"),
+    ],
+)
+def test_what_is_told_without_importing_jax(arguments, begins, tmp_path):
+    for name in ("jax", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemError('imported')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "main.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout + done.stderr).startswith(begins)
+    assert done.returncode == (0 if "--help" in arguments else 2)
+
+
 def test_every_problem_of_a_rules_file_in_one_message(run, tmp_path):
     (tmp_path / "x.yaml").write_text(
         "mesh: {tensor: 8}\nrules: {heds: tensor, batch: tensr, q.mlp: tensor}\nramat: block\n"
@@ -112,6 +140,14 @@ def test_help(run, arguments, flags):
     for flag in flags:
         assert flag in out
     assert all(len(line) <= 120 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_is_made_of_sentences(run, verb):
+    title, *flags = re.split(r"^  --\w+ +", run(verb, "--help")[1].strip(), flags=re.M)
+    assert flags and title.startswith(f"python main.py {verb}: ")
+    for text in (title.split(": ", 1)[1].strip(), *map(str.strip, flags)):
+        assert re.match("[A-Z]", text) and re.search(r"(\.|=\.\.\.)$", text) and ";\n" not in text, text
 
 
 def test_help_of_a_verb_shows_only_its_flags(run):
@@ -141,7 +177,7 @@ def test_dry_run_shows_warnings(run, tmp_path):
     (tmp_path / "x.yaml").write_text("mesh: {data: 8}\nrules: {batch: data, expert: data}\n")
     code, out, _ = run(f"--rules={tmp_path / 'x.yaml'}", "--dry_run")
     assert code == 0
-    assert out.startswith("warning: rules.expert: this config has no expert, the row does nothing\n")
+    assert out.startswith("warning: rules.expert: this config has no expert, so the row does nothing\n")
 
 
 def test_the_files_of_a_run_are_its_defaults(run, tmp_path):

@@ -93,9 +93,10 @@ def test_a_config_is_frozen(load):
         ),
         (
             RIGHT.replace("head_dim: 16", "head_dim: 15"),
-            "mine.yaml: 1 problem\n  model: positions: rope needs even head_dim=15 and rope_dim=0, up to it",
+            "mine.yaml: 1 problem\n  model: positions: rope needs even sizes, and a rope_dim of at most head_dim: "
+            "head_dim=15, rope_dim=0",
         ),
-        (RIGHT + "train: {steps: 3}\n", "mine.yaml: not valid YAML\n  line 3: the key 'train' stands twice"),
+        (RIGHT + "train: {steps: 3}\n", "mine.yaml: not valid YAML\n  line 3: the key 'train' appears twice"),
         ("? [model]\n: 3\n", "mine.yaml: not valid YAML\n  line 1: a key must be a word, not ['model']"),
         ("", "mine.yaml: a config is a mapping of sections; this one is empty"),
         ("- 3\n", "mine.yaml: a config is a mapping of sections; this one is a list"),

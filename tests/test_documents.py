@@ -15,6 +15,7 @@ from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
 FORESIGHT = (ROOT / "docs/foresight.md").read_text()
+JSON_KEYS = (ROOT / "docs/explain_json.md").read_text()
 RULES = (ROOT / "docs/rules.md").read_text()
 MESSAGES = RULES[RULES.index("## What wrong files say") : RULES.index("## What the model does with the rules")]
 WRONG = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```\n\n```text\n(.*?)\n```", MESSAGES, re.DOTALL)
@@ -31,7 +32,7 @@ def test_axes_and_arrays():
 
 
 def test_compiler_options():
-    listed = re.findall(r"^\| (cpu|gpu|tpu|tpu 3d) \| `(\w+)` \| `(\w+)` \| .+ \|$", RULES, re.M)
+    listed = re.findall(r"^\| (cpu|cpu once|gpu|tpu|tpu 3d) \| `(\w+)` \| `(\w+)` \| .+ \|$", RULES, re.M)
     wanted = [(platform, *row) for platform, rows in runtime.DEFAULT_OPTIONS.items() for row in rows.items()]
     assert [(platform, name, yaml.safe_load(value)) for platform, name, value in listed] == wanted
 
@@ -108,10 +109,22 @@ def test_links_are_found():
 
 
 def test_keys_of_the_json():
-    listed = re.findall(r"^\| `(\S+)` \| (.+) \|$", FORESIGHT[FORESIGHT.index("## JSON") :], re.M)
+    listed = re.findall(r"^\| `(\S+)` \| (.+) \|$", JSON_KEYS, re.M)
     assert dict(listed) == KEYS
 
 
+def test_the_changelog_has_one_line_for_each_change():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert all(line.startswith(("#", "- ")) and len(line) <= 160 for line in text.splitlines() if line)
+
+
+def test_warnings():
+    source = (ROOT / "gspmd_lm/foresight/advice.py").read_text()
+    codes = re.findall(r'Finding\(\s*"([\w-]+)"', source)
+    explained = re.findall(r"^\| `([\w-]+)` \|", FORESIGHT[FORESIGHT.index("## Warnings") :], re.M)
+    assert set(explained) == set(codes) and len(explained) == len(set(explained))
+
+
 def test_targets():
-    examples = re.findall(r"`((?:\d+@)?\w+:[\dx]+)`", FORESIGHT[: FORESIGHT.index("## What it says")])
+    examples = re.findall(r"`((?:\d+@)?\w+:[\dx]+)`", FORESIGHT[: FORESIGHT.index("## How to read the page")])
     assert {target.parse(text).chip.name for text in examples if text != "cpu:8"} == set(hardware.CHIPS)

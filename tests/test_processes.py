@@ -96,7 +96,7 @@ def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_pa
     outputs = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [2, 2], outputs
     for output in outputs:
-        assert "the processes of this run were not given the same" in output and difference in output
+        assert "the processes of this run were given different inputs" in output and difference in output
         assert "step " not in output and "Traceback" not in output
     assert not (tmp_path / "run/checkpoints").exists()
 

@@ -157,7 +157,7 @@ def test_every_problem_of_a_file_is_in_one_message(resolved):
         "residul",
         "policy blok",
         "mlp=30",
-        "4 devices asked for",
+        "its sizes multiply to 4",
     ):
         assert finding in message, finding
     assert message.count("  rule  layout.yaml: ") == message.count("  fix   ") == 7
@@ -193,7 +193,7 @@ def test_none_is_one_device():
 def test_known_axis_that_this_config_lacks_is_a_warning(resolved):
     (warning,) = resolved(Case(DP + "weights: {expert: data}\n"))
     assert str(warning) == (
-        "weights.expert: this config has no expert, the row does nothing\n"
+        "weights.expert: this config has no expert, so the row does nothing\n"
         "  rule  layout.yaml: weights.expert: data\n"
         "  fix   drop the row"
     )
@@ -207,7 +207,7 @@ def test_known_array_that_this_config_lacks_is_a_warning(resolved):
 def test_mesh_axis_that_splits_nothing_is_a_warning(resolved):
     (warning,) = resolved(Case("mesh: {data: 4, tensor: 2}\nrules: {batch: data}\n"))
     assert str(warning) == (
-        "mesh: tensor=2 splits nothing, its devices compute the same 2 times\n"
+        "mesh: tensor=2 splits nothing, so its devices compute the same 2 times\n"
         "  rule  layout.yaml: mesh.tensor: 2\n"
         "  fix   map an axis to tensor, or drop it"
     )
@@ -305,6 +305,22 @@ def test_the_rest_of_a_file(read):
     assert found.microbatches == 4
     assert found.attention == {"cpu": "xla", "gpu": "cudnn", "tpu": "xla"}
     assert found.compiler_options == {"gpu": {"xla_gpu_enable_latency_hiding_scheduler": False}}
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas"),
+    [
+        ("mesh: {data: 8}\nrules: {batch: data}\n", ("data",)),
+        ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\nweights: {embed: fsdp}\n", ()),
+        ("mesh: {data: 2, fsdp: 4}\nrules: {batch: [data, fsdp]}\n", ("data", "fsdp")),
+        ("mesh: {data: 8}\nrules: {batch: data}\noptimizer: {embed: data}\n", ()),
+        ("mesh: {data: 8}\nrules: {batch: data, logits.batch: null}\n", ()),
+        ("mesh: {data: 1, tensor: 8}\nrules: {batch: data, heads: tensor}\n", ()),
+        ("mesh: {tensor: 8}\nrules: {heads: tensor}\n", ()),
+    ],
+)
+def test_replicas_differ_in_the_batch_alone(read, text, replicas):
+    assert read(text).replicas == replicas
 
 
 # What is checked again where arrays are placed

@@ -82,7 +82,10 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(verb, fol
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "abc"}\n')
     flags = f"--workdir={workdir}", f"--prompts={prompts}", *PLACE
-    for output, said in ((tmp_path / "no" / "out.jsonl", "cannot be written"), (prompts, "overwrite what is read")):
+    for output, said in (
+        (tmp_path / "no" / "out.jsonl", "cannot be written"),
+        (prompts, "overwrite the file that is read"),
+    ):
         code, out, err = verb("generate", *flags, f"--output={output}")
         assert (code, out) == (2, "") and said in err and "compiled" not in err
     code, _, err = verb("convert", f"--from={folder}", f"--workdir={prompts}/w", *PLACE)
@@ -152,7 +155,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     assert code == 2 and "--seq=65: longer than model.context=64" in err
     text.write_text("")
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
-    assert code == 2 and "empty, there is nothing to score" in err
+    assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
     monkeypatch.setattr(runtime, "_free_bytes", lambda: 1000)
     monkeypatch.setattr(generate, "restored", lambda *_: pytest.fail("the weights were read"))

@@ -1,4 +1,4 @@
-"""config.json of a published model -> the settings of ours, and back, by the table of families."""
+"""The settings of a model from a published config.json, and back, by the table of families."""
 
 import dataclasses
 import re
@@ -15,17 +15,17 @@ from gspmd_lm.convert.strict_json import parse, shown
 from gspmd_lm.errors import InputError, did_you_mean
 
 CONFIG = "config.json"
-# Settings that no config.json has: how a run computes, and padding, which is undone on export.
+# Settings that no config.json has: how a run computes, and padding, which export removes.
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
     "matmul_precision",
 )  # fmt: skip
-# Said to be unknown in a config.json that is written anew: some families have defaults, beyond a small vocabulary.
+# Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The fields of a folder's config.json. Raises InputError where there is none or it is not a JSON object."""
+    """The fields of a folder's config.json. Raises InputError if there is none, or it is not a JSON object."""
     path = folder / CONFIG
     if not path.is_file():
         what = "no such folder" if not folder.is_dir() else f"no {CONFIG}"
@@ -34,7 +34,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def family(raw: Mapping[str, Any], place: str) -> Family:
-    """The row of the table that a config.json belongs to. Raises InputError where there is none."""
+    """The row of the table that a config.json belongs to. Raises InputError if there is none."""
     kind = raw.get("model_type")
     classes = raw.get("architectures")
     for row in FAMILIES:
@@ -44,11 +44,11 @@ def family(raw: Mapping[str, Any], place: str) -> Family:
     if kind is None:
         message = "no model_type"
     elif reason := LEFT_OUT.get(str(kind)):
-        message = f"model_type: {kind!r} is left out: {reason}"
+        message = f"model_type: {kind!r} is not supported: {reason}"
     else:
-        # A word that is only near a family's is most often the name of another one: mpt is not opt.
+        # A name that is near a family's is usually the name of another family: mpt is not opt.
         alike = [f" (did you mean {name}?)" for name in known if _letters(name) == _letters(str(kind))]
-        message = f"model_type: {shown(kind)} is not a family that is read here{''.join(alike)}"
+        message = f"model_type: {shown(kind)} is not a supported family{''.join(alike)}"
     raise InputError(f"{place}: {message}\n  fix   one of {', '.join(known)}")
 
 
@@ -57,32 +57,30 @@ def _letters(word: str) -> str:
 
 
 def settings(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str] = ()) -> Values:
-    """The settings of config.Model that a config.json of a family says.
+    """The settings of config.Model that a family's config.json asks for.
 
-    ignored: fields that may be set though their meaning is not known. Raises InputError that lists every other such
-    field, and every field that cannot be had here.
+    ignored: fields that may be set although their meaning is not known. Raises an InputError that lists every other
+    field with an unknown meaning, and every field whose value is not supported.
     """
     source, values = _read(row, raw)
     unknown = [name for name in unknown_fields(row, raw) if name not in ignored]
     for name in unknown:
-        source.problems.append(
-            f"{name}: {shown(raw[name])} is not a field that is known here; it may change what is computed"
-        )
+        source.problems.append(f"{name}: {shown(raw[name])} is an unknown field, which may change what is computed")
     if not source.problems:
         return values
     count = f"{len(source.problems)} problem{'s' * (len(source.problems) > 1)}"
     lines = [f"{place}: {count}", *(f"  {problem}" for problem in source.problems)]
     if unknown:
         flags = " ".join(f"--ignore={shlex.quote(name)}" for name in unknown)
-        lines.append(f"  fix   {flags}  where nothing that is computed depends on it")
+        lines.append(f"  fix   {flags}  if nothing that is computed depends on it")
     raise InputError("\n".join(lines))
 
 
 def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
     """The fields of a config.json that are set and whose meaning is not known.
 
-    Null and what is empty count as not set. False and 0 do not: `is_causal: false` says something. transformers has no
-    such field, so no default of it either, or the field would be known (there is a test of that).
+    null, and a value that is empty, count as not set. false and 0 count as set, because `is_causal: false` means
+    something. transformers has no such field and so no default for it; a test checks that.
     """
     source, _ = _read(row, raw)
     known = source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
@@ -90,17 +88,17 @@ def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
 
 
 def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:
-    """Raises InputError where a field is to be ignored that is not there, or whose meaning is known."""
+    """Raises InputError if a field to be ignored does not exist, or has a known meaning."""
     unknown = unknown_fields(row, raw)
     for name in ignored:
         if name not in raw:
             raise InputError(f"--ignore={name}: not in {place}{did_you_mean(name, unknown)}\n  fix   drop it")
         if name not in unknown:
-            raise InputError(f"--ignore={name}: a field whose meaning is known\n  fix   drop it")
+            raise InputError(f"--ignore={name}: the meaning of this field is known\n  fix   drop it")
 
 
 def _read(row: Family, raw: Mapping[str, Any]) -> tuple[Source, Values]:
-    """What the parts of a family find in a config.json."""
+    """The settings that the parts of a family find in a config.json, and the source with its problems."""
     source, values = Source(raw), Values()
     for part in (*row.parts, *EVERY_FAMILY):
         part.read(source, values)
@@ -111,7 +109,7 @@ def _read(row: Family, raw: Mapping[str, Any]) -> tuple[Source, Values]:
 
 
 def fields(row: Family, model: config.Model) -> dict[str, Any]:
-    """The fields of config.json for a model of a family."""
+    """The fields of the config.json of a model, as a family writes them."""
     written: dict[str, Any] = {"architectures": [row.architecture], "model_type": row.model_type}
     for part in row.parts:
         written |= part.write(model)
@@ -119,9 +117,9 @@ def fields(row: Family, model: config.Model) -> dict[str, Any]:
 
 
 def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> list[str]:
-    """The settings of `model` that a config.json does not say, each with both values."""
+    """The settings of `model` that a config.json contradicts, each with both values."""
     try:
-        values = settings(row, raw, row.name, ignored=raw)  # what is not known was decided when it was imported
+        values = settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
         said = config.from_dict(
             {"name": row.name, "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, row.name
         )
@@ -138,14 +136,14 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> lis
 def describe(model: config.Model, like: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:
     """The family of a model and its config.json.
 
-    like: the config.json that it came with, whose other fields are kept; without it the family is the first of the
-    table that can express the model. Raises InputError, naming the settings that stand in the way, where none can.
+    like: the config.json that the model came with, whose other fields are kept. Without it, the family is the first in
+    the table that can express the model. If none can, raises an InputError that names the settings in the way.
     """
     if like is not None:
         row = family(like, CONFIG)
         if not differences(row, like, model):
             return row, dict(like)
-        newer = ("rope_parameters", "layer_types")  # said again, in the older form or the same
+        newer = ("rope_parameters", "layer_types")  # these are written again, in the older form or in the same
         kept = {name: value for name, value in like.items() if name not in newer}
         written = kept | fields(row, model)
         if differ := differences(row, written, model):

@@ -1,4 +1,4 @@
-"""A model of ours as a folder that transformers loads, written tensor by tensor."""
+"""Writes a model as a folder that transformers loads, tensor by tensor."""
 
 import contextlib
 import functools
@@ -20,8 +20,8 @@ from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.pretrained import Place, places
 from gspmd_lm.errors import InputError
 
-GATHERED_BYTES = 64 * 2**20  # of an array that is spread over hosts, at a time
-Held = list[tuple[Place, Any, int | None]]  # what a tensor is made of: places, arrays, which entry of a stacked one
+GATHERED_BYTES = 64 * 2**20  # gathered at a time of an array that is spread over hosts
+Held = list[tuple[Place, Any, int | None]]  # the origin of a tensor: places, arrays, and the entry of a stacked array
 
 
 def write(
@@ -38,10 +38,10 @@ def write(
     Every process calls this; the first one writes, one tensor at a time. The folder appears when it is complete.
 
     params: the tree of parameters, jax or numpy arrays. like: the config.json that the model came with, whose other
-    fields are kept. dtype: of all tensors, float32, bfloat16 or float16; None means that of `like`, or else of the
-    model's weights. beside: name -> a file to be copied into the folder, such as those of the tokenizer.
+    fields are kept. dtype: float32, bfloat16 or float16 for all tensors; None means the dtype of `like`, or else of the
+    model's weights. beside: name -> a file to copy into the folder, such as a file of the tokenizer.
 
-    Raises InputError where the folder holds something, or no family of transformers can express the model.
+    Raises InputError if the folder holds something, or no family of transformers can express the model.
     """
     row, fields = described(folder, model, like, dtype)
     tensors = _tensors(places(row, model), params)
@@ -67,7 +67,7 @@ def write(
 def described(
     folder: Path, model: config.Model, like: Mapping[str, Any] | None = None, dtype: str | None = None
 ) -> tuple[Family, dict[str, Any]]:
-    """The family and the config.json of what `write` writes. Raises InputError as it does; no weights are needed."""
+    """The family and the config.json that `write` writes. Raises InputError as `write` does. No weights are needed."""
     safetensors.check_new(folder)
     row, fields = architecture.describe(model, like)
     dtype = dtype or fields.get("torch_dtype") or fields.get("dtype") or model.weight_dtype
@@ -79,7 +79,7 @@ def described(
 
 
 def _tensors(tree: Any, params: Any) -> dict[str, tuple[Tensor, Held]]:
-    """The tensors to be written, and what each is made of."""
+    """The tensors to write, and the origin of each."""
     paired = jax.tree.leaves(jax.tree.map(lambda place, array: (place, array), tree, params), is_leaf=_is_pair)
     found: dict[str, tuple[Tensor, Held]] = {}
     for place, array in paired:
@@ -96,7 +96,7 @@ def _is_pair(node: Any) -> bool:
 def _write_file(
     path: Path | None, head: bytes, tensors: Sequence[tuple[Tensor, Held]], model: config.Model, dtype: Any
 ) -> None:
-    """One file; without a path nothing is written, but what other processes gather is sent."""
+    """Writes one file. Without a path it only takes part in what other processes gather."""
     if path is None:
         for _, held in tensors:
             for _, array, entry in held:
@@ -110,7 +110,7 @@ def _write_file(
 
 
 def _bytes(tensor: Tensor, held: Held, model: config.Model, dtype: Any) -> np.ndarray:
-    """The bytes of a tensor."""
+    """The bytes of a tensor, in its dtype."""
     view = np.empty(tensor.view(model), dtype)
     for place, array, entry in held:
         rows = tensor.rows(place.weight, place.letters, model)
@@ -120,9 +120,9 @@ def _bytes(tensor: Tensor, held: Held, model: config.Model, dtype: Any) -> np.nd
 
 
 def _pieces(array: Any, entry: int | None) -> Iterator[tuple[tuple[slice, ...], Any]]:
-    """An array, or one entry of a stacked one, in pieces, one after the other on this host, each with its place.
+    """The pieces of an array, or of one entry of a stacked array: each with its place, one at a time on this host.
 
-    Every process must ask for all pieces of an array that is spread over several.
+    If an array is spread over several processes, every process must ask for all its pieces.
     """
     shape = array.shape if entry is None else array.shape[1:]
     if isinstance(array, np.ndarray):
@@ -141,7 +141,7 @@ def _pieces(array: Any, entry: int | None) -> Iterator[tuple[tuple[slice, ...], 
         step = min(max(GATHERED_BYTES // row_bytes, 1), shape[0])
         gather = _gather(array.sharding, step)
         for start in range(0, shape[0], step):
-            start = min(start, shape[0] - step)  # the last piece may overlap the one before
+            start = min(start, shape[0] - step)  # the last piece may overlap the previous one
             index = (slice(start, start + step), *(slice(0, size) for size in shape[1:]))
             yield index, gather(array, start, entry).addressable_data(0)
 

@@ -1,4 +1,4 @@
-"""The table of model families: each one's config.json and tensors as facts, read in both directions."""
+"""The table of model families: facts about the config.json and the tensors of each, for import and export."""
 
 import dataclasses
 import math
@@ -45,23 +45,23 @@ from gspmd_lm.convert.source import Source
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One row: what config.json calls the family, its fields, and its tensors."""
+    """One row of the table: the name of a family in config.json, its fields, and its tensors."""
 
     name: str
     model_type: str
     architecture: str  # the class of transformers that a written config.json names
-    prefix: str  # of the base model, which many published tensors lack
+    prefix: str  # the base model's prefix, which many published tensors lack
     parts: tuple[Part, ...]
     tensors: tuple[Tensor, ...]
-    no_weights: tuple[str, ...] = ()  # patterns of names that files may hold and that are not weights
-    irrelevant: tuple[str, ...] = ()  # fields of config.json that change nothing here, besides IRRELEVANT
+    no_weights: tuple[str, ...] = ()  # patterns of names that files may hold although they are not weights
+    irrelevant: tuple[str, ...] = ()  # further fields of config.json that change nothing, besides IRRELEVANT
 
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
 
 
-# Fields that change nothing that is computed: names, token ids (the tokenizer's business), dropout (a matter of
-# training: model.dropout), initialisation, how transformers runs and generates, and what tools note for themselves.
+# Fields that do not change what is computed: names, token ids (which the tokenizer decides), dropout (training has
+# model.dropout), initialisation, settings of transformers' runs and generation, and notes of tools.
 IRRELEVANT = frozenset(
     [
         "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
@@ -87,20 +87,20 @@ IRRELEVANT = frozenset(
         "perceiver_config",
     ]
 )  # fmt: skip
-# Fields whose meaning is known and that no family here has, with the reason for the message. Null, false, 0 and what is
-# empty say that the model does without, too.
+# Fields with a known meaning that no family here supports, with the reason for the message. null, false, 0 and empty
+# values mean that a model does without the feature.
 REFUSED = {
     "quantization_config": "the weights are quantised: load them with transformers, dequantise and save them",
     "text_config": "a model of several parts, such as one that sees images: only text models are read",
-    "num_local_experts": "experts are not done",
-    "num_experts": "experts are not done",
+    "num_local_experts": "experts are not supported",
+    "num_experts": "experts are not supported",
     "sliding_window": "a window, which this family does not have",
     "head_dim": "heads of a size of their own, which this family does not have",
-    "attention_chunk_size": "attention within chunks is not done",
-    "per_layer_config": "layers that differ in more than their window are not done",
-    "pruned_heads": "layers from which heads were taken are not done",
-    "add_cross_attention": "attention to another model's output is not done",
-    "tie_encoder_decoder": "an encoder is not done",
+    "attention_chunk_size": "attention within chunks is not supported",
+    "per_layer_config": "layers that differ in more than their window are not supported",
+    "pruned_heads": "pruned heads are not supported",
+    "add_cross_attention": "attention to another model's output is not supported",
+    "tie_encoder_decoder": "an encoder is not supported",
     "use_resampler": "a model of several parts, such as one that sees images: only text models are read",
     "use_mrope": "rotation by several positions at once, which this family does not have",
     "rope_interleaved": "rotated neighbours, which this family does not have",
@@ -111,17 +111,17 @@ REFUSED = {
     "qk_layernorm": "norms of queries and keys, which this family does not have",
     "use_qk_norm": "norms of queries and keys, which this family does not have",
 }
-# Fields that transformers reads for every family, though no family's config lists them.
-EVERY_FAMILY: tuple[Part, ...] = (Only("is_causal", True, "lets tokens see later ones: not done"),)
-# What is left out, and why: model_type -> reason.
+# Fields that transformers reads for every family, although no family's config lists them.
+EVERY_FAMILY: tuple[Part, ...] = (Only("is_causal", True, "lets tokens see later ones, which is not supported"),)
+# model_type of a family that is not supported -> reason.
 LEFT_OUT = {
-    "chatglm": "the files of ChatGLM's own code; GLM-4's are read in transformers' format (glm, glm4)",
-    "gemma3": "Gemma 3 with images; text-only directories are model_type gemma3_text",
-    "mixtral": "experts are not done",
-    "qwen2_moe": "experts are not done",
-    "qwen3_moe": "experts are not done",
-    "RefinedWeb": "Falcon's older own code; directories of transformers' format are model_type falcon",
-    "RefinedWebModel": "Falcon's older own code; directories of transformers' format are model_type falcon",
+    "chatglm": "it is for ChatGLM's own code; GLM-4 is read in transformers' format (glm, glm4)",
+    "gemma3": "it is Gemma 3 with images; text-only directories are model_type gemma3_text",
+    "mixtral": "it has experts",
+    "qwen2_moe": "it has experts",
+    "qwen3_moe": "it has experts",
+    "RefinedWeb": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
+    "RefinedWebModel": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
 }
 
 
@@ -170,7 +170,7 @@ _LAYERNORM = (Always("norm", "layernorm"), Always("norm_bias", True), Always("ml
 _UNTIED = Switch("tie_word_embeddings", ("tied_embeddings",), False)
 _TIED = Switch("tie_word_embeddings", ("tied_embeddings",), True)
 _ATTENTION_BIAS = Switch("attention_bias", ("qkv_bias", "attention_out_bias"), False)
-_CAUSAL = Only("use_bidirectional_attention", False, "lets tokens see later ones: not done")
+_CAUSAL = Only("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")
 
 
 def _window_layers(source: Source) -> Callable[[int], bool]:
@@ -188,7 +188,7 @@ def _five_of_six(source: Source) -> Callable[[int], bool]:
 
 
 def _first_window_layer(model):
-    """max_window_layers, where the layers from one on slide."""
+    """max_window_layers, for families in which the layers from that one on have the window."""
     pattern = model.layer_pattern or ("sliding" if model.sliding_window else "full",)
     slides = [pattern[i % len(pattern)] == "sliding" for i in range(model.layers)]
     return {"max_window_layers": model.layers - sum(slides)} if slides == sorted(slides) else {}
@@ -226,7 +226,7 @@ FAMILIES = (
     Family(
         "Mistral", "mistral", "MistralForCausalLM", "model.",
         (*_LLAMA_SIZES, _EPS, _HEAD_DIM, Rope(), _SILU, Window(4096), _UNTIED),
-        LLAMA, INV_FREQ, ("document_attention",),  # of training: rows of several documents
+        LLAMA, INV_FREQ, ("document_attention",),  # it matters only in training on rows of several documents
     ),
     Family(
         "Qwen2", "qwen2", "Qwen2ForCausalLM", "model.",
@@ -266,14 +266,14 @@ FAMILIES = (
             Only("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
-        GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # transformers' note of it: layer_types stands beside it
+        GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
     ),
     Family(
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
         (
             *_LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), _HEAD_DIM, Rope(part=1.0), _SILU, Window(None),
-            _UNTIED, Only("full_attn_mod", 1, "has sparse attention in some layers: not done"),
-            Only("interpolate_factor", 1, "stretches positions: not done"),
+            _UNTIED, Only("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
+            Only("interpolate_factor", 1, "stretches positions, which is not supported"),
         ),
         PHI3, INV_FREQ, ("original_max_position_embeddings",),
     ),
@@ -299,9 +299,9 @@ FAMILIES = (
             *_GPT2_SIZES, *_LAYERNORM, Activation("activation_function", "gelu_new", _GELU_NEW),
             Same("layer_norm_epsilon", "norm_eps", 1e-5), Always("positions", "learned"), Always("mlp_bias", True),
             Always("qkv_bias", True), Always("attention_out_bias", True), _TIED,
-            Only("scale_attn_weights", True, "leaves attention scores as they are: not done"),
-            Only("scale_attn_by_inverse_layer_idx", False, "scales attention by layer: not done"),
-            Only("add_cross_attention", False, "attends to an encoder: not done"),
+            Only("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
+            Only("scale_attn_by_inverse_layer_idx", False, "scales attention by layer, which is not supported"),
+            Only("add_cross_attention", False, "attends to an encoder, which is not supported"),
         ),
         GPT2, MASKS,
         (
@@ -316,12 +316,12 @@ FAMILIES = (
             Always("kv_heads", _heads), Always("head_dim", _head_dim), Always("norm_eps", 1e-5),
             Activation("activation_function", "relu", _GELU_NEW), Always("positions", "learned"),
             Always("position_offset", 2), Switch("enable_bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), True),
-            _TIED, Equal("word_embed_proj_dim", "embed", "is not hidden_size: a projection of the embedding, not done"),
-            Only("do_layer_norm_before", True, "puts norms after the residual sum: not done"),
-            Only("_remove_final_layer_norm", False, "leaves out the last norm: not done"),
-            Only("layer_norm_elementwise_affine", True, "has norms without scale: not done"),
+            _TIED, Equal("word_embed_proj_dim", "embed", "is not hidden_size: it asks for a projection"),
+            Only("do_layer_norm_before", True, "puts norms after the residual sum, which is not supported"),
+            Only("_remove_final_layer_norm", False, "leaves out the last norm, which is not supported"),
+            Only("layer_norm_elementwise_affine", True, "has norms without scale, which is not supported"),
         ),
-        OPT, irrelevant=("learned_embeddings",),  # Galactica's, and true, which is what OPT has
+        OPT, irrelevant=("learned_embeddings",),  # a field of Galactica; true, as in OPT
     ),
     Family(
         "BLOOM", "bloom", "BloomForCausalLM", "transformer.",
@@ -333,7 +333,7 @@ FAMILIES = (
             Same("layer_norm_epsilon", "norm_eps", 1e-5), Always("activation", "gelu_tanh"),
             Always("positions", "alibi"), Always("embedding_norm", True), Always("qkv_bias", True),
             Always("attention_out_bias", True), Always("mlp_bias", True), _TIED,
-            Only("apply_residual_connection_post_layernorm", False, "adds up after the norms: not done"),
+            Only("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
         BLOOM,
         irrelevant=(
@@ -350,8 +350,8 @@ FAMILIES = (
             *_LAYERNORM, Always("head_dim", _head_dim), FalconBlock(), Rope(),
             Same("layer_norm_epsilon", "norm_eps", 1e-5), Activation("activation", "gelu", _GELU_NEW),
             Switch("bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), False), _TIED,
-            Only("alibi", False, "has positions that are rounded to bfloat16 and scaled with the scores: not done"),
-            Only("apply_residual_connection_post_layernorm", False, "adds up after the norms: not done"),
+            Only("alibi", False, "has positions rounded to bfloat16 and scaled, which is not supported"),
+            Only("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
         FALCON,
         INV_FREQ, ("ff_factor",),
@@ -362,7 +362,7 @@ FAMILIES = (
             *_GPT2_SIZES, *_LAYERNORM, Activation("activation_function", "gelu_new", _GELU_NEW),
             Same("layer_norm_epsilon", "norm_eps", 1e-5), RotaryDim(), Always("block", "parallel"),
             Always("mlp_bias", True), Always("unembedding_bias", True), _UNTIED,
-            Only("scale_attn_weights", True, "leaves attention scores as they are: not done"),
+            Only("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
         ),
         GPTJ, MASKS,
         ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",

@@ -1,4 +1,4 @@
-"""Fields of a published config.json as settings of a model, and back: the kinds of which families.py is made."""
+"""The kinds of facts that families.py states: how fields of a config.json become settings of a model, and back."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,29 +7,29 @@ from typing import Any, Protocol
 from gspmd_lm import config
 from gspmd_lm.convert.source import LARGEST, MISSING, Source
 
-Values = dict[str, Any]  # settings of config.Model by name
-MOST_LAYERS = 2000  # published decoders have up to 126
+Values = dict[str, Any]  # name of a setting of config.Model -> value
+MOST_LAYERS = 2000  # a limit: published decoders have up to 126 layers
 
 
 class Part(Protocol):
-    """One fact about a family's config.json."""
+    """The interface of one fact about a family's config.json."""
 
     def read(self, source: Source, values: Values) -> None:
         """Adds settings of the model to `values`, or problems to the source."""
         ...
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        """The fields of config.json for a model."""
+        """The fields of config.json that express this fact about a model."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """A field that is one setting of the model."""
+    """A field that states one setting of the model."""
 
-    names: str  # of the field, the one that is written first; later ones are older names of it
+    names: str  # the field's names: the first is written, the later ones are older names
     setting: str
-    default: Any = MISSING  # where the field is missing or null: a value, or a function of the settings so far
+    default: Any = MISSING  # if the field is missing or null: a value, or a function of the settings so far
     most: float = LARGEST
 
     def read(self, source: Source, values: Values) -> None:
@@ -43,7 +43,7 @@ class Same:
 
 @dataclasses.dataclass(frozen=True)
 class Always:
-    """A setting that the family has without a field: a value, or a function of the settings so far."""
+    """A setting that all models of the family have: a value, or a function of the settings so far."""
 
     setting: str
     value: Any
@@ -57,7 +57,7 @@ class Always:
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """A field, true or false, that is one or several settings: their value if it is true, and if it is not."""
+    """A field, true or false, that decides one or several settings: their values if true, and if false."""
 
     name: str
     settings: tuple[str, ...]
@@ -75,9 +75,7 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A field that must have one value, where null means false: with another, the model would be one that we do not
-    have.
-    """
+    """A field that must have one value, because models with another value are not supported. null means false."""
 
     name: str
     value: Any
@@ -95,11 +93,11 @@ class Only:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """The field that names the activation. `also` are names that mean something else in this family."""
+    """The field that names the activation. `also` has names with another meaning in this family."""
 
     names: str
     default: str
-    written: Mapping[str, str]  # our name -> theirs
+    written: Mapping[str, str]  # our name -> the published name
     also: tuple[tuple[str, str], ...] = ()
 
     def read(self, source: Source, values: Values) -> None:
@@ -134,20 +132,20 @@ _BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions: rope_theta, rope_scaling and partial_rotary_factor, or rope_parameters of transformers 5."""
+    """Rotary positions: rope_theta, rope_scaling and partial_rotary_factor, or transformers 5's rope_parameters."""
 
     theta: float = 10000.0
     theta_name: str = "rope_theta"
-    part: float = 0.0  # what partial_rotary_factor is where it is missing; 0: the family has no such field
+    part: float = 0.0  # the default of partial_rotary_factor; 0: the family has no such field
     part_name: str = "partial_rotary_factor"
-    sliding_theta: float = 0.0  # of sliding layers, where rope_local_base_freq is missing; 0: no such field
+    sliding_theta: float = 0.0  # the default of rope_local_base_freq; 0: the family has no such field
 
     def read(self, source: Source, values: Values) -> None:
         values["positions"] = "rope"
         theta = source.number([self.theta_name, "rope_theta"], self.theta)
         part = source.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
         if self.part not in (0, 1) and source.raw.get("partial_rotary_factor", self.part) is None:
-            source.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers takes 1
+            source.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers would take 1
         local = source.number(["rope_local_base_freq"], self.sliding_theta) if self.sliding_theta else 0.0
         older = source.get(["rope_scaling"])
         name = "rope_scaling" if older else "rope_parameters"
@@ -160,7 +158,7 @@ class Rope:
             return
         if given.keys() & _BY_LAYER.keys():
             if not self.sliding_theta or older:
-                source.refuse(name, given, "sets the positions of each kind of layer: not done for this family")
+                source.refuse(name, given, "sets positions for kinds of layers, which this family does not have")
             if unknown := sorted(given.keys() - _BY_LAYER.keys()):
                 source.refuse(name, unknown, "are kinds of layers that are not known")
             sliding, at = given.get("sliding_attention") or {}, f"{name}.sliding_attention"
@@ -171,7 +169,7 @@ class Rope:
                     return
             local = source.checked(f"{at}.rope_theta", sliding.get("rope_theta", local or 1))
             if self._kind(source, at, sliding) != "default" or sliding.get("partial_rotary_factor", 1) != 1:
-                source.refuse(at, sliding, "scales the positions of sliding layers: not done")
+                source.refuse(at, sliding, "scales the positions of sliding layers, which is not supported")
         kind = self._kind(source, name, given)
         given = {
             field: source.checked(f"{name}.{field}", value) if field not in ("type", "rope_type") else value
@@ -198,7 +196,7 @@ class Rope:
     def _kind(self, source: Source, name: str, given: Mapping[str, Any]) -> str:
         kind = str(given.get("rope_type", given.get("type")) or "default")
         if kind not in _ROPE_FIELDS:
-            source.refuse(f"{name}.rope_type", kind, "is not done; done are default, linear and llama3")
+            source.refuse(f"{name}.rope_type", kind, "is not supported; use default, linear or llama3")
             return "default"
         unknown = sorted(key for key in given.keys() - _ROPE_ALWAYS - _ROPE_FIELDS[kind] if given[key] is not None)
         if unknown and kind != "default":
@@ -208,7 +206,7 @@ class Rope:
         return kind
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        """The older form, which transformers 5 reads too."""
+        """The fields in the older form, which transformers 5 reads too."""
         written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
         if scaling := model.rope_scaling:
             written["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -226,14 +224,14 @@ class Rope:
 
 
 def _window(source: Source, default: int | None) -> int | None:
-    """sliding_window, which says by null that there is none."""
+    """The value of sliding_window, which is null if there is no window."""
     value = source.get(["sliding_window"], None if "sliding_window" in source.raw else default)
     return None if value is None else source.checked("sliding_window", value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A sliding window for all layers or none."""
+    """A sliding window for all layers, or for none."""
 
     default: int | None
 
@@ -254,9 +252,9 @@ class LayerTypes:
     """A sliding window for some layers: layer_types, or the older rules for which."""
 
     default: int | None  # window
-    implied: Callable[[Source], Callable[[int], bool]]  # without layer_types: whether layer i slides
-    switch: str = ""  # a field without which there is no window at all
-    older: Callable[[config.Model], dict[str, Any]] = lambda model: {}  # what older versions of transformers read
+    implied: Callable[[Source], Callable[[int], bool]]  # without layer_types: whether layer i has the window
+    switch: str = ""  # a field; if it is not set, no layer has a window
+    older: Callable[[config.Model], dict[str, Any]] = lambda model: {}  # read by older transformers
 
     def read(self, source: Source, values: Values) -> None:
         layers = values["layers"] if isinstance(values["layers"], int) else 1
@@ -291,7 +289,7 @@ class LayerTypes:
 
 @dataclasses.dataclass(frozen=True)
 class QueryScale:
-    """query_pre_attn_scalar: scores are multiplied with its inverse square root."""
+    """query_pre_attn_scalar, whose inverse square root multiplies the scores."""
 
     default: int = 256
 
@@ -308,7 +306,7 @@ class QueryScale:
 
 @dataclasses.dataclass(frozen=True)
 class Cap:
-    """A cap of scores or logits, null where there is none."""
+    """A cap of scores or logits; null means none."""
 
     name: str
     setting: str
@@ -324,7 +322,7 @@ class Cap:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryDim:
-    """GPT-J's rotary positions: the number of dimensions that turn."""
+    """GPT-J's rotary positions: the number of dimensions that are rotated."""
 
     default: int = 64
 
@@ -357,7 +355,7 @@ class Equal:
 
 @dataclasses.dataclass(frozen=True)
 class FalconBlock:
-    """Falcon's block: key heads, norms, and whether attention and MLP stand side by side, old form and new."""
+    """Falcon's block: key heads, norms, and whether attention and MLP are parallel, in the old form and the new."""
 
     def read(self, source: Source, values: Values) -> None:
         new = source.flag(["new_decoder_architecture"], False)

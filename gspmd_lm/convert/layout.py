@@ -1,8 +1,9 @@
-"""How a published tensor holds our weights: which of its rows and columns are which of ours.
+"""Layouts of published tensors: which of their rows and columns are which of our weights.
 
-A tensor is read as an array with one dimension per axis of its spec, "(N H) D". Along each, a list of numbers says
-which entry is ours (-1: none, a zero of padding). Everything that files do differs from our arrays only by this: the
-order of dimensions, several weights in one tensor, heads of queries, keys and values in turns, interleaved rope.
+A tensor is read as an array with one dimension for each axis of its spec, such as "(N H) D". For each axis, a list of
+numbers says which entry of the tensor each entry of our weight is; -1 is padding, which is zero. This expresses all
+differences between files and our arrays: another order of dimensions, several weights in one tensor, heads of queries,
+keys and values in turns, and interleaved rope.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import numpy as np
 from gspmd_lm import config
 from gspmd_lm.axes import AXES
 
-# The letters of axes.py, and those of axes that only published tensors have:
+# The letters of axes.py, and of axes that only published tensors have:
 #   P  rows of a position table, R  heads of queries, keys and values in one tensor, E  gate and up in one tensor
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "P"}
 _JOINED = {"N": "R", "K": "R", "F": "E"}
@@ -22,22 +23,22 @@ _JOINED = {"N": "R", "K": "R", "F": "E"}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a published checkpoint and the weights it holds."""
+    """One tensor of a published checkpoint, and the weights in it."""
 
     name: str  # "model.layers.{}.self_attn.q_proj.weight"; {} is the number of the layer
-    axes: str  # "(N H) D": in brackets what is one dimension of the file
-    weights: tuple[str, ...]  # ours: "attention.wq", within a layer where the name has {}
-    # Heads in a tensor of queries, keys and values (R): all queries, all keys, all values; or per key head its
-    # queries, its key and its value.
+    axes: str  # "(N H) D": axes in brackets share one dimension of the file
+    weights: tuple[str, ...]  # our weights: "attention.wq"; within a layer if the name has {}
+    # The order of heads in a tensor of queries, keys and values (R): all queries, all keys, all values; or for each
+    # key head its queries, its key and its value.
     order: Literal["concatenated", "grouped"] = "concatenated"
-    interleaved_rope: bool = False  # the two values that turn together are neighbours; ours are half a head apart
-    when: tuple[tuple[str, Any], ...] = ()  # settings of the model with which the tensor has this name
+    interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
+    when: tuple[tuple[str, Any], ...] = ()  # the settings of a model whose tensor has this name
 
     def is_of(self, model: config.Model) -> bool:
         return all(getattr(model, field) == value for field, value in self.when)
 
     def view(self, model: config.Model) -> tuple[int, ...]:
-        """The shape the tensor is read as: one dimension per letter."""
+        """The shape as which the tensor is read: one dimension per letter."""
         return tuple(_sizes(model)[letter] for letter in self.axes if letter.isalpha())
 
     def shape(self, model: config.Model) -> tuple[int, ...]:
@@ -58,14 +59,14 @@ class Tensor:
         return tuple(shape)
 
     def rows(self, weight: str, letters: str, model: config.Model) -> "Rows":
-        """Where `weight`, whose dimensions have `letters`, stands in the tensor."""
+        """The place of `weight`, whose dimensions have `letters`, in the tensor."""
         theirs = [letter for letter in self.axes if letter.isalpha()]
         ours = [letter if letter in theirs else _JOINED[letter] for letter in letters]
         along = tuple(self._along(weight, letter, model) for letter in letters)
         return Rows(along, tuple(ours.index(letter) for letter in theirs))
 
     def _along(self, weight: str, letter: str, model: config.Model) -> np.ndarray:
-        """For each of our entries along an axis, the tensor's; -1 where it is padding."""
+        """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
         N, K, G = model.heads, model.kv_heads, model.heads // model.kv_heads
         padded = {"V": model.vocab_rows, "N": model.head_rows, "K": model.kv_head_rows}
         size = _sizes(model)[letter]
@@ -91,23 +92,25 @@ class Tensor:
 class Rows:
     """The place of one weight in one tensor."""
 
-    along: tuple[np.ndarray, ...]  # for each of our axes, the tensor's entry of each of ours, -1 for padding
-    order: tuple[int, ...]  # for each axis of the tensor's view, ours
+    along: tuple[np.ndarray, ...]  # for each axis of our weight: the tensor's entries; -1 for padding
+    order: tuple[int, ...]  # for each axis of the tensor's view: the axis of our weight
 
     def picked(self, index: tuple[slice, ...]) -> tuple[list[slice | np.ndarray], tuple[slice, ...]]:
-        """For a slice of our array: what it has of each axis of the view, and where in the slice that goes, along our
-        axes; the rest of the slice is padding."""
+        """The entries of the view that a slice of our array holds, and their places in the slice, axis by axis.
+
+        The rest of the slice is padding.
+        """
         take: list[slice | np.ndarray] = []
         into = []
         for along, at in zip(self.along, index, strict=True):
             rows = along[at]
-            real = rows[: int((rows >= 0).sum())]  # padding comes last
+            real = rows[: int((rows >= 0).sum())]  # padding stands last
             into.append(slice(0, len(real)))
             take.append(_as_slice(real))
         return [take[axis] for axis in self.order], tuple(into)
 
     def place(self, view: np.ndarray, piece: np.ndarray, index: tuple[slice, ...] | None = None) -> None:
-        """Puts a slice of our array, or all of it, into the view of a tensor to be written, without its padding."""
+        """Writes a slice of our array, or all of it, into the view of a tensor, without its padding."""
         take, into = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
         values = piece[into].transpose(self.order)
         if sum(not isinstance(at, slice) for at in take) > 1:

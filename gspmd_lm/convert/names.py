@@ -1,10 +1,10 @@
-"""The names and layouts of the tensors of each family, in the words of transformers' checkpoints."""
+"""The names and layouts of each family's tensors, as in transformers' checkpoints."""
 
 from gspmd_lm.convert.layout import Tensor
 
 
 def _linear(name: str, axes: str, *weights: str, bias: bool = True, **options) -> tuple[Tensor, ...]:
-    """The weight of a linear layer and its bias, which has the output's axes (first in `axes`)."""
+    """The tensors of a linear layer: its weight, and its bias, which has the output's axes (the first of `axes`)."""
     output = axes[: axes.index(")") + 1] if axes.startswith("(") else axes.split()[0]
     biases = tuple(".b".join(weight.rsplit(".w", 1)) for weight in weights)
     return (
@@ -20,7 +20,7 @@ def _norm(name: str, ours: str, bias: bool = False, **options) -> tuple[Tensor, 
 
 
 def _llama(*, mlp_norm: str, more: tuple[Tensor, ...] = (), interleaved_rope: bool = False, fused: str = ""):
-    """Tensors with Llama's names; `fused` holds those of qkv and gate_up where they are one tensor."""
+    """Tensors with Llama's names. `fused` says which of qkv and gate_up are one tensor."""
     layer = "model.layers.{}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     separate_qkv = (
@@ -79,7 +79,7 @@ _QKV = ("attention.wq", "attention.wk", "attention.wv")
 
 
 def _megatron(prefix: str, layers: str, attention: str, table: str, last_norm: str, head: str):
-    """Tensors with the names that BLOOM, Falcon and GPT-NeoX took from Megatron, their norms aside."""
+    """Tensors with the names that BLOOM, Falcon and GPT-NeoX took from Megatron, without the norms."""
     layer = f"{prefix}.{layers}.{{}}"
     return (
         Tensor(f"{prefix}.{table}.weight", "V D", ("embedding",)),

@@ -1,4 +1,4 @@
-"""Adapters as a folder that PEFT loads: adapter_config.json and adapter_model.safetensors."""
+"""Writes adapters as a folder that PEFT loads: adapter_config.json and adapter_model.safetensors."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -19,9 +19,9 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of PEFT's names: the adapted model, in it the original one
+_PREFIX = "base_model.model."  # the prefix of PEFT's names: the adapted model, and in it the original one
 
-Member = tuple[Place, np.ndarray, np.ndarray]  # where a weight of ours stands; its adapter's two matrices in one layer
+Member = tuple[Place, np.ndarray, np.ndarray]  # the place of a weight, and the two matrices of its adapter in one layer
 
 
 def write_adapter(
@@ -29,12 +29,12 @@ def write_adapter(
 ) -> None:
     """Writes the adapters of `params`, without padding, to a folder that must not hold anything, in float32.
 
-    Every process calls this; the first one writes. base_name: what PEFT is to load as the base model; its user may
-    also give it a model. like: the config.json that the base model came with, which decides its family.
+    Every process calls this, and the first one writes. base_name: the base model that PEFT loads by default. like: the
+    config.json that the base model came with, which decides its family.
 
-    Where a family keeps several weights in one tensor, their adapters become one of a higher rank that computes the
-    same: `a` side by side, `b` in blocks. Raises InputError where there are no adapters, where the folder holds
-    something, or where no family of transformers can express the model.
+    If a family keeps several weights in one tensor, their adapters become one adapter of a higher rank that computes
+    the same: the `a` side by side, the `b` in blocks. Raises InputError if there are no adapters, if the folder holds
+    something, or if no family of transformers can express the model.
     """
     row, plain = described(folder, model, like)
     assert model.lora
@@ -54,8 +54,9 @@ def write_adapter(
 
 
 def described(folder: Path, model: config.Model, like: Mapping[str, Any] | None = None) -> tuple[Family, config.Model]:
-    """The family and the model that the adapters are for. Raises InputError as `write_adapter` does, which calls this;
-    no weights are needed.
+    """The family and the model that the adapters belong to. Raises InputError as `write_adapter` does.
+
+    No weights are needed.
     """
     if model.lora is None:
         raise InputError("the model has no adapters (model.lora)\n  fix   convert --to=DIR without --adapter")
@@ -66,7 +67,7 @@ def described(folder: Path, model: config.Model, like: Mapping[str, Any] | None 
 
 
 def _modules(tree: Any, adapters: Any, settings: config.Lora) -> dict[str, list[Member]]:
-    """Module of transformers, "model.layers.0.self_attn.q_proj" -> the adapters of the weights in it."""
+    """The modules of transformers ("model.layers.0.self_attn.q_proj"), each with the adapters of its weights."""
     found: dict[str, list[Member]] = {}
     flat: dict[tuple[str, ...], Any] = flatten_dict(adapters)
     placed: dict[tuple[str, ...], Any] = flatten_dict(tree)
@@ -82,7 +83,7 @@ def _modules(tree: Any, adapters: Any, settings: config.Lora) -> dict[str, list[
 
 
 def _whole(array: Any) -> np.ndarray:
-    """An array on the host of every process."""
+    """A numpy copy of an array, on every process."""
     if jax.process_count() > 1:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array, np.float32)
@@ -93,7 +94,7 @@ def _module(tensor: str) -> str:
 
 
 def _matrices(members: Sequence[Member], model: config.Model) -> tuple[np.ndarray, np.ndarray]:
-    """lora_A, [rank, inputs], and lora_B, [outputs, rank], of one module: its members' ranks one after another."""
+    """lora_A [rank, inputs] and lora_B [outputs, rank] of a module. The ranks of its members follow one another."""
     rank = members[0][1].shape[-1]
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for place, a, b in members:
@@ -109,7 +110,7 @@ def _matrices(members: Sequence[Member], model: config.Model) -> tuple[np.ndarra
 
 
 def _side(rows: Rows, axes: range, rank: int) -> Rows:
-    """Where some of a weight's axes stand in its tensor, and after them the rank."""
+    """The place of some of a weight's axes in its tensor, followed by the rank."""
     along = (*(rows.along[axis] for axis in axes), np.arange(rank))
     return Rows(along, (*(axis - axes.start for axis in rows.order if axis in axes), len(axes)))
 
@@ -129,7 +130,7 @@ def _description(row: Family, modules: Mapping[str, list[Member]], model: config
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": {name: count * rank for name, count in fused.items()},
-        "alpha_pattern": {name: count * alpha for name, count in fused.items()},  # their ratio stays
+        "alpha_pattern": {name: count * alpha for name, count in fused.items()},  # alpha / rank stays the same
         "target_modules": sorted(set(names.values())),
         "fan_in_fan_out": all(_inputs_first(found[0], model) for found in members.values()),
         "lora_dropout": 0.0,
@@ -145,7 +146,7 @@ def _inputs_first(member: Member, model: config.Model) -> bool:
 
 
 def _name(tensor: Tensor, row: Family, adapted: Collection[Tensor]) -> str:
-    """The end of a module's name that no other module has, of those that are not adapted."""
+    """The shortest end of a module's name that no module without an adapter shares."""
     within = _module(tensor.name).rpartition("{}.")[2]
     last = within.rpartition(".")[2]
     others = (_module(other.name) for other in row.tensors if other not in adapted)

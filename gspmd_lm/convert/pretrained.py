@@ -1,4 +1,4 @@
-"""A published model on disk: its config, and its weights, of which each host reads what its devices need."""
+"""A published model on disk: its config and its weights. Each host reads only what its devices need."""
 
 import dataclasses
 import functools
@@ -24,32 +24,32 @@ from gspmd_lm.model.transformer import init
 from gspmd_lm.placement import Named
 
 TOKENIZER = "tokenizer.json"
-LONGEST_ROW = 2048  # tokens of a row of training data, where the context is longer
-BLOCK_BYTES = 32 * 2**20  # of a file that are mapped at a time: pages that were read count as the process's memory
+LONGEST_ROW = 2048  # data.seq of a model whose context is longer
+BLOCK_BYTES = 32 * 2**20  # mapped at a time, because pages that were read count as memory of the process
 _SAMPLED_ROWS = 64
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One array of ours, and the tensors that hold it."""
+    """One array of our model, and the tensors that hold it."""
 
     path: str  # "layers.attention.wq"
     weight: str  # within a layer: "attention.wq"
-    layers: tuple[int, ...]  # whose weights it holds; () for one that belongs to no layer
-    stacked: bool  # its first dimension is the layers
-    letters: str  # of its other dimensions: "DNH"
+    layers: tuple[int, ...]  # the layers whose weights it holds; () for an array outside the layers
+    stacked: bool  # whether its first dimension is the layers
+    letters: str  # the letters of its other dimensions: "DNH"
     shape: tuple[int, ...]
     dtype: Any
     tensor: Tensor
 
     def names(self) -> list[str]:
-        """The tensors, one for each layer."""
+        """The names of the tensors, one for each layer."""
         return [self.tensor.name.format(layer) for layer in self.layers] or [self.tensor.name]
 
 
 def places(row: Family, model: config.Model) -> Any:
-    """The tree of a model's parameters with a Place for each. Raises InputError for one that the family lacks."""
+    """The tree of a model's parameters, with a Place for each. Raises InputError for one that the family lacks."""
     found = arrays(functools.partial(init, model), DECODER)
     held = {weight: tensor for tensor in row.tensors if tensor.is_of(model) for weight in tensor.weights}
     lacking = []
@@ -84,20 +84,20 @@ def _layers(path: str, model: config.Model) -> tuple[str, tuple[int, ...], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A model that was read and checked: nothing of its weights has been loaded."""
+    """A model whose folder was checked. Its weights have not been read yet."""
 
     config: config.Config
     family: Family
-    like: Mapping[str, Any]  # its config.json, with the dtype that its weights really have
+    like: Mapping[str, Any]  # its config.json, with the true dtype of its weights
     tokenizer: Path | None
-    files: Mapping[str, Stored]  # the tensors by the family's names
-    places: Any  # the tree of parameters, a Place each
+    files: Mapping[str, Stored]  # the tensors, by the family's names
+    places: Any  # the tree of parameters, with a Place for each
 
     def load(self, shardings: Any) -> Any:
         """The parameters, placed as a tree of shardings says.
 
-        Each process reads the parts that its devices hold, one at a time: besides them and a part that is on its way,
-        nothing is held on the host.
+        Each process reads the parts that its devices hold, one part at a time. The host holds nothing but these parts
+        and the part that is being read.
         """
         return jax.tree.map(self._array, self.places, shardings)
 
@@ -111,7 +111,7 @@ class Pretrained:
         return jax.make_array_from_single_device_arrays(place.shape, sharding, shards)
 
     def _put(self, place: Place, part: Any, holders: list[Any], sharding: jax.sharding.Sharding) -> list[jax.Array]:
-        """A part of an array on each of the devices that hold it; on the host it is then forgotten."""
+        """A part of an array on each device that holds it. The copy on the host is dropped."""
         on_host = self.part(place, tuple(slice(*at) for at in part))
         kind = sharding.memory_kind
         return jax.block_until_ready(
@@ -140,7 +140,7 @@ class Pretrained:
 
 
 def _rows(take: slice | np.ndarray, start: int, count: int) -> slice | np.ndarray:
-    """`count` of the rows of `take`, from number `start` on."""
+    """The rows of `take` from number `start` on, `count` of them."""
     if isinstance(take, slice):
         return slice(take.start + start, min(take.start + start + count, take.stop))
     return take[start : start + count]
@@ -149,15 +149,15 @@ def _rows(take: slice | np.ndarray, start: int, count: int) -> slice | np.ndarra
 def read(folder: Path, overrides: Sequence[str] = (), ignored: Collection[str] = ()) -> Pretrained:
     """The model of a folder that transformers wrote, checked against its files.
 
-    overrides: section.key=value. ignored: fields of config.json that may be set though their meaning is not known.
-    Raises InputError that lists every field of config.json that cannot be had, or every tensor that is unexpected,
-    missing or has another shape, or that names a file that cannot be read.
+    overrides: section.key=value. ignored: fields of config.json that may be set although their meaning is not known.
+    Raises an InputError that lists every field of config.json that is not supported, or every tensor that is
+    unexpected, missing or of another shape; or that names a file that cannot be read.
     """
     try:
         return _read(folder, overrides, ignored)
     except OSError as error:
         raise InputError(
-            f"{error.filename or folder}: cannot be read ({error.strerror})\n  fix   see that it can be, then try again"
+            f"{error.filename or folder}: cannot be read ({error.strerror})\n  fix   make it readable, then try again"
         ) from error
 
 
@@ -196,9 +196,9 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str]) -> P
 
 
 def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:
-    """Raises InputError where the files are too small for the config.
+    """Raises InputError if the files are too small for the config.
 
-    This comes before the shapes of all weights are found, which takes as long as the model is deep.
+    This comes first, because finding the shapes of all weights takes longer the deeper the model is.
     """
     held = sum(math.prod(where.shape) for where in stored.values())
     shapes = {tensor.name: tensor.shape(model) for tensor in row.tensors if tensor.is_of(model)}
@@ -215,7 +215,7 @@ def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[s
 def _checked(
     folder: Path, row: Family, model: config.Model, leaves: list[Place], stored: Mapping[str, Stored]
 ) -> dict[str, Stored]:
-    """The tensors by the family's names, if they are just those of the model."""
+    """The tensors by the family's names. Raises InputError if they are not exactly those of the model."""
     wanted = {name: place.tensor.shape(model) for place in leaves for name in place.names()}
     files, unexpected = {}, []
     head = next(tensor.name for tensor in row.tensors if tensor.weights == ("unembedding",))
@@ -252,7 +252,7 @@ def _checked(
 
 
 def _alike(a: Stored, b: Stored) -> bool:
-    """Whether two tables are equal in shape and in some of their rows."""
+    """Whether two tables have the same shape, and the same values in some of their rows."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     rows = np.unique(np.linspace(0, a.shape[0] - 1, _SAMPLED_ROWS).astype(int))
@@ -260,7 +260,7 @@ def _alike(a: Stored, b: Stored) -> bool:
 
 
 def _by_layer(names: Mapping[str, str]) -> list[str]:
-    """Lines for tensor names and what is said of them, one line for those that differ only in their layer."""
+    """The lines of a message about tensors. Names that differ only in their layer share a line."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, said in names.items():
         grouped.setdefault((_LAYER.sub(".{}.", name), said), []).append(name)

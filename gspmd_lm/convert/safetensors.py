@@ -1,4 +1,4 @@
-"""The safetensors format: the tensors of a folder as memory-mapped slices, and files written tensor by tensor.
+"""The safetensors format: reads tensors of a folder as memory-mapped slices, and writes files tensor by tensor.
 
 Source of the format: https://github.com/huggingface/safetensors (8 bytes of header length, a JSON header, the data).
 """
@@ -19,28 +19,28 @@ from gspmd_lm.paths import read_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-FILE_BYTES = 5 * 10**9  # of one file of a folder that is written
-# The names of the format -> dtypes of numpy. Others may stand in a file, but no weight may have them.
+FILE_BYTES = 5 * 10**9  # the limit of one file that is written
+# The format's names -> numpy's dtypes. A file may hold other dtypes, but a weight may not have them.
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 WEIGHT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# Bits of a number of each of the format's dtypes.
+# How many bits a number of each of the format's dtypes has.
 BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-_MOST_HEADER_BYTES = 100_000_000  # as the reference implementation has it
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _METADATA, _ENTRY = "__metadata__", {"dtype", "shape", "data_offsets"}
 _SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One tensor of a file: where it lies, and of what it is made. Nothing is read before `read`."""
+    """One tensor of a file: its place, dtype and shape. Only `read` reads its values."""
 
     path: Path
     offset: int  # bytes from the start of the file
-    dtype: str  # in the format's words: "BF16"
+    dtype: str  # the format's name of it: "BF16"
     shape: tuple[int, ...]
 
     @property
@@ -50,8 +50,8 @@ class Stored:
     def read(self, view: Sequence[int], index: Sequence[slice | np.ndarray]) -> np.ndarray:
         """The part of the tensor that `index` picks, one slice or array of rows for each dimension of `view`.
 
-        view: the shape the tensor is read as. Slices are not copied: the result may be a view of the file, which is
-        mapped as long as the view lives.
+        view: the shape as which the tensor is read. Slices are not copied. The result may be a view of the file, which
+        stays mapped as long as the view lives.
         """
         size = math.prod(self.shape)
         dtype = np.dtype(DTYPES[self.dtype])
@@ -64,12 +64,12 @@ class Stored:
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """The tensors of a folder by name: those of model.safetensors, or of all files that its index names.
+    """The tensors of a folder by name: those of model.safetensors, or of all files that the index names.
 
-    Raises InputError where there are none, or where a file is damaged or is not what the index says.
+    Raises InputError if there are none, if a file is damaged, or if a file contradicts the index.
     """
     index, single = folder / INDEX, folder / SINGLE
-    if single.is_file():  # where there is an index too, transformers reads this one
+    if single.is_file():  # if there is an index too, transformers reads this file
         return header(single)
     if not index.is_file():
         raise InputError(_no_weights(folder))
@@ -90,7 +90,7 @@ def stored(folder: Path) -> dict[str, Stored]:
         for tensor, where in header(folder / name).items():
             if tensor in found:
                 raise InputError(
-                    f"{folder}: {tensor} stands both in {found[tensor].path.name} and in {name}\n"
+                    f"{folder}: {tensor} is both in {found[tensor].path.name} and in {name}\n"
                     "  fix   fetch the whole folder again"
                 )
             found[tensor] = where
@@ -108,9 +108,9 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 
 def header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file, whose data is just theirs: each has its bytes, side by side, none is left over.
+    """The tensors of one file, checked: their bytes lie side by side and fill the data of the file.
 
-    Raises InputError, naming the tensor, where the file is not so, for it is not what its writer meant.
+    Raises an InputError that names the tensor if they do not, because such a file is not what its writer meant.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -141,14 +141,14 @@ def header(path: Path) -> dict[str, Stored]:
             raise InputError(damaged(path, f"{name} begins {abs(start - at)} bytes {side} the end of {before}"))
         at, before = end, name
     if data + at != size:
-        raise InputError(damaged(path, f"{size - data - at} bytes after the last tensor belong to none"))
+        raise InputError(damaged(path, f"{size - data - at} bytes after the last tensor belong to no tensor"))
     return {
         name: Stored(path, data + ends[name][0], entry["dtype"], tuple(entry["shape"])) for name, entry in raw.items()
     }
 
 
 def _checked(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end in the data, by its entry in the header. Raises InputError."""
+    """The begin and the end of a tensor's bytes in the data, from its entry in the header. Raises InputError."""
     is_entry = isinstance(entry, dict) and entry.keys() == _ENTRY and isinstance(entry["dtype"], str)
     if not is_entry or not _are_sizes(entry["shape"]) or not _are_sizes(entry["data_offsets"], 2):
         raise InputError(damaged(path, f"the header's entry of {name} is not one: {shown(entry)}"))
@@ -173,15 +173,15 @@ def _are_sizes(value: Any, count: int | None = None) -> bool:
 
 
 def check_new(folder: Path) -> None:
-    """Raises InputError where a folder to be written holds something already."""
+    """Raises InputError if a folder to write holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: holds something already\n  fix   give the name of a new folder")
 
 
 def plan(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> dict[str, list[str]]:
-    """File name -> the tensors in it, in their order, at most `file_bytes` in each file; one file where all fit.
+    """The files to write: name -> tensors, in their order, with at most `file_bytes` in each file.
 
-    sizes: bytes of each tensor.
+    sizes: the bytes of each tensor.
     """
     files: list[list[str]] = [[]]
     filled = 0
@@ -203,15 +203,15 @@ def index(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
 
 
 def start(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """What stands before the data of a file with `tensors`: name -> dtype and shape, in the order of the data."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    """The header of a file, with its length. `tensors`: name -> dtype and shape, in the order of the data."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     at = 0
     for name, (dtype, shape) in tensors.items():
         end = at + math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    text += b" " * (-len(text) % 8)  # this aligns the data
     return len(text).to_bytes(8, "little") + text
 
 

@@ -1,16 +1,16 @@
-"""A config.json that is being read: its values, checked, and what is wrong with them."""
+"""A config.json while it is read: its checked values, and its problems."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.convert.strict_json import shown
 
-LARGEST = 2**53  # of a number: up to here floats hold every whole one
+LARGEST = 2**53  # floats hold every whole number up to here
 MISSING: Any = object()
 
 
 class Source:
-    """A config.json that is being read: it notes which fields were asked for, and what is wrong with them."""
+    """A config.json while it is read. It records which fields were read, and their problems."""
 
     def __init__(self, raw: Mapping[str, Any]):
         self.raw = raw
@@ -18,8 +18,9 @@ class Source:
         self.problems: list[str] = []
 
     def get(self, names: Sequence[str], default: Any = None) -> Any:
-        """The first of the fields `names` that is there and not null. They are names of one thing: where several are
-        there and differ, that is a problem.
+        """The value of the first of the fields `names` that is set and not null.
+
+        All `names` mean the same. If several are set and differ, that is a problem.
         """
         self.read.update(names)
         given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
@@ -30,7 +31,7 @@ class Source:
         return given.get(first, default)
 
     def number(self, names: Sequence[str], default: Any = MISSING, most: float = LARGEST) -> Any:
-        """As `get`, for a number above zero, which must be there where there is no default."""
+        """The value as by `get`, a number above zero. It is a problem if there is neither a value nor a default."""
         value = self.get(names, default)
         if value is MISSING:
             self.problems.append(f"{names[0]}: missing")
@@ -40,7 +41,7 @@ class Source:
         return self.checked(next(name for name in names if self.raw.get(name) is not None), value, most)
 
     def checked(self, name: str, value: Any, most: float = LARGEST) -> Any:
-        """`value`, if it is a number above zero and at most `most`; else 1, and a problem."""
+        """`value` if it is a number above zero and at most `most`; otherwise 1, and that is a problem."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             self.refuse(name, value, "must be a number above zero")
             return 1
@@ -50,7 +51,7 @@ class Source:
         return value
 
     def whole(self, names: Sequence[str], default: int, least: int) -> int:
-        """As `get`, for a whole number from `least` on."""
+        """The value as by `get`, a whole number from `least` on."""
         value = self.get(names, default)
         if type(value) is int and value >= least:
             return value
@@ -58,7 +59,7 @@ class Source:
         return default
 
     def flag(self, names: Sequence[str], default: bool) -> bool:
-        """As `get`, for true or false."""
+        """The value as by `get`, true or false."""
         value = self.get(names, default)
         if not isinstance(value, bool):
             self.refuse(names[0], value, "must be true or false")

@@ -1,4 +1,4 @@
-"""JSON text -> an object whose meaning no two readers can disagree about."""
+"""Reads JSON objects strictly: a text that two readers may understand differently is refused."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from gspmd_lm.errors import InputError
 
-DEEPEST = 64  # levels of lists and objects; what is deeper could not be written or shown again
+DEEPEST = 64  # levels of lists and objects; a deeper value could not be written or shown again
 _LONGEST_NUMBER = 40  # digits
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -16,7 +16,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file that must hold one JSON object.
 
-    Beside what is not JSON, this refuses what readers of JSON understand in different ways: a key that stands twice,
+    Besides invalid JSON, this refuses texts that readers understand in different ways: a key that appears twice,
     NaN and Infinity, numbers that a float or 64 bits do not hold, halves of characters, and very deep nesting.
 
     Raises:
@@ -42,12 +42,12 @@ def parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def damaged(path: Path, what: str) -> str:
-    """The message for a file that is not what it should be."""
+    """The error for a file that is not what it should be."""
     return f"{path}: {what}\n  fix   the file is damaged or incomplete: fetch it again"
 
 
 def shown(value: Any) -> str:
-    """A value of a file for a message, at most 60 characters of it."""
+    """A value of a file as text for a message, at most 60 characters long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -56,7 +56,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {shown(name)} stands twice")
+            raise ValueError(f"the key {shown(name)} appears twice")
         found[name] = value
     return found
 

@@ -1,8 +1,8 @@
 """The tokens of a source, computed once: one memory-mapped file for training and one for evaluation.
 
-A folder `<key>` is complete, always: it is built as `<key>.partial` under a lock, sealed with the sums of its files,
-and then renamed. A build that was killed goes on where it last wrote down its progress. What does not agree with its
-sums is made anew.
+A folder `<key>` is always complete. It is built as `<key>.partial` under a lock, sealed with the checksums of its
+files, and then renamed. A build that was killed goes on from its last note of progress. A folder that does not agree
+with its checksums is built again.
 """
 
 import array
@@ -28,9 +28,9 @@ from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.paths import cache_folder
 
-FORMAT = 2  # raise it when the same source and tokenizer would give other files
+FORMAT = 2  # to be raised when the same source and tokenizer give other files
 _NOTHING = hashlib.sha256().hexdigest()
-SEGMENT_BYTES = 16 * 1024 * 1024  # of documents between two notes of progress
+SEGMENT_BYTES = 16 * 1024 * 1024  # bytes of documents between two notes of progress
 SPLITS = ("train", "held_out")
 PROGRESS = "progress.json"
 ENTRY = (PROGRESS, *(f"{name}.tokens" for name in SPLITS))  # the files of a folder
@@ -41,27 +41,28 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Progressed:
-    """What is known of a build: of the source, and how far the files are. Kept as progress.json beside them."""
+    """The progress of a build: facts about the source, and how far the files are. Kept as progress.json."""
 
     dtype: str
     documents: int  # in the source
     document_bytes: int
-    held_out_up_to: int  # documents with a hash of at most this are held out; -1: none
+    held_out_up_to: int  # documents with a hash up to this are held out; -1: none are
     done_documents: int = 0
     done_bytes: int = 0
     replaced_bytes: int = 0
     tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    # Tokens that no target follows: the ends of documents, and in conversations all that are not before an answer's.
+    # How many tokens have no target after them: in documents the ends, in conversations all but those before the
+    # assistant's tokens.
     ends: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     sha256: dict[str, str] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, _NOTHING))
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One side of a source: the tokens of its documents, which the tokenizer's end closes, or of its conversations."""
+    """The tokens of one side of a source: conversations, or documents that end with the tokenizer's end token."""
 
-    stream: np.ndarray  # [tokens], memory-mapped; for conversations with the bits of data/packing.py
-    ends: int  # how many of the tokens no target follows
+    stream: np.ndarray  # [tokens], memory-mapped; those of conversations carry the bits of data/packing.py
+    ends: int  # how many of the tokens have no target after them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +72,15 @@ class Cache:
     folder: Path
     train: Split
     held_out: Split
-    replaced_bytes: int  # that were not UTF-8 and that the tokenizer has no token for
+    replaced_bytes: int  # bytes that were not UTF-8 and have no token
 
 
 def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None = None) -> Cache:
     """The tokens of the source, from its cache folder or tokenized now.
 
-    A share `held_out` of the distinct documents, those with the smallest hashes but at least one, is kept apart: equal
-    documents are always on the same side. Of several processes one builds and the others wait for it.
-    Raises InputError if the source cannot be read or split, or the folder not written.
+    A share `held_out` of the distinct documents is kept apart: those with the smallest hashes, and at least one. Equal
+    documents are always on the same side. One of several processes builds the folder, and the others wait for it.
+    Raises InputError if the source cannot be read or split, or the folder cannot be written.
     """
     settings = json.dumps([FORMAT, source.fingerprint, tokenizer.fingerprint, held_out])
     folder = cache_folder("data") / hashlib.sha256(settings.encode()).hexdigest()[:24]
@@ -104,14 +105,14 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     except OSError as error:
         raise InputError(
             f"{folder}: the tokens cannot be written ({error})\n"
-            "  fix   set GSPMD_LM_CACHE to a folder with room that you may write to"
+            "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
         ) from error
     assert cache
     return cache
 
 
 def _read(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cache | None:
-    """The cache of a folder, None if there is none or it is damaged, which `say` hears of."""
+    """The cache in a folder; None if there is none, or if it is damaged, which `say` is told."""
     if not folder.is_dir():
         return None
     if damage := files.damage(folder, ENTRY):
@@ -128,7 +129,7 @@ def _read(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cache | 
 
 @dataclasses.dataclass
 class _File:
-    """The tokens of one split as they are written, with their sum so far."""
+    """The file of one split while it is written, with its checksum so far."""
 
     file: BinaryIO
     sha256: Any
@@ -141,7 +142,7 @@ class _File:
 
 
 def _begun(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
-    """How far a build came that was killed, and its files; None if there is none, or it is damaged."""
+    """The progress and the files of a build that was killed; None if there is none or it is damaged."""
     opened: dict[str, _File] = {}
     try:
         noted = Progressed(**files.read_json(partial / PROGRESS))
@@ -149,7 +150,7 @@ def _begun(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
             file = (partial / f"{name}.tokens").open("ab+")
             opened[name] = _File(file, hashlib.sha256())
             left_bytes = noted.tokens[name] * np.dtype(noted.dtype).itemsize
-            file.truncate(left_bytes)  # what came after the note
+            file.truncate(left_bytes)  # drops what was written after the note
             file.seek(0)
             while block := file.read(1 << 20):
                 opened[name].sha256.update(block)
@@ -209,13 +210,13 @@ def _build(
         shutil.rmtree(partial)
         raise InputError("data.source: its files changed while they were read\n  fix   start again")
     files.seal(partial, ENTRY)
-    if folder.exists():  # damaged, or it would have been used
+    if folder.exists():  # it is damaged, or it would have been used
         shutil.rmtree(folder)
     partial.rename(folder)
 
 
 def _survey(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None) -> Progressed:
-    """A first pass: the sizes, and which hashes are held out."""
+    """The sizes of a source and the hashes that are held out, from a first pass over it."""
     hashes, document_bytes = array.array("Q"), 0
     for document in source.documents():
         hashes.append(_hash(document))
@@ -228,7 +229,7 @@ def _survey(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progre
         raise InputError(
             f"data.held_out={held_out}: {source.description} has {len(distinct)} distinct documents: "
             "none would be left to train on\n"
-            "  fix   lower data.held_out (0 keeps none apart), or add documents"
+            "  fix   lower data.held_out (0 holds none out), or add documents"
         )
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and not isinstance(tokenizer, Chat) else "<u4"
     return Progressed(dtype, len(hashes), document_bytes, int(distinct[count - 1]) if count else -1)

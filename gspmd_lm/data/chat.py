@@ -1,4 +1,4 @@
-"""Conversations in the form a model knows: its chat template, and which of the tokens are the assistant's."""
+"""Conversations as tokens: a model's chat template renders them, and the assistant's tokens are marked."""
 
 import datetime
 import hashlib
@@ -22,18 +22,18 @@ from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.paths import read_text
 
-Message = Mapping[str, Any]  # role, content, and what else the template reads of a message
-Span = tuple[int, int]  # of characters: start, stop
+Message = Mapping[str, Any]  # role, content, and other fields of a message that the template reads
+Span = tuple[int, int]  # characters: start, stop
 
-# What a template that asks for today's date gets in training data: rows must not depend on the day they were made.
+# In training data, a template that asks for today's date gets this one, so that rows do not depend on the day.
 DATA_DATE = datetime.datetime(2025, 1, 1)
 _TOGETHER = 256  # conversations encoded at once: an encoding with offsets takes about 100 bytes per token
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8, and halves of escaped characters
-_MARKS = "\ufdd0\ufdd1"  # around what {% generation %} holds; Unicode gives these two no meaning
+_MARKS = "\ufdd0\ufdd1"  # put around the text in {% generation %}; Unicode gives these two characters no meaning
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: what the assistant writes, between two marks."""
+    """The tag {% generation %} ... {% endgeneration %}, which puts two marks around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -45,15 +45,15 @@ class _Generation(jinja2.ext.Extension):
 
 
 class Template:
-    """One chat template. Rendered as transformers renders it (src/transformers/utils/chat_template_utils.py).
+    """One chat template, rendered as transformers renders it (src/transformers/utils/chat_template_utils.py).
 
-    A template is a program, though one that reaches nothing outside it: one that loops without end is not stopped.
+    A template is a program that runs in a sandbox. A template that loops without end is not stopped.
     """
 
     def __init__(self, text: str, place: str, special: Mapping[str, str]):
-        """`special`: the special tokens by the names that the template knows.
+        """Compiles a template. `special`: the special tokens by the names that the template uses.
 
-        Raises InputError for a syntax error, and where one thing stands within another too many times.
+        Raises InputError for a syntax error, or if the template is nested too deeply.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -69,9 +69,9 @@ class Template:
             raise InputError(
                 f"{place}: line {error.lineno} of the chat template: {error.message}\n  fix   correct the template"
             ) from error
-        except (RecursionError, SyntaxError) as error:  # SyntaxError: of the Python that jinja makes of it
+        except (RecursionError, SyntaxError) as error:  # SyntaxError: from the Python code that jinja generates
             raise InputError(
-                f"{place}: the chat template is nested too deeply\n  fix   write it with fewer things within each other"
+                f"{place}: the chat template is nested too deeply\n  fix   write it with fewer levels of nesting"
             ) from error
         self.place = place
         self.special = dict(special)
@@ -81,15 +81,16 @@ class Template:
     def render(
         self, messages: Sequence[Message], fields: Mapping[str, Any], now: datetime.datetime, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The text, with the beginning of the assistant's next turn if `prompt`, and what {% generation %} marks in it.
+        """The text of messages, and the spans that {% generation %} marks in it.
 
-        Raises InputError where the template refuses.
+        prompt: the text ends with the beginning of the assistant's next turn. Raises InputError if the template
+        refuses.
         """
         known = {"tools": None, "documents": None} | dict(fields) | self.special
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
             text = self._template.render(known, messages=plain, add_generation_prompt=prompt, strftime_now=now.strftime)
-        except Exception as error:  # a template is a program: it raises whatever Python raises
+        except Exception as error:  # a template is a program and may raise anything
             raise InputError(
                 f"the chat template of {self.place} refuses the messages: {error or type(error).__name__}\n"
                 "  fix   change what the messages hold, or correct the template"
@@ -107,10 +108,10 @@ class Template:
 
 
 class Chat:
-    """The tokenizer and the chat template of a folder. What it encodes carries the bits of data/packing.py."""
+    """The tokenizer and the chat template of a folder. Encoded tokens carry the bits of data/packing.py."""
 
     def __init__(self, name: str):
-        """`name`: as data.tokenizer. Raises InputError if there is no chat template or it cannot be read."""
+        """Reads the tokenizer and the template. `name` is data.tokenizer. Raises InputError if one cannot be read."""
         if name == "bytes":
             raise InputError(
                 "data.tokenizer=bytes has no chat template, which conversations need\n"
@@ -129,24 +130,24 @@ class Chat:
         self.replaced_bytes = 0
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **fields: Any) -> str:
-        """The text of the messages, today. Raises InputError where a message is malformed or the template refuses."""
+        """The text of the messages, with today's date. Raises InputError if a message is malformed or is refused."""
         _check(messages, "messages")
         now = datetime.datetime.now()
         return self._template(fields).render(messages, fields, now, add_generation_prompt)[0]
 
     def prompt(self, messages: Sequence[Message], **fields: Any) -> np.ndarray:
-        """The int32 ids after which the assistant answers the messages. Raises InputError as `render` does."""
+        """The int32 ids of the messages, ready for the assistant's answer. Raises InputError as `render` does."""
         text = self.render(messages, add_generation_prompt=True, **fields)
         return np.asarray(self._tokenizer.encode_marked([_NO_CHARACTER.sub("\ufffd", text)])[0].ids, np.int32)
 
     def prompt_of(self, record: Mapping[str, Any]) -> np.ndarray:
-        """`prompt` of a record's messages, with the other fields of the record that the template reads."""
+        """The int32 ids of a record's messages, as by `prompt`, with the other fields that the template reads."""
         return self.prompt(record["messages"], **self._fields(record))
 
     def document(self, record: Mapping[str, Any], place: str, field: str) -> bytes:
         """The text of a record's conversation and the assistant's spans in it, as JSON for `encode_all`.
 
-        Raises InputError, naming `place`, where the record has no such conversation or the template cannot show it.
+        Raises an InputError that names `place` if the record has no conversation, or the template cannot render it.
         """
         if field not in record:
             raise InputError(
@@ -157,7 +158,7 @@ class Chat:
         if not any(message["role"] == "assistant" for message in messages):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise InputError(
-                f"{place}: {field} has no message of the role assistant (roles: {roles}), so nothing to learn from\n"
+                f"{place}: {field} has no message of the role assistant (roles: {roles}), so nothing can be learnt\n"
                 "  fix   remove the line, or name the role assistant"
             )
         template = self._template(record)
@@ -176,10 +177,10 @@ class Chat:
         return json.dumps([text, spans]).encode()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The uint32 tokens of each conversation that `document` gave, with TARGET and LAST set.
+        """The uint32 tokens of conversations that `document` returned, with the bits TARGET and LAST.
 
-        The template says how a conversation ends. Where it writes no special token in or after the last turn, the
-        tokenizer's end is added: what never stops in training would never stop when it generates.
+        The template says how a conversation ends. If it writes no special token in or after the last turn, the
+        tokenizer's end is added, because a model that never saw an end in training would not stop when it generates.
         """
         tokens = []
         for start in range(0, len(documents), _TOGETHER):
@@ -204,7 +205,7 @@ class Chat:
     def _spans(
         self, template: Template, messages: Sequence[Message], fields: Mapping[str, Any], text: str
     ) -> list[Span]:
-        """From where the assistant is asked to write to the end of its turn, found by rendering what comes before."""
+        """The assistant's spans, each from its prompt to the end of its turn, found by rendering earlier messages."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -220,7 +221,7 @@ class Chat:
                     "assistant writes\n        (transformers reads them too), or give conversations with one answer"
                 )
             turn = answered[len(asked) :].rstrip()
-            # Nobody writes the line break that templates put after the token that ends a turn.
+            # The line break that templates put after the token that ends a turn belongs to nobody.
             spans.append((len(asked), len(asked) + len(turn) if turn.endswith(self._closers) else len(answered)))
         return spans
 
@@ -237,14 +238,14 @@ class Chat:
         if not np.isin(ids[last_turn], self._special_ids).any():
             ids = np.append(ids, np.uint32(self._tokenizer.end))
             assistants = np.append(assistants, True)
-        assistants[0] = False  # nothing comes before it to predict it from
+        assistants[0] = False  # nothing comes before the first token to predict it from
         ids[assistants] |= TARGET
         ids[-1] |= LAST
         return ids
 
 
 def stop_ids(name: str) -> tuple[int, ...]:
-    """The ids that end a turn of the tokenizer `name`: its end, and those of generation_config.json beside it."""
+    """The ids that end a turn: the end of the tokenizer `name`, and those of generation_config.json beside it."""
     found = [tokenizer.load(name).end]
     if name != "bytes":
         path = tokenizer.find(name).with_name("generation_config.json")
@@ -257,7 +258,7 @@ def stop_ids(name: str) -> tuple[int, ...]:
 
 
 def _check(messages: Any, place: str) -> Sequence[Message]:
-    """The messages. Raises InputError that lists every malformed one."""
+    """The messages, checked. Raises an InputError that lists every malformed one."""
     if not isinstance(messages, list | tuple) or not messages:
         got = "empty" if isinstance(messages, list | tuple) else f"a {type(messages).__name__}"
         raise InputError(
@@ -285,7 +286,7 @@ def _malformed(message: Any) -> str:
 
 
 def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
-    """The chat templates beside a tokenizer.json by name, and the texts they were made of."""
+    """The chat templates beside a tokenizer.json by name, and the texts of which they were made."""
     config_path, alone = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
     settings = _read_object(config_path)
     special = {
@@ -307,7 +308,7 @@ def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
     if "default" not in texts:
         others = f" named default (there are {', '.join(texts)})" if texts else ""
         raise InputError(
-            f"data.tokenizer: {path.parent}: no chat template{others}: conversations cannot be written without\n"
+            f"data.tokenizer: {path.parent}: no chat template{others}: conversations need one\n"
             f"  fix   write the one the model was trained with to {alone},\n"
             "        or take the tokenizer of the model's instruction-tuned variant"
         )
@@ -325,7 +326,7 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file, empty if there is no file. Raises InputError where it is none."""
+    """The JSON object of a file; empty if there is no file. Raises InputError if it is not a JSON object."""
     if not path.is_file():
         return {}
     try:
@@ -338,7 +339,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter of this name escapes HTML, which templates do not expect."""
+    """The JSON of a value. Jinja's own filter of this name would escape HTML, which templates do not expect."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

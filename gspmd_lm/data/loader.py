@@ -1,4 +1,4 @@
-"""Batches of a run: which row stands where is a function of the seed and the step alone."""
+"""The batches of a run. The place of each row is a function of the seed and the step alone."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.data import cache, chat, packing, sources, tokenizer
 from gspmd_lm.errors import InputError
 
-MOST_RANDOM_TOKENS = 2**30  # of random:ROWS
+MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 
 
@@ -23,8 +23,8 @@ _AHEAD = 4  # batches read before they are asked for
 class Loader:
     """Rows in batches. Row `step * batch + b` of an endless sequence of shuffled epochs is row b of that step.
 
-    Where there are fewer rows than a batch has, a batch holds rows of several epochs. With `repeat=False` there is one
-    epoch, and rows of padding, which have no targets, fill its last batch.
+    If there are fewer rows than a batch has places, a batch holds rows of several epochs. With `repeat=False` there is
+    one epoch. Rows of padding fill its last batch; they have no targets.
     """
 
     rows: packing.Rows
@@ -33,15 +33,15 @@ class Loader:
     repeat: bool
     tokens_per_epoch: int  # targets in all rows
     description: str  # one line for the user
-    fingerprint: str  # equal only for equal rows; every process must have the same
+    fingerprint: str  # equal only for equal rows; it must be equal in every process
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches until each row was read once, the last one filled up."""
+        """How many batches it takes to read each row once; the last one is filled up."""
         return -(-len(self.rows) // self.batch)
 
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Which of the rows stand at the places `batch_rows` of the step's batch; -1 for padding."""
+        """The rows at the places `batch_rows` of a step's batch; -1 for padding."""
         count = len(self.rows)
         indices = []
         for place in batch_rows:
@@ -54,7 +54,7 @@ class Loader:
         return np.asarray(indices, np.int64)
 
     def rows_at(self, step: int, batch_rows: slice | Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """int32 tokens, targets, segment_ids and positions [rows, seq], and row [rows], of a part of a step's batch.
+        """A part of a step's batch: int32 tokens, targets, segment_ids and positions [rows, seq], and row [rows].
 
         `row` is the row's place in the global batch. See packing.Rows.read for the others.
         """
@@ -66,9 +66,9 @@ class Loader:
     ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
         """Pairs of a step and its arrays, from `start_step` to before `stop_step`, read ahead by a thread.
 
-        `shardings` names the arrays that are wanted, [batch, seq] or for `row` [batch]. Each process reads only the
-        rows that its own devices hold. Without `repeat` it ends after one epoch at the latest. Close it when leaving
-        early; what goes wrong in the thread is raised here.
+        `shardings` names the wanted arrays, which are [batch, seq], or [batch] for `row`. Each process reads only the
+        rows that its own devices hold. Without `repeat` the pairs end after one epoch at the latest. A caller that
+        leaves early must close the generator. An error in the thread is raised here.
         """
         shapes = {name: (self.batch,) if name == "row" else (self.batch, self.rows.seq) for name in shardings}
         places = _local_places(shardings, shapes)
@@ -91,9 +91,9 @@ class Loader:
 
 
 def open(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
-    """The loaders of the training and of the held-out rows; the latter is None with `data.held_out: 0`.
+    """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
-    Tokenizes the source if that was not done before; `progress` hears of it. Evaluation reads its rows once and in an
+    A source that has no cache yet is tokenized, and `progress` is told about it. Evaluation reads its rows once, in an
     order that does not depend on the seed. Raises InputError if the source, the tokenizer or their sizes do not fit.
     """
     data = config.data
@@ -127,9 +127,9 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
             targets = len(rows) * data.seq
         else:
             rows = packing.documents(split.stream, data.seq, tokens.end)
-        # Conversations, and documents kept for evaluation, may fill less than a row; a text for training may not.
+        # Conversations and held-out documents may fill less than a row. A text for training may not.
         if not len(rows) or (training and not conversation and len(split.stream) <= data.seq):
-            fix = "lower data.seq, or add text" + ("" if training else ", or change data.held_out (0 keeps none apart)")
+            fix = "lower data.seq, or add text" + ("" if training else ", or change data.held_out (0 holds none out)")
             raise InputError(
                 f"data.source={data.source}: {len(split.stream):,} tokens for {use} are less than one row, "
                 f"data.seq + 1 = {data.seq + 1:,}\n  fix   {fix}"
@@ -148,7 +148,7 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
 
 
 def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
-    """Loaders of random rows; those held out are drawn anew and equally many, as random rows have no sides."""
+    """The loaders of random rows. Held-out rows are drawn anew, as many as there are for training."""
     data, vocab = config.data, config.model.vocab
     if count * (data.seq + 1) > MOST_RANDOM_TOKENS:
         raise InputError(
@@ -173,12 +173,12 @@ def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
 
 @functools.lru_cache(maxsize=4096)
 def _epoch_seed(seed: int, epoch: int) -> int:
-    """32 bits that differ between epochs of one seed and between neighbouring seeds."""
+    """A seed of 32 bits that differs between epochs of one seed and between neighbouring seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4], "big")
 
 
 def _local_places(shardings: Mapping[str, jax.sharding.Sharding], shapes: Mapping[str, tuple[int, ...]]) -> np.ndarray:
-    """The places in the global batch, ascending, that this process's devices hold of any of the arrays."""
+    """The places in the global batch that this process's devices hold in any of the arrays, ascending."""
     needed = np.zeros(next(iter(shapes.values()))[0], bool)
     for name, sharding in shardings.items():
         for index in sharding.addressable_devices_indices_map(shapes[name]).values():
@@ -188,7 +188,7 @@ def _local_places(shardings: Mapping[str, jax.sharding.Sharding], shapes: Mappin
 
 
 def _part(local: np.ndarray, places: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
-    """What one device holds: `index` of the global array, taken from the rows at `places`."""
+    """The part of a global array that one device holds: its `index`, taken from the rows at `places`."""
     assert index is not None
     start, stop, _ = index[0].indices(int(places[-1]) + 1)
     first = int(np.searchsorted(places, start))

@@ -1,11 +1,11 @@
-"""Rows of a fixed length, cut from one long run of tokens."""
+"""Rows of a fixed length, cut from one long array of tokens."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-# Bits of the tokens of conversations (uint32): one that the assistant says, and the last one of its conversation.
+# Bits in the tokens of conversations (uint32): a token of the assistant, and the last token of a conversation.
 TARGET, LAST = np.uint32(1 << 30), np.uint32(1 << 31)
 FIELDS = ("tokens", "targets", "segment_ids", "positions")
 
@@ -14,10 +14,11 @@ FIELDS = ("tokens", "targets", "segment_ids", "positions")
 class Rows:
     """`len(rows)` rows of `seq` tokens; row r starts at token r * stride.
 
-    With `end`, rows hold packed documents, which `end` closes: each is a segment of its own, and one that a row cuts
-    goes on in the next row as a new segment. Every token but the first of each document is a target exactly once.
-    With `starts`, rows hold packed conversations, whose tokens carry TARGET and LAST, and row r starts at starts[r]:
-    only a conversation that no row can hold is cut. Every TARGET is a target exactly once.
+    With `end`, rows hold packed documents, which end with the token `end`. Each document is a segment of its own. A
+    document that a row cuts goes on in the next row as a new segment. Every token but the first of each document is a
+    target exactly once.
+    With `starts`, rows hold packed conversations, whose tokens carry TARGET and LAST. Row r starts at starts[r]. A
+    conversation is cut only if no row can hold it. Every TARGET is a target exactly once.
     With neither, a row is a piece of one text, and every position has a target.
     """
 
@@ -25,7 +26,7 @@ class Rows:
     seq: int
     stride: int
     end: int | None
-    starts: np.ndarray | None = None  # [rows + 1], the last one the length of the stream
+    starts: np.ndarray | None = None  # [rows + 1]; the last one is the length of the stream
 
     def __len__(self) -> int:
         if self.starts is not None:
@@ -35,20 +36,20 @@ class Rows:
         return max(0, -(-(len(self.stream) - 1) // self.stride))  # the last row is padded
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """FIELDS of the rows as int32 [len(indices), seq]; an index of -1 gives a row of padding.
+        """The FIELDS of the rows as int32 [len(indices), seq]; an index of -1 gives a row of padding.
 
-        targets: the next token, or -1 where there is none. segment_ids: 1, 2, ... in each row, 0 for padding.
-        positions: from 0 in each segment.
+        targets: the next token, or -1 if there is none. segment_ids: 1, 2, ... in each row, and 0 for padding.
+        positions: counted from 0 in each segment.
         """
         windows = np.zeros((len(indices), self.seq + 1), self.stream.dtype)
-        lengths = np.zeros(len(indices), np.int64)  # positions that are not padding
+        lengths = np.zeros(len(indices), np.int64)  # how many positions are not padding
         for i, index in enumerate(indices):
             if index >= 0:
                 piece = self._piece(int(index))
                 windows[i, : len(piece)] = piece
                 lengths[i] = len(piece) - 1
         ends = np.zeros((len(indices), self.seq), bool)
-        silent = ends  # positions whose next token is none to learn
+        silent = ends  # positions whose next token is not a target
         if self.starts is not None:
             ends = (windows[:, :-1] & LAST) > 0
             silent = ends | ((windows[:, 1:] & TARGET) == 0)
@@ -78,19 +79,20 @@ class Rows:
 
 
 def documents(stream: np.ndarray, seq: int, end: int) -> Rows:
-    """Rows of packed documents; only the last one may be padded."""
+    """Rows of packed documents. Only the last row may be padded."""
     return Rows(stream, seq, seq, end)
 
 
 def conversations(stream: np.ndarray, seq: int) -> tuple[Rows, int]:
-    """Rows of packed conversations, each filled with as many of the next as it holds whole, and how many none holds.
+    """Rows of packed conversations, and how many conversations are too long for a row.
 
-    The rest of a row is padding. A conversation longer than a row starts one and goes on in the next as a new segment.
+    A row is filled with as many whole conversations as it holds, and the rest of it is padding. A conversation that is
+    too long starts a row and goes on in the next one as a new segment.
     """
     stops = 1 + np.flatnonzero(stream >= LAST)
     starts = [0]
     while starts[-1] < len(stream):
-        # The last token of a conversation has no next one, so it may be a target alone.
+        # The last token of a conversation has no successor, so a row needs no input for it.
         held = int(np.searchsorted(stops, starts[-1] + seq + 1, side="right"))
         stop = int(stops[held - 1]) if held else 0
         starts.append(stop if stop > starts[-1] else starts[-1] + seq)
@@ -99,11 +101,11 @@ def conversations(stream: np.ndarray, seq: int) -> tuple[Rows, int]:
 
 
 def text(stream: np.ndarray, seq: int) -> Rows:
-    """Rows cut from one text; what is left at its end and fills no row is not used."""
+    """Rows cut from one text. Tokens at its end that do not fill a row are not used."""
     return Rows(stream, seq, seq, None)
 
 
 def random(rows: int, seq: int, vocab: int, seed: Sequence[int]) -> Rows:
-    """Rows of tokens drawn uniformly from [0, vocab), each independent of the others."""
+    """Rows of independent tokens, drawn uniformly from [0, vocab)."""
     tokens = np.random.default_rng(seed).integers(0, vocab, rows * (seq + 1), np.uint32)
     return Rows(tokens, seq, seq + 1, None)

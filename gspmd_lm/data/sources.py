@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, or files. Each source is read as a stream, in a fixed order."""
+"""Documents from the standard library or from files. Each source is read as a stream, in a fixed order."""
 
 import dataclasses
 import glob
@@ -14,11 +14,11 @@ from typing import Any
 from gspmd_lm.config import Data
 from gspmd_lm.errors import InputError, did_you_mean
 
-Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0: not known)
+Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all (0: not known)
 
 Conversation = Callable[[dict[str, Any], str], bytes]  # a record and its place, file:line -> a document
 
-# A text file above this size is several documents, cut at line ends: one large file then has parts to hold out,
+# A text file above this size becomes several documents, cut at line ends. Then parts of one large file can be held out,
 # and no file has to fit in memory.
 SECTION_BYTES = 64 * 1024
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -60,7 +60,7 @@ def _jsonl(path: Path, field: str) -> Iterator[bytes]:
             raise InputError(f"{place}: {field} is a {type(text).__name__}, not text\n  fix   {fix}")
         try:
             yield text.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:  # half a character that JSON spelled as an escape
+        except UnicodeEncodeError:  # JSON can spell half a character (a lone surrogate) as an escape
             yield text.encode("utf-8", "surrogatepass")
 
 
@@ -98,7 +98,7 @@ def _array_record(path: Path, field: str) -> Iterator[bytes]:
         count = reader.num_records()
         for start in range(0, count, 1024):
             yield from reader.read(start, min(start + 1024, count))
-        reader.close()  # only this raises for a damaged file, which else is one without records
+        reader.close()  # only close() raises for a damaged file, which otherwise seems to have no records
     except Exception as error:  # the library raises nothing more precise
         raise InputError(f"{path}: cannot be read as ArrayRecord ({error or 'damaged'})") from error
 
@@ -116,19 +116,19 @@ _READERS: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Documents of files. `fingerprint` is the sha256 over their contents, `size_bytes` the size of the files."""
+    """The documents of files. `fingerprint` is the sha256 over their contents, `size_bytes` the size of the files."""
 
     description: str
     files: tuple[Path, ...]
     text_field: str
     fingerprint: str
     size_bytes: int
-    conversation: Conversation | None = None  # makes a document of each record; without, text_field holds it
+    conversation: Conversation | None = None  # makes a document of each record; None: text_field holds it
 
     def documents(self) -> Iterator[bytes]:
-        """Every document, always in the same order; those without a single byte are left out.
+        """Every document that is not empty, always in the same order.
 
-        Raises InputError, naming the file and where there is one the line, for what cannot be read.
+        Raises an InputError that names the file, and the line if there is one, for a document that cannot be read.
         """
         for path in self.files:
             try:
@@ -144,7 +144,7 @@ class Source:
 def open(data: Data, progress: Progress | None = None, conversation: Conversation | None = None) -> Source:
     """The source that `data.source` names, its files checked and hashed.
 
-    With `conversation`, what that makes of each record of the .jsonl files is a document. Raises InputError if a glob
+    With `conversation`, each record of the .jsonl files is turned into a document by it. Raises InputError if a glob
     matches nothing, or a file is empty, unreadable or of an unknown kind.
     """
     if random_rows(data.source) is not None:
@@ -170,7 +170,7 @@ def open(data: Data, progress: Progress | None = None, conversation: Conversatio
 
 
 def random_rows(source: str) -> int | None:
-    """ROWS of a source `random:ROWS`, None of any other. Raises InputError where ROWS is no positive number."""
+    """ROWS of a source `random:ROWS`; None for another source. Raises InputError if ROWS is not a positive number."""
     kind, colon, rows = source.partition(":")
     if kind != "random" or not colon:
         return None
@@ -184,7 +184,7 @@ def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # not entered at all
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # os.walk does not enter the others
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     files = sorted((path for path in found if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
     if not files:
@@ -193,7 +193,7 @@ def _standard_library() -> list[Path]:
 
 
 def _matching(patterns: str) -> list[Path]:
-    """The files of all globs, sorted, each once."""
+    """The files that match any of the globs, sorted, each of them once."""
     found: dict[Path, None] = {}
     for pattern in patterns.split():
         names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
@@ -218,7 +218,7 @@ def _matching(patterns: str) -> list[Path]:
 
 
 def _hash(files: Sequence[Path], progress: Progress | None) -> tuple[list[str], int]:
-    """The sha256 of each file and the bytes in all. Raises InputError for files that are empty or cannot be read."""
+    """The sha256 of each file, and the bytes of all. Raises InputError for a file that is empty or unreadable."""
 
     def digest(path: Path) -> tuple[str, int]:
         try:

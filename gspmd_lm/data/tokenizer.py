@@ -1,4 +1,4 @@
-"""Bytes to token ids and back: plain bytes, or a Hugging Face tokenizer.json."""
+"""Tokenizers, from bytes to token ids and back: plain bytes, or a Hugging Face tokenizer.json."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ import tokenizers
 from gspmd_lm.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
-# Tried in this order where no tokenizer_config.json beside the file names an eos_token.
+# Tried in this order if no tokenizer_config.json beside the file names an eos_token.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
-_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how surrogateescape shows the bytes it could not decode
+_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # surrogateescape shows bytes that it cannot decode so
 
 
 class Tokenizer(Protocol):
-    """What packing needs of a tokenizer. The id `end` is appended to every document."""
+    """The interface of a tokenizer. The id `end` is appended to every document."""
 
     @property
     def vocab_size(self) -> int:
@@ -34,12 +34,12 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers only if they give equal ids."""
+        """A text that is equal for two tokenizers only if they give equal ids."""
         ...
 
     @property
     def replaced_bytes(self) -> int:
-        """How many bytes were not UTF-8 and had no token of their own, so that U+FFFD stands for them."""
+        """How many bytes were replaced by U+FFFD so far: they were not UTF-8 and had no token of their own."""
         ...
 
     def encode(self, document: bytes) -> np.ndarray:
@@ -47,15 +47,15 @@ class Tokenizer(Protocol):
         ...
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """What `encode` gives for each document, faster."""
+        """The int32 ids of each document, as by `encode` but faster."""
         ...
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a text to go on with, as transformers' tokenizers give them."""
+        """The int32 ids of a text to continue, as transformers' tokenizers give them."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
-        """The text of the ids; special tokens are spelled out in it, or left out."""
+        """The text of the ids, with special tokens spelled out or left out."""
         ...
 
 
@@ -77,16 +77,16 @@ class Bytes:
         return self.encode(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
-        """The bytes; end tokens, and ids that only pad the vocabulary, have none."""
+        """The bytes of the ids. End tokens, and ids that only pad the vocabulary, have none."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes()
 
 
 class HuggingFace:
-    """A tokenizer.json. Special tokens that are spelled out in a document are read as ordinary text."""
+    """A tokenizer.json. Special tokens that are spelled out in a document are encoded as ordinary text."""
 
     def __init__(self, path: Path):
-        """Raises InputError if the file cannot be read, is no tokenizer.json, or names no end-of-text token."""
+        """Reads a file. Raises InputError if it is not a readable tokenizer.json or has no end-of-text token."""
         try:
             raw = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ class HuggingFace:
                 f"data.tokenizer: {path}: not a Hugging Face tokenizer.json ({error})\n"
                 "  fix   give the path of a tokenizer.json, or bytes"
             ) from error
-        # Settings that the file may carry for inference, and that would cut or pad every document.
+        # The file may carry these settings for inference. They would cut or pad every document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -126,7 +126,7 @@ class HuggingFace:
         return [next(encoded) if item is None else item for item in ids]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """Encodings, with offsets, of texts in which special tokens that are spelled out are those tokens."""
+        """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
             return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -134,7 +134,7 @@ class HuggingFace:
             self._tokenizer.encode_special_tokens = True
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Special tokens that are spelled out are those tokens; the ones that the file says begin a text are added."""
+        """The int32 ids of a text, with the special tokens that begin a text and those that are spelled out in it."""
         self._tokenizer.encode_special_tokens = False
         try:
             return np.asarray(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
@@ -142,7 +142,7 @@ class HuggingFace:
             self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
-        """The text as UTF-8; a character cut in half becomes U+FFFD."""
+        """The text of the ids as UTF-8. A character that is cut in half becomes U+FFFD."""
         known = [int(i) for i in ids if i < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=not special).encode()
 
@@ -151,7 +151,7 @@ class HuggingFace:
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def _encode_mixed(self, document: bytes) -> np.ndarray:
-        """Ids of a document that is not UTF-8: its foreign bytes become byte tokens where the vocabulary has them."""
+        """The ids of a document that is not UTF-8. Its foreign bytes become byte tokens if the vocabulary has them."""
         if self._byte_ids is None:
             self.replaced_bytes += len("".join(_NOT_UTF8.findall(document.decode("utf-8", "surrogateescape"))))
             return self._encode_texts([document.decode("utf-8", "replace")])[0]
@@ -164,9 +164,9 @@ class HuggingFace:
         return np.concatenate(parts)
 
     def _find_byte_ids(self, raw: str) -> np.ndarray | None:
-        """Ids of the 256 single bytes in a byte-level or byte-fallback vocabulary, or None."""
+        """The ids of the 256 single bytes in a byte-level or byte-fallback vocabulary; None for another one."""
         if '"ByteLevel"' in raw:
-            # GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on.
+            # GPT-2's alphabet: printable bytes stand for themselves, and characters from 256 on for the other bytes.
             printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
             others = iter(range(256, 512))
             names = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -196,7 +196,7 @@ class HuggingFace:
 
 
 def load(name: str) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: bytes, or the path of a tokenizer.json or of the folder it lies in.
+    """The tokenizer that `data.tokenizer` names: bytes, or the path of a tokenizer.json or of its folder.
 
     Raises InputError if there is none.
     """
@@ -206,7 +206,7 @@ def load(name: str) -> Tokenizer:
 
 
 def find(name: str) -> Path:
-    """The tokenizer.json that `name`, its path or its folder's, means. Raises InputError if there is none."""
+    """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none."""
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
@@ -217,8 +217,8 @@ def find(name: str) -> Path:
 def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:
     """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
 
-    A small source may give fewer tokens. Raises InputError if `path` exists or `vocab_size` is below 257, the 256
-    bytes and the end token.
+    A small source may give fewer tokens. Raises InputError if `path` exists, or if `vocab_size` is below 257: there are
+    256 bytes and an end token.
     """
     path = Path(path).expanduser()
     if path.exists():

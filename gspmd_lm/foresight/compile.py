@@ -27,6 +27,7 @@ from gspmd_lm import files, paths, versions
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
+from gspmd_lm.foresight.machine.hardware import gpu_target_config
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules, ShardingError
 
@@ -45,7 +46,7 @@ PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("config.py", "core_yaml.py", "axes.py", "vocabulary.py", "placing.py", "products.py", "rules.py",
             "mesh.py", "placement.py", "task.py", "arrays.py", "program.py", "runtime.py", "kernels", "model",
-            "train", "infer", "foresight/compile.py", "foresight/machine")  # fmt: skip
+            "train", "infer", "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]
@@ -74,7 +75,9 @@ class Request:
             computed: Any = configs.to_dict(self.config) | {"name": ""}
         else:
             computed = pickled(self.config).hex()
-        wanted = [FORMAT, computed, self.rules.facts(), self.target.text,
+        chip = self.target.chip
+        told = gpu_target_config(chip) if chip and chip.gpu else ""
+        wanted = [FORMAT, computed, self.rules.facts(), self.target.text, told,
                   compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -23,12 +23,8 @@ from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.task import Task
 from gspmd_lm.train import decoder, state, table
 
-# By how much predictions of published step times are off, for each chip: where no constant was fitted to the row, and
-# where one was. Source: docs/foresight.md and benchmarks/results/foresight_times.json, which
-# `python -m benchmarks.foresight times --write` makes.
-KNOWN_ERRORS: dict[str, tuple[float, ...]] = {"v5p": (-0.065,), "v5e": (0.190,), "tpu7x": (-0.120,), "h100": (-0.180,)}
-FITTED_ERRORS: dict[str, tuple[float, ...]] = {"v6e": (-0.001, -0.017, -0.032, -0.038), "v5p": (-0.042,)}
-# Until what GPUs are priced with is mended. Source: docs/foresight.md, "On GPUs"; one of the four is in KNOWN_ERRORS.
+# To be dropped when the prices of GPUs are mended. Source: docs/validation.md, "On GPUs"; one of the four rows is in
+# Chip.step_errors.
 GPU_ERROR = "too short on GPUs: by 24% in the mean of 4 published step times on H100 and H200"
 NOT_COMPARED = "not compared with any measurement"
 NOT_ON_CPU = "simulated devices have no speed of their own: give a --target such as v5p:2x2x2 or h100:8"
@@ -146,7 +142,7 @@ def report(
 
 def known_error(chip: Chip) -> str:
     """How wrong predictions for a chip were where they could be compared. One row is no measure of the next one."""
-    told, fitted = KNOWN_ERRORS.get(chip.name, ()), FITTED_ERRORS.get(chip.name, ())
+    told, fitted = chip.step_errors, chip.fitted_step_errors
     if chip.platform == "gpu":
         return GPU_ERROR
     if len(told) > 1:

@@ -16,6 +16,9 @@ from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.task import Batch, Input, Task
 from gspmd_lm.train import optimizer
 
+# (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
+initial = jax.jit(init, static_argnums=0)
+
 
 def task(config: Config | Task) -> Task:
     """What a config computes; a task as it is."""
@@ -26,7 +29,7 @@ def task(config: Config | Task) -> Task:
         name=config.name,
         vocabulary=DECODER,
         inputs=inputs(config),
-        init=functools.partial(init, model),
+        init=functools.partial(initial, model),
         sums=functools.partial(_sums, model),
         optimizer=functools.partial(_optimizer, config),
         count=_targets,

@@ -94,6 +94,8 @@ class Run:
             train_rows, held_out_rows = self.rows
             self.say(train_rows.description)
             compiling = beside.submit(self._program, "train step", self.step.lower_train)
+            for tracker in train.trackers if self.machine.is_main else ():
+                metrics.import_tracker(tracker)  # here, beside the compiler
             if not self.machine.simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
             start, state = self._start(checkpoints, chosen, init_from)
@@ -192,12 +194,11 @@ class Run:
         """A compiled function of the step, compiled once."""
         if name not in self.compiled:
             rules = self.step.rules
-            machine = self.machine
+            machine, train = self.machine, name == "train step"
             options = runtime.compiler_options(
-                machine.platform, rules.compiler_options, rules.path, machine.device_kind
+                machine.platform, rules.compiler_options, rules.path, machine.device_kind, once=name == "initial state"
             )
             began = time.perf_counter()
-            train = name == "train step"
             ready, foresee = (self.executable, self.foresee) if train else (None, None)
             traced = began
             try:

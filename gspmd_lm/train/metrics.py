@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -104,11 +105,24 @@ def check_trackers(trackers: Sequence[str]) -> None:
             )
 
 
+def import_tracker(tracker: str) -> Any:
+    """The package of a tracker, imported. Some take seconds.
+
+    tensorboardX would import torch, where that is installed, only to name a type of it; here it finds none.
+    """
+    hidden = tracker == "tensorboard" and "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        return importlib.import_module(_PACKAGES[tracker])
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+
+
 class _TensorBoard:
     def __init__(self, directory: str):
-        from tensorboardX import SummaryWriter
-
-        self.writer = SummaryWriter(directory)
+        self.writer = import_tracker("tensorboard").SummaryWriter(directory)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -121,8 +135,8 @@ class _TensorBoard:
 class _Wandb:
     """Weights & Biases, or trackio, which offers the same functions."""
 
-    def __init__(self, package: str, name: str, config: dict[str, Any]):
-        self.module = importlib.import_module(package)
+    def __init__(self, tracker: str, name: str, config: dict[str, Any]):
+        self.module = import_tracker(tracker)
         self.run = self.module.init(project="gspmd_lm", name=name, config=config)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

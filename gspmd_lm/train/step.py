@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from gspmd_lm import mesh as meshes
 from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.placing import scope
+from gspmd_lm.placement import MeshPlacement, Named
+from gspmd_lm.placing import Spec, Split, scope
 from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
@@ -36,6 +38,11 @@ class Step(Program):
     @property
     def matmul_precision(self) -> str:
         return self.task.matmul_precision
+
+    @functools.cached_property
+    def of_a_replica(self) -> MeshPlacement:
+        """The placement of what one replica of the weights computes; the others are a batch dimension of it."""
+        return MeshPlacement(self.rules.of_a_replica, self.mesh)
 
     @functools.cached_property
     def state_shardings(self) -> State:
@@ -138,16 +145,19 @@ class Step(Program):
         }
 
     def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, count: jax.Array) -> tuple[Any, Any]:
-        """The sums and the gradients of loss / count by the trained parameters, accumulated in float32 over the
-        rules' microbatches."""
+        """The sums and the gradients of loss / count by the trained parameters.
+
+        Over the rules' microbatches they are accumulated in float32. Where devices hold replicas of all weights, each
+        adds up the gradients of its own rows, and they are summed over the replicas once, after the last microbatch.
+        """
         key = jax.random.fold_in(state.key, state.step) if self.task.random else None
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Any]:
             sums = self.task.sums(lora.joined(frozen, trained), batch, key)
             return sums.loss / count, sums
 
-        def differentiate(batch: Batch) -> tuple[Any, Any]:
-            with self.traced():
+        def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Any]:
+            with self.traced(placement):
                 return jax.grad(loss, has_aux=True)(trained, batch)
 
         microbatches = self.rules.microbatches
@@ -155,30 +165,57 @@ class Step(Program):
             gradients, sums = differentiate(batch)
             return sums, self._place(gradients)
 
+        names = self.rules.replicas
+        replicas = Split(names, math.prod(self.rules.mesh[name] for name in names))
+        # A dimension of one replica would keep compilers from reduce-scattering.
+        each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
+        lead = (replicas.pieces,) if names else ()
         specs = self.task.specs()
 
         def cut(name: str, x: jax.Array) -> jax.Array:
+            """[M, R, rows, ...], without R where there are no replicas."""
             # Row r goes to microbatch r % M: every device then works on rows that it already has.
             x = rearrange(x, "(row M) ... -> M row ...", M=microbatches)
             array, axes, _ = specs[name]
-            return jax.lax.with_sharding_constraint(x, self.placement.sharding("rules", array, ("", *axes), x.shape))
+            x = jax.lax.with_sharding_constraint(x, self.placement.sharding("rules", array, ("", *axes), x.shape))
+            return x.reshape(microbatches, *lead, -1, *x.shape[2:])
+
+        one, place = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._place)
 
         def accumulate(carry: tuple[Any, Any], microbatch: Batch) -> tuple[tuple[Any, Any], None]:
-            gradients, sums = differentiate(microbatch)
-            return jax.tree.map(lambda total, new: total + new, carry, (sums, self._place(gradients))), None
+            gradients, sums = one(microbatch)
+            return jax.tree.map(jnp.add, carry, (place(gradients), sums)), None
 
-        zero = jnp.zeros((), jnp.float32)
-        zeros = self._place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained))
+        def zeros(like: Any) -> jax.Array:
+            return jnp.zeros((*lead, *like.shape), jnp.float32)
+
         rows = self.task.batch(self.task.rows // microbatches)
-        none = jax.tree.map(lambda _: zero, jax.eval_shape(self.task.sums, self.arrays.params, rows, None))
+        sums = jax.eval_shape(self.task.sums, self.arrays.params, rows, None)
+        start = place(jax.tree.map(zeros, trained)), jax.tree.map(zeros, sums)
         pieces = {name: cut(name, x) for name, x in sorted(batch.items())}
-        (sums, gradients), _ = jax.lax.scan(accumulate, (none, zeros), pieces)
+        (gradients, sums), _ = jax.lax.scan(accumulate, start, pieces)
+        if names:
+            gradients = jax.tree.map(
+                lambda named, g: self._summed(g, replicas, named),
+                self.arrays.named_trained, gradients, is_leaf=lambda leaf: isinstance(leaf, Named),
+            )  # fmt: skip
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
+
+    def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
+        """A gradient from those of the replicas, [R, ...]."""
+        first = next(iter(self.task.specs().values()))
+        with scope("of", named.path), scope("sum", f"{first.array}.{first.axes[0]}"):
+            return self.placement.total(addends, replicas, Spec(named.path, named.axes, "optimizer"))
+
+    @functools.cached_property
+    def _gradient_shardings(self) -> Any:
+        """Where the trained parameters' gradients and optimizer state live."""
+        return self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
 
     def _place(self, tree: Any) -> Any:
         """A tree shaped like the trained parameters, where gradients and optimizer state live."""
-        shardings = self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
-        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._gradient_shardings)
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         with self.traced():

@@ -1,4 +1,4 @@
-"""convert: a Hugging Face folder becomes a workdir, and a workdir a Hugging Face folder."""
+"""convert: turns a Hugging Face folder into a workdir, and a workdir into a Hugging Face folder."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ from gspmd_lm.train import state, step
 from gspmd_lm.units import human_bytes
 from gspmd_lm.verbs import generate, session
 
-ORIGINAL = "hugging_face"  # in a workdir: what came with the weights, without them
-# What lies beside the weights and says how text becomes tokens, conversations text, and when an answer ends.
+ORIGINAL = "hugging_face"  # a folder in the workdir: the files that came with the weights
+# Files beside the weights, about the tokenizer, the chat template and the tokens that end an answer.
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
           "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")  # fmt: skip
 IGNORED = "ignored.json"  # the fields of config.json that --ignore named
@@ -31,10 +31,10 @@ BYTES = tokenizer.Bytes()
 
 
 def run(values: flags.FlagValues) -> int:
-    """Converts, one way or the other."""
+    """Imports a folder or exports a workdir, and returns the exit code."""
     example = "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR"
     workdir = session.needs(values, "workdir", example)
-    source: str | None = values["from"].value  # `from` is a word of Python
+    source: str | None = values["from"].value  # `from` is a keyword of Python
     if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
     if source:
@@ -48,14 +48,14 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     idle = [name for name in ("dtype", "adapter", "base", "step") if values[name].value not in (None, False, "")]
     if idle:
         also = ", or --set model.weight_dtype=bfloat16" if "dtype" in idle else ""
-        raise InputError(f"--{', --'.join(idle)}: of convert --to=DIR alone\n  fix   drop it{also}")
+        raise InputError(f"--{', --'.join(idle)}: only for convert --to=DIR\n  fix   drop it{also}")
     if "://" not in str(workdir):
         session.check_folder("workdir", Path(workdir))
     found = pretrained.read(source, values.set, values.ignore)
     beside = {architecture.CONFIG: _json(dict(found.like))} | _beside_weights(source)
     if values.ignore:
         beside[IGNORED] = _json({architecture.CONFIG: values.ignore})
-    chat.stop_ids(found.config.data.tokenizer)  # which reads the tokenizer, and raises where it cannot be used
+    chat.stop_ids(found.config.data.tokenizer)  # raises if the tokenizer cannot be used
     here = session.begin(values, found.config)
     with session.written(here, workdir), checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
         if checkpoints.steps():
@@ -66,11 +66,11 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
             here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
         if (found.config.data.tokenizer == "bytes" and not found.tokenizer
             and found.config.model.vocab != BYTES.vocab_size):  # fmt: skip
-            here.say(f"warning: {source}: no tokenizer.json, so that text means nothing to the model. With "
+            here.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
                      f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
                      "what there is; then --set data.tokenizer=T")  # fmt: skip
         params = found.load(built.state_shardings.params)
-        # The checkpoint comes last: where it is, all else is there, and until then the same command can be given again.
+        # The checkpoint comes last: if it exists, everything exists. Until then the same command can be given again.
         if here.machine.is_main:
             _write_beside(workdir, found, beside)
         checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
@@ -82,13 +82,13 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
 
 
 def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, beside: Mapping[str, bytes]) -> None:
-    """Writes what a workdir holds beside its checkpoints: config.yaml, and what came with the weights."""
+    """Writes the files beside the checkpoints: config.yaml, and the files that came with the weights."""
     plain = configs.to_dict(found.config)
     if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
-        # Tokenizers are read from local files.
+        # Tokenizers can only be read from local files.
         kept = found.tokenizer if files.is_remote(workdir) else Path(workdir) / ORIGINAL / found.tokenizer.name
-        plain["data"]["tokenizer"] = str(kept.absolute())  # for runs that are started elsewhere
-    if (workdir / ORIGINAL).exists():  # of a conversion that was killed
+        plain["data"]["tokenizer"] = str(kept.absolute())  # runs may be started in other folders
+    if (workdir / ORIGINAL).exists():  # a conversion that was killed leaves it
         (workdir / ORIGINAL).rmtree()
     (workdir / ORIGINAL).mkdir(parents=True)
     for name, content in beside.items():
@@ -97,12 +97,12 @@ def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, beside: Map
 
 
 def _beside_weights(source: Path) -> dict[str, bytes]:
-    """Name -> what lies beside the weights. Raises InputError where it cannot be read."""
+    """The files beside the weights: name -> content. Raises InputError if one cannot be read."""
     try:
         return {name: path.read_bytes() for name, path in _files(source).items()}
     except OSError as error:
         raise InputError(
-            f"{error.filename}: cannot be read ({error.strerror})\n  fix   see that it can be, or take it away"
+            f"{error.filename}: cannot be read ({error.strerror})\n  fix   make it readable, or remove it"
         ) from error
 
 
@@ -112,7 +112,7 @@ def _json(value: Any) -> bytes:
 
 def _export(values: flags.FlagValues, workdir: str) -> int:
     if values.ignore:
-        raise InputError("--ignore: of convert --from=DIR alone\n  fix   drop it")
+        raise InputError("--ignore: only for convert --from=DIR\n  fix   drop it")
     if values.adapter and values.dtype:
         raise InputError("--dtype: an adapter is float32\n  fix   drop it")
     here = session.begin(values)
@@ -125,8 +125,8 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
         here.say(f"ignored on import, and kept in {architecture.CONFIG}: {', '.join(map(str, fields))}")
     begun = config.train.init_from
     if not original and begun and not session.path_of(begun).is_dir():
-        here.say(f"warning: train.init_from: {begun} is not there, and the config.json of the weights with it: "
-                 "one is written from the model's settings")  # fmt: skip
+        here.say(f"warning: train.init_from: {begun} does not exist, so neither does its config.json: "
+                 "a new one is written from the model's settings")  # fmt: skip
     if here.machine.is_main:
         session.check_folder("to", folder)
     if values.adapter:
@@ -151,14 +151,14 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
 
 
 def _placed(here: session.Session, config: configs.Config) -> step.Step:
-    """What says where weights rest. Raises ShardingError where they do not divide; batches are no matter here."""
+    """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
     found = state.arrays(config)
     arrays.checked(dataclasses.replace(found, named_optimizer=(), optimizer=()), here.rules)
     return step.build(config, here.rules, found, here.devices)
 
 
 def _original(workdir: str, config: configs.Config) -> Path | None:
-    """What came with the weights that a run began from, itself or by way of other runs, or None."""
+    """The folder of files that came with a run's weights, found also through earlier runs; None without one."""
     at, seen = Path(workdir).expanduser(), set[Path]()
     while at not in seen:
         if (at / ORIGINAL / architecture.CONFIG).is_file():
@@ -172,14 +172,14 @@ def _original(workdir: str, config: configs.Config) -> Path | None:
 
 
 def _beside(original: Path | None, name: str) -> dict[str, Path]:
-    """Name -> file: the tokenizer that the run had, and what else came with the weights. Raises InputError."""
+    """The files to export beside the weights: name -> path. They include the run's tokenizer. Raises InputError."""
     found = _files(original) if original else {}
     if name == "bytes":
         return found
     try:
         path = tokenizer.find(name)
     except InputError:
-        if "tokenizer.json" in found:  # the workdir was moved
+        if "tokenizer.json" in found:  # the workdir was moved since
             return found
         raise
     if original and path.parent.samefile(original):

@@ -1,4 +1,4 @@
-"""explain and compare: what layouts cost on hardware that need not be here."""
+"""explain and compare: print what layouts cost on hardware that need not be here."""
 
 import json
 import sys
@@ -7,21 +7,18 @@ from pathlib import Path
 from absl import flags
 from rich.console import Console
 
-from gspmd_lm import config as configs
-from gspmd_lm import rules_file
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.verbs import given
 
 
 def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
-    """Prints the reports of `layouts` and of --rules, and writes what was asked for."""
-    layouts = [*filter(None, (values.rules or "").split(",")), *layouts]
-    if not layouts or values.target is None:
-        lacking = "--target" if layouts else "--rules"
+    """Prints the reports of `layouts` and --rules, writes the files of the flags, and returns the exit code."""
+    config, rules = given.config(values), given.layouts(values, layouts)
+    if not rules or values.target is None:
+        lacking = "--target" if rules else "--rules"
         raise InputError(f"{verb} needs {lacking}\n  fix   {verb} --rules=fsdp8 --target=v5p:2x2x2 (or cpu:8, h100:8)")
-    config = configs.load(values.config, values.set)
-    rules = [rules_file.load(name, values.mesh) for name in layouts]
     target = targets.parse(values.target)
     if values.phase not in compile.PHASES:
         known = ", ".join(compile.PHASES)
@@ -30,14 +27,14 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     if values.export and values.phase != "train":
         raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
     outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
-    if values.export and len(layouts) > 1:
-        raise InputError(f"--export={values.export}: holds one executable\n  fix   give one rules file")
+    if values.export and len(rules) > 1:
+        raise InputError(f"--export={values.export}: a file holds one executable\n  fix   give one rules file")
     for path in outputs:
         if not path.parent.is_dir():
             raise InputError(f"{path}: there is no folder {path.parent}\n  fix   make it, or name another")
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # shapes are worked out here; no accelerator that may be here is touched
+    jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
     from gspmd_lm.foresight import explain, report
     from gspmd_lm.foresight.show import page, terminal
 

@@ -1,4 +1,4 @@
-"""generate: text after prompts, streamed to the terminal or as JSONL."""
+"""generate: continues prompts, and streams the text to the terminal or writes JSONL."""
 
 import re
 import time
@@ -15,18 +15,18 @@ from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.infer.text import Stops
 from gspmd_lm.verbs import session
 
-_NO_CHARACTER = re.compile("[\ud800-\udfff]")  # how arguments show bytes that are not UTF-8
+_NO_CHARACTER = re.compile("[\ud800-\udfff]")  # in arguments, Python shows bytes that are not UTF-8 so
 
 
 def run(values: flags.FlagValues) -> int:
-    """Generates after --prompt, or after each line of --prompts."""
+    """Continues --prompt, or each line of --prompts, and returns the exit code."""
     workdir = session.needs_weights(values, "generate --workdir=DIR, where convert or train left a checkpoint")
     if bool(values.prompt) == bool(values.prompts):
         raise InputError("generate needs a prompt\n  fix   give either --prompt=TEXT or --prompts=FILE.jsonl")
     if values.output and not values.prompts:
-        raise InputError(f"--output={values.output}: for the results of --prompts=FILE.jsonl\n  fix   drop it")
+        raise InputError(f"--output={values.output}: only for the results of --prompts=FILE.jsonl\n  fix   drop it")
     session.check_output(values.output, values.prompts)
-    Stops(values.stop)  # refuses what cannot be one
+    Stops(values.stop)  # raises if a stop is not valid
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
     if not values.temperature and sampling != Sampling(seed=values.seed):
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
@@ -46,7 +46,7 @@ def run(values: flags.FlagValues) -> int:
         here.say(note)
     compile_cache.enable(values.compile_cache)
     began = time.perf_counter()
-    _ = built.compiled  # whether it fits is known before the weights are read
+    _ = built.compiled  # whether the program fits is known before the weights are read
     here.say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
     params = restored(here, workdir, built.abstract_params, values.step)
     generator = generate.Generator(built, params, tokens)
@@ -66,7 +66,7 @@ def run(values: flags.FlagValues) -> int:
 
 
 def check_weights(here: session.Session, workdir: str, step: int | None) -> None:
-    """Raises InputError where a workdir has no weights of the config's model. None are read."""
+    """Raises InputError if a workdir has no weights of the config's model. No weights are read."""
     with checkpoint.of_run(workdir, here.config) as checkpoints:
         if not checkpoints.candidates(step):
             raise session.no_checkpoint(workdir)
@@ -96,7 +96,7 @@ def _prompts(values: flags.FlagValues, name: str, tokens: tokenizer.Tokenizer) -
 
 
 def _late_chat(name: str) -> Any:
-    """Renders a line's messages; the template is read when there are some."""
+    """A function that renders a line's messages. It reads the template at the first such line."""
     found: list[chat.Chat] = []
 
     def render(line: lines.Fields) -> Any:
@@ -108,7 +108,7 @@ def _late_chat(name: str) -> Any:
 
 
 def _stream(pieces: Iterable[generate.Piece], count: int, out: TextIO) -> None:
-    """Prints one text as it comes; of several, each when it is whole."""
+    """Prints a single text piece by piece; several texts are printed when all of them are complete."""
     whole: dict[int, str] = {}
     for piece in pieces:
         if count == 1:

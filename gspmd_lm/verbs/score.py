@@ -1,4 +1,4 @@
-"""eval --text and eval --continuations: how likely given texts are under the weights of a workdir."""
+"""eval --text and eval --continuations: scores texts with the weights of a workdir."""
 
 import glob
 from pathlib import Path
@@ -16,12 +16,14 @@ from gspmd_lm.verbs.generate import check_weights, restored
 
 
 def run(values: flags.FlagValues) -> int:
-    """Scores a text, or continuations line by line."""
+    """Scores a text, or each line of continuations, and returns the exit code."""
     workdir = session.needs_weights(values, "eval --workdir=DIR --text=FILE")
     if values.text and values.continuations:
         raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
     if values.text and values.output:
-        raise InputError(f"--output={values.output}: for the results of --continuations=FILE.jsonl\n  fix   drop it")
+        raise InputError(
+            f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
+        )
     session.check_output(values.output, values.continuations)
     here = session.begin(values, stderr=not values.text)
     check_weights(here, workdir, values.step)
@@ -32,7 +34,7 @@ def run(values: flags.FlagValues) -> int:
         text = "\n".join(read_text(path) for path in _files(values.text)).encode()
         ids, lines = tokens.encode(text), []
         if not len(ids):
-            raise InputError(f"--text={values.text}: empty, there is nothing to score\n  fix   give a text")
+            raise InputError(f"--text={values.text}: the text is empty\n  fix   give a text")
         seq = min(_window(values.seq, config), len(ids))
         rows = -(-len(ids) // seq)
         session.compare_texts(here, tokens, [ids])
@@ -46,7 +48,7 @@ def run(values: flags.FlagValues) -> int:
     for warning in warnings:
         here.say(f"warning: {warning}")
     compile_cache.enable(values.compile_cache)
-    _ = built.compiled  # whether it fits is known before the weights are read
+    _ = built.compiled  # whether the program fits is known before the weights are read
     scorer = score.Scorer(built, restored(here, workdir, built.abstract_params, values.step), tokens)
     if values.text:
         found = scorer.text(ids, len(text))
@@ -63,7 +65,7 @@ def run(values: flags.FlagValues) -> int:
 
 
 def _window(asked: int | None, config: Config) -> int:
-    """The tokens that a token of a text is given at most: what was asked for, else what the model was trained with."""
+    """The tokens of one row of text: those of --seq, else as many as the model was trained with."""
     if asked is not None and asked > config.model.context:
         raise InputError(
             f"--seq={asked}: longer than model.context={config.model.context}\n  fix   --seq={config.model.context}"

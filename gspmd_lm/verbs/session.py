@@ -1,4 +1,4 @@
-"""What every verb that computes begins with: the config, the rules and the machine, found and checked."""
+"""The start of every verb that computes: the config, the rules and the machine, found and checked."""
 
 import contextlib
 import dataclasses
@@ -17,21 +17,22 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, files, lock, processes, rules_file, runtime, versions
+from gspmd_lm import checkpoint, files, lock, processes, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.data.sources import Progress
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Rules
+from gspmd_lm.verbs import given
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """One process of a run of the command line."""
+    """One process of a command: its config, rules and devices."""
 
     config: Config
-    rules: Rules  # filled
+    rules: Rules  # filled: no size is -1
     machine: runtime.Runtime
     devices: list[Any]
     console: Console
@@ -42,7 +43,7 @@ class Session:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
 
     def deliver(self, results: Iterator[Any], output: str | None, write: Callable[[Any, TextIO], None]) -> None:
-        """Has the first process write results to a file or the terminal; the others only take part in making them."""
+        """Lets the first process write results to a file or the terminal. All processes compute them."""
         if not self.machine.is_main:
             for _ in results:
                 pass
@@ -54,19 +55,20 @@ class Session:
 
 
 def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool = False) -> Session:
-    """Starts jax on what the flags and the rules ask for. `config`: instead of the one that flags or workdir name.
+    """The session of a command, with jax started on the devices that the flags and the rules ask for.
 
-    stderr: what is said goes there, because stdout is for results.
+    config: takes the place of the config that the flags or the workdir name. stderr: messages go there, because
+    stdout is for results.
     """
-    log = logging.getLogger("gspmd_lm")  # what a process waits for, and what it found odd
+    log = logging.getLogger("gspmd_lm")  # it tells what a process waits for, and warns
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
         log.propagate = False
     workdir = path_of(values.workdir) if values.workdir else None
     if config is None:
-        config = configs.load(_file(values.config, workdir, "config.yaml") or "tiny", values.set)
-    rules = rules_file.load(_file(values.rules, workdir, "rules.yaml") or "none", values.mesh)
+        config = given.config(values)
+    rules = given.rules(values)
     wanted = rules.devices if rules.devices > 0 else values.devices
     machine = runtime.start(
         platform=values.platform,
@@ -98,7 +100,7 @@ def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | No
 
 
 def _facts(here: Session, values: flags.FlagValues) -> dict[str, Any]:
-    """What every process of a run must have been given alike, besides its data."""
+    """The facts, besides its data, that must be equal in every process of a run."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
     own = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set", "help")
     return {
@@ -110,9 +112,9 @@ def _facts(here: Session, values: flags.FlagValues) -> dict[str, Any]:
 
 
 def compare_texts(here: Session, tokens: Tokenizer, texts: Iterable[npt.ArrayLike]) -> None:
-    """Raises InputError, in every process, where they have read other texts or another tokenizer."""
+    """Raises InputError in every process if they have read different texts or tokenizers."""
     if not processes.several():
-        return  # a long text takes long to sum
+        return  # a checksum of a long text would take long
     sums = hashlib.sha256()
     for ids in texts:
         row = np.asarray(ids, np.int64)
@@ -121,7 +123,7 @@ def compare_texts(here: Session, tokens: Tokenizer, texts: Iterable[npt.ArrayLik
 
 
 def needs(values: flags.FlagValues, flag: str, example: str) -> str:
-    """The value of a flag that a verb cannot do without. Raises InputError."""
+    """The value of a flag that a verb needs. Raises InputError if it is missing."""
     value = getattr(values, flag)
     if value is None:
         raise InputError(f"--{flag} is missing\n  fix   {example}")
@@ -134,7 +136,7 @@ def path_of(name: str) -> epath.Path:
 
 
 def needs_weights(values: flags.FlagValues, example: str) -> str:
-    """--workdir, where it is a folder with checkpoints or a remote one. Raises InputError."""
+    """--workdir, if it is remote or a folder with checkpoints. Raises InputError if it is not."""
     workdir = needs(values, "workdir", example)
     if "://" not in workdir and not (path_of(workdir) / "checkpoints").is_dir():
         raise no_checkpoint(workdir)
@@ -142,26 +144,26 @@ def needs_weights(values: flags.FlagValues, example: str) -> str:
 
 
 def no_checkpoint(workdir: str) -> InputError:
-    """What is said of a workdir without weights."""
+    """The error for a workdir without weights."""
     return InputError(
         f"{workdir}: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR --workdir={workdir}"
     )
 
 
 def check_output(output: str | None, source: str | None) -> None:
-    """Raises InputError where --output cannot be written, or is the file that the results are of."""
+    """Raises InputError if --output cannot be written, or is the file that is read."""
     if output is None:
         return
     path = Path(output)
     at = path if path.exists() else path.parent
     if path.is_dir() or not at.exists() or not os.access(at, os.W_OK):
-        raise InputError(f"--output={output}: cannot be written\n  fix   name a file in a folder that is there")
+        raise InputError(f"--output={output}: cannot be written\n  fix   name a file in a folder that exists")
     if source and path.exists() and Path(source).exists() and path.samefile(source):
-        raise InputError(f"--output={output}: would overwrite what is read\n  fix   name another file")
+        raise InputError(f"--output={output}: would overwrite the file that is read\n  fix   name another file")
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Raises InputError where a folder that a flag names cannot be made or written."""
+    """Raises InputError if a folder that a flag names cannot be made or written in."""
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not at.is_dir() or not os.access(at, os.W_OK):
         raise InputError(f"--{flag}={folder}: {at} cannot be written in\n  fix   give another folder")
@@ -169,10 +171,10 @@ def check_folder(flag: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def written(here: Session, workdir: epath.Path) -> Iterator[Callable[[], None]]:
-    """A context in which a workdir exists and this run alone writes to it; gives the check of `lock.held`.
+    """A context in which a workdir exists and this run alone writes to it. Gives the check of `lock.held`.
 
-    A folder that was made for it and that nothing was put into goes again. Raises InputError where the folder cannot
-    be made, or where another run writes to it.
+    A folder that was made here and stayed empty is removed again. Raises InputError if the folder cannot be made, or
+    if another run writes to it.
     """
     with checkpoint.of_run(workdir, here.config):  # a path that cannot hold checkpoints is refused before it is made
         pass
@@ -197,15 +199,8 @@ def written(here: Session, workdir: epath.Path) -> Iterator[Callable[[], None]]:
                 workdir.rmtree()
 
 
-def _file(given: str | None, workdir: object, name: str) -> str | None:
-    """What the user gave, else the file of that name that an earlier run left in the workdir."""
-    if given is None and workdir is not None and (Path(str(workdir)) / name).is_file():
-        return str(Path(str(workdir)) / name)
-    return given
-
-
 def progress(console: Console) -> Progress:
-    """Shows a long preparation as one line that rewrites itself, or as one line per stage where nobody watches."""
+    """A function that shows a long preparation: as one line that is rewritten; without a terminal, a line per stage."""
     seen: set[str] = set()
     last = 0.0
 

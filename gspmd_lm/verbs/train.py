@@ -1,4 +1,4 @@
-"""train and eval: a run in a workdir, from its data to its checkpoints."""
+"""train and eval: carry out a run in a workdir, from its data to its checkpoints."""
 
 import contextlib
 import datetime
@@ -28,13 +28,13 @@ from gspmd_lm.verbs import session
 
 
 def run(verb: str, values: flags.FlagValues) -> int:
-    """Trains, or evaluates the held-out rows."""
+    """Trains, or evaluates the held-out rows, and returns the exit code."""
     profile = _profile(values.profile) if verb == "train" else None
     if verb == "eval":
         session.needs_weights(values, "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
         if values.output:
             raise InputError(
-                f"--output={values.output}: for the results of --continuations=FILE.jsonl\n  fix   drop it"
+                f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
             )
     here = session.begin(values)
     built, warnings = _built(here)
@@ -91,7 +91,7 @@ def _opened(
     config, rules, machine, console = here.config, here.rules, here.machine, here.console
     if here.workdir is None and machine.process_count > 1:
         raise InputError(
-            "each of several processes would choose its own workdir\n  fix   give all the same --workdir=DIR"
+            "each of several processes would choose its own workdir\n  fix   give all of them the same --workdir=DIR"
         )
     with contextlib.ExitStack() as stack:
         if writes:
@@ -120,19 +120,19 @@ def _opened(
         yield run
 
 
-_LAST_WORDS = """this process was ended from outside, or by a fault in a library: what it said last stands above
+_LAST_WORDS = """this process was ended from outside, or by a fault in a library; its last lines are above
   fix   give the same command again: it goes on from the newest checkpoint in {}"""
 
 
 def _fresh(name: str) -> epath.Path:
-    """A folder in runs/ that is not there yet."""
+    """The path of a folder in runs/ that does not exist yet."""
     began = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     candidates = (epath.Path("runs") / f"{began}{f'-{number}' if number else ''}" for number in itertools.count())
     return next(path for path in candidates if not path.exists())
 
 
 def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
-    """What a run asks once its step is compiled: what it will cost here, and whether it fits."""
+    """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
     def foresee(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> Foreseen:
         here = target.of(list(built.mesh.devices.flat))

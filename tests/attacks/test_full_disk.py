@@ -39,7 +39,7 @@ def test_a_full_disk_leaves_the_last_save_intact(tmp_path):
     said = (tmp_path / "first").read_text()
     assert (tmp_path / "code").read_text() == "1\n"
     place, fix = said.rstrip().splitlines()[-2:]  # TensorStore may print of its other writes that asyncio has ended
-    assert "was not written to" in place and fix.startswith("  fix   see to the folder (room"), said
+    assert "was not written to" in place and fix.startswith("  fix   check the folder (free space"), said
     assert f'File "{ROOT}' not in said, said
     assert "restored step" in (tmp_path / "second").read_text()
     assert losses(tmp_path / "metrics.jsonl") == losses(tmp_path / "straight/metrics.jsonl")

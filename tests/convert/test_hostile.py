@@ -30,7 +30,7 @@ CPU_S = 5.0  # for one example; what takes longer hangs
 MANY = pytest.param(2000, marks=pytest.mark.slow, id="many")
 # What we refuse though the format's own reader (0.8.0) takes it: the format does not allow it, or it has two meanings.
 STRICTER = (
-    "stands twice", "does not begin with {", "entry of", "not an object of texts", "a number of", "-0 is",
+    "appears twice", "does not begin with {", "entry of", "not an object of texts", "a number of", "-0 is",
     "levels deep",
 )  # fmt: skip
 CASES = list({kind: case for case, (kind, _) in references.CASES.items()}.values())  # one of each family

@@ -113,7 +113,7 @@ def test_a_damaged_file(folder, damage, said):
             '"shape":[5],"data_offsets":[96,116]',
             "4 bytes after the last tensor belong",
         ),
-        ('"b":', '"a":', "the key 'a' stands twice"),
+        ('"b":', '"a":', "the key 'a' appears twice"),
         ('"pt"', "null", "__metadata__ of the header is not an object of texts"),
         ('{"format":"pt"}', "[]", "__metadata__ of the header is not an object of texts"),
         ('{"__metadata__"', ' {"__metadata__"', "its header does not begin with {"),
@@ -135,7 +135,7 @@ def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
 def test_data_that_belongs_to_no_tensor(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes() + bytes(400))
-    with pytest.raises(InputError, match="400 bytes after the last tensor belong to none"):
+    with pytest.raises(InputError, match="400 bytes after the last tensor belong to no tensor"):
         safetensors.stored(folder)
 
 
@@ -161,7 +161,7 @@ def test_an_index_that_names_a_tensor_twice(tmp_path):
     several(tmp_path, {}, one=file_of(a=NUMBERS), two=file_of(a=NUMBERS))
     twice = '{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}'
     (tmp_path / safetensors.INDEX).write_text(twice)
-    with pytest.raises(InputError, match=r"index\.json: not valid JSON: the key 'a' stands twice"):
+    with pytest.raises(InputError, match=r"index\.json: not valid JSON: the key 'a' appears twice"):
         safetensors.stored(tmp_path)
 
 

@@ -19,8 +19,8 @@ def test_what_is_plain_is_read():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1, "b": 2, "a": 1}', "not valid JSON: the key 'a' stands twice"),
-        ('{"a": {"b": 1, "b": 2}}', "not valid JSON: the key 'b' stands twice"),
+        ('{"a": 1, "b": 2, "a": 1}', "not valid JSON: the key 'a' appears twice"),
+        ('{"a": {"b": 1, "b": 2}}', "not valid JSON: the key 'b' appears twice"),
         ('{"a": NaN}', "not valid JSON: NaN is not a number of JSON"),
         ('{"a": -Infinity}', "not valid JSON: -Infinity is not a number of JSON"),
         ('{"a": 1e999}', "not valid JSON: 1e999 is too large for a float"),

@@ -46,9 +46,9 @@ def test_what_is_not_set_is_passed_over_and_what_is_set_is_not():
         assert model_of(LLAMA31 | {"some_feature": value}) == model_of(LLAMA31)
     for value in (True, False, 0, 0.0, 1, -1, 0.5, "x", [0], {"a": None}):
         message = refused(LLAMA31 | {"some_feature": value, "other": 1})
-        assert f"\n  some_feature: {value!r} is not a field that is known here; it may change" in message
+        assert f"\n  some_feature: {value!r} is an unknown field, which may change" in message
         assert message.endswith(
-            "\n  fix   --ignore=other --ignore=some_feature  where nothing that is computed depends on it"
+            "\n  fix   --ignore=other --ignore=some_feature  if nothing that is computed depends on it"
         )
 
 
@@ -56,12 +56,12 @@ def test_a_field_is_ignored_where_that_is_said():
     raw = LLAMA31 | {"some feature": 1, "other": [1]}
     row = architecture.family(raw, "x")
     assert architecture.settings(row, raw, "x", ["some feature", "other"]) == architecture.settings(row, LLAMA31, "x")
-    with pytest.raises(InputError, match=r"1 problem\n  some feature: 1 is .*\n  fix   --ignore='some feature'  where"):
+    with pytest.raises(InputError, match=r"1 problem\n  some feature: 1 is .*\n  fix   --ignore='some feature'  if"):
         architecture.settings(row, raw, "x", ["other"])
     architecture.check_ignored(row, raw, "x", ["some feature", "other"])
     for name, said in {
-        "hidden_size": "--ignore=hidden_size: a field whose meaning is known\n  fix   drop it",
-        "torch_dtype": "--ignore=torch_dtype: a field whose meaning is known\n  fix   drop it",
+        "hidden_size": "--ignore=hidden_size: the meaning of this field is known\n  fix   drop it",
+        "torch_dtype": "--ignore=torch_dtype: the meaning of this field is known\n  fix   drop it",
         "othr": r"--ignore=othr: not in x \(did you mean other\?\)\n  fix   drop it",
     }.items():
         with pytest.raises(InputError, match=said):
@@ -74,7 +74,7 @@ def test_what_changes_the_computation_cannot_be_ignored(name):
     raw = raw | {name: {"0": 1}}
     row = architecture.family(raw, "x")
     assert "--ignore" not in refused(raw)
-    with pytest.raises(InputError, match="meaning is known"):
+    with pytest.raises(InputError, match="meaning of this field is known"):
         architecture.check_ignored(row, raw, "x", [name])
     with pytest.raises(InputError):
         architecture.settings(row, raw, "x", [name])

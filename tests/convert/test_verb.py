@@ -116,9 +116,9 @@ def test_a_field_is_ignored_and_comes_back(run, folder, tmp_path):
     change(some_feature=[1])(folder, None)
     flags = f"--from={folder}", f"--workdir={work}"
     code, _, err = run(*flags)
-    assert code == 2 and "fix   --ignore=some_feature  where" in err
+    assert code == 2 and "fix   --ignore=some_feature  if" in err
     code, _, err = run(*flags, "--ignore=some_feature", "--ignore=hidden_size")
-    assert code == 2 and "--ignore=hidden_size: a field whose meaning is known" in err and not work.exists()
+    assert code == 2 and "--ignore=hidden_size: the meaning of this field is known" in err and not work.exists()
     code, out, err = run(*flags, "--ignore=some_feature")
     assert (code, err) == (0, "") and "\nignored in config.json: some_feature\n" in out
     assert json.loads((work / "hugging_face" / "ignored.json").read_text()) == {"config.json": ["some_feature"]}
@@ -130,7 +130,7 @@ def test_a_field_is_ignored_and_comes_back(run, folder, tmp_path):
     assert before.keys() == after.keys()
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
     code, _, err = run(f"--workdir={work}", f"--to={tmp_path / 'x'}", "--ignore=some_feature")
-    assert code == 2 and err.startswith("--ignore: of convert --from=DIR alone\n")
+    assert code == 2 and err.startswith("--ignore: only for convert --from=DIR\n")
 
 
 def stopped(monkeypatch, at):

@@ -204,6 +204,6 @@ def test_mesh_axes_of_size_1():
 
 def test_rows_that_match_nothing():
     problem = Problem(
-        "rules.expert: this config has no expert, the row does nothing", "x", "drop the row", warning=True
+        "rules.expert: this config has no expert, so the row does nothing", "x", "drop the row", warning=True
     )
     assert only(found(problems=[problem]), "rule-matched-nothing").fix == "drop the row"

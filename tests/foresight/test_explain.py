@@ -77,7 +77,11 @@ def test_compare_ranks(run, tmp_path):
         (["explain", "--target=cpu:8"], "explain needs --rules", "--rules=fsdp8"),
         (["compare", "fsdp8"], "compare needs --target", "--target=v5p:2x2x2"),
         (["explain", "fsdp8", "--target=v5p"], "--target=v5p: no such form", "v5p:4x4x4"),
-        (["explain", "tp8", "--target=v5p:4x4x4"], "8 devices asked for, 64 here", "--mesh=tensor=64"),
+        (
+            ["explain", "tp8", "--target=v5p:4x4x4"],
+            "its sizes multiply to 8, but the number of devices is 64",
+            "--mesh=tensor=64",
+        ),
         (["explain", "tp9", "--target=cpu:8"], "tp9: no such file", "did you mean"),
         (["explain", "tp8", "fsdp8", "--target=cpu:8", "--export=x"], "holds one executable", "one rules file"),
         (["explain", "tp8", "--target=cpu:8", "--json=no/such/folder.json"], "there is no folder", "make it"),
@@ -148,5 +152,5 @@ def test_every_layout_is_checked_first(request_of, monkeypatch):
     monkeypatch.setattr(explain, "programs", None)
     wanted = request_of("fsdp8")
     wrong = request_of("tp8", "cpu:8").rules
-    with pytest.raises(InputError, match="8 devices asked for, 4 here"):
+    with pytest.raises(InputError, match="its sizes multiply to 8, but the number of devices is 4"):
         explain.reports(wanted.config, [wanted.rules, wrong], explain.Target("cpu:4", "cpu", None, (4,)))

@@ -6,6 +6,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures
+from gspmd_lm.units import human_count
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ def test_seconds(value, said):
 
 
 def test_counts():
-    assert [figures.human_count(x) for x in (2048, 4_194_304, 8_030_261_248)] == ["2,048", "4.19 M", "8.03 B"]
+    assert [human_count(x) for x in (2048, 4_194_304, 8_030_261_248)] == ["2,048", "4.19 M", "8.03 B"]
 
 
 def test_fit():

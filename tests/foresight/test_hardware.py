@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from gspmd_lm import runtime
 from gspmd_lm.foresight.machine.hardware import CHIPS, chip_of, gpu_target_config, peak_flops_per_s
 
 GPUS = [chip for chip in CHIPS.values() if chip.platform == "gpu"]
@@ -28,6 +29,11 @@ TPUS = [chip for chip in CHIPS.values() if chip.platform == "tpu"]
 def test_a_chip_is_found_by_the_kind_of_its_devices(device_kind, name, peak_flops_per_s_of_device):
     assert chip_of(device_kind) is CHIPS[name]
     assert peak_flops_per_s(device_kind) == peak_flops_per_s_of_device
+
+
+def test_three_dimensional_tori_get_the_compiler_options_for_them():
+    kinds = [kind for chip in TPUS if chip.torus_dimensions == 3 for kind in chip.kinds]
+    assert sorted(kinds) == sorted(runtime.THREE_DIMENSIONS)
 
 
 def test_an_unknown_device_has_no_chip():

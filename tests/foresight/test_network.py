@@ -217,5 +217,5 @@ def test_simulated_devices_have_axes_but_no_times():
     assert found.axes(along((2, 4), 1)) == ("tensor",) and found.lane(along((2, 4), 1)) == "tensor"
     with pytest.raises(ValueError, match="no times"):
         found.time_s("all-gather", GB, along((2, 4), 1))
-    with pytest.raises(ValueError, match="fusion is no collective"):
+    with pytest.raises(ValueError, match="fusion is not a collective"):
         tpu("v6e", (4, 4), (16,)).time_s("fusion", GB, along((16,), 0))

@@ -60,7 +60,7 @@ def test_a_kernel_takes_as_long_as_it_says(fused):
 
 def test_a_kernel_is_as_slow_as_matmuls_of_its_chip_are():
     module = called(estimate(10**12, 8))
-    slow = prices.MATMUL_SLOWDOWN["v6e"] * 1e12 / (prices.MATMUL_SHARE["tpu"] * 918e12)
+    slow = V6E.matmul_slowdown * 1e12 / (prices.MATMUL_SHARE["tpu"] * 918e12)
     assert price(module, V6E).seconds == pytest.approx(slow)
     on_gpu = price(called(estimate(10**12, 8), "__gpu$xla.gpu.triton"), H100)
     assert on_gpu.seconds == pytest.approx(1e12 / (prices.MATMUL_SHARE["gpu"] * 989e12) + prices.LAUNCH_S["gpu"])
@@ -165,7 +165,7 @@ def product(left, right, fast=False):
 def test_narrow_numbers_are_multiplied_at_the_rate_of_the_chip_or_widened(chip, dtype, tera_per_s):
     found = dataclasses.replace(CHIPS[chip], hbm_bytes_per_s=math.inf)
     seconds = price(product(dtype, dtype), found).seconds - prices.LAUNCH_S[found.platform]
-    share = prices.MATMUL_SHARE[found.platform] / prices.MATMUL_SLOWDOWN.get(chip, 1.0)
+    share = prices.MATMUL_SHARE[found.platform] / found.matmul_slowdown
     assert seconds == pytest.approx(2 * 1024**3 / (share * tera_per_s * 1e12))
 
 

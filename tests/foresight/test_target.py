@@ -46,7 +46,7 @@ def test_gpus_beyond_one_host_are_on_several():
         ("v5p:4x4", "v5p has no topology 4x4", "multiples of 4"),
         ("v5p:4x4x3", "v5p has no topology 4x4x3", "multiples of 4"),
         ("v5p:8x4x4", "v5p has no topology 8x4x4", "use 4x4x8"),
-        ("2@h100:8", "slices are for TPU", "h100:4x8"),
+        ("2@h100:8", "only TPUs have slices", "h100:4x8"),
         ("h100:2x16", "at most 8 GPUs", "h100:8"),
         ("h100:12", "at most 8 GPUs", "h100:8"),
         ("cpu:2x4", "simulated devices have no topology", "cpu:8"),

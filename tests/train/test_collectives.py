@@ -76,13 +76,18 @@ def test_zero3_moves_no_activations(moved):
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_data_parallelism_reduces_each_gradient_once_per_microbatch(moved, microbatches, small, built):
+def test_data_parallelism_reduces_each_gradient_once_per_step(moved, microbatches, small, built):
     found = moved("dp8", microbatches=microbatches)
     assert {c.kind for c in found} == {"all-reduce"}
     parameters = built(small(layers=L), "dp8").arrays.parameter_count
-    reduced = sum(c.elements * c.times for c in found)
-    scalars = 64 * microbatches
-    assert parameters * microbatches <= reduced <= parameters * microbatches + scalars
+    assert parameters <= sum(c.elements * c.times for c in found) <= parameters + 64  # 64: sums of the loss
+
+
+def test_split_gradients_are_reduced_in_each_microbatch(moved):
+    """What zero1_8 holds is an eighth of each gradient: no device ever holds the whole of one."""
+    once, four = moved("zero1_8"), moved("zero1_8", microbatches=4)
+    scattered = [[c for c in found if c.kind == "reduce-scatter"] for found in (once, four)]
+    assert sum(c.elements * c.times for c in scattered[1]) == 4 * sum(c.elements * c.times for c in scattered[0]) > 0
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ import pytest
 from etils import epath
 from rich.console import Console
 
+from gspmd_lm import config as configs
 from gspmd_lm import runtime
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import decode
+from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.train.loop import Run
 from tests.convert.ours import QUICK
 
@@ -79,6 +80,21 @@ def same(a, b):
     """Bitwise the same trees."""
     data = lambda x: np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)  # noqa: E731
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(data(x), data(y)), a, b)
+
+
+@pytest.mark.parametrize("layout", ["none", "tp8", "fsdp2_tp4"])
+def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(layout, built, tmp_path, monkeypatch):
+    config, traced, options = configs.load("tiny"), [], []
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, init_std=0.02 + len(layout) / 1e4))
+    trace, compile_ = Decoder.init, runtime.compile
+    monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
+    monkeypatch.setattr(runtime, "compile", lambda *given: options.append(given[1]) or compile_(*given))
+    step, console = built(config, layout), Console(file=io.StringIO())
+    made = Run(step=step, open_rows=pytest.fail, workdir=epath.Path(tmp_path), machine=CPU, console=console)
+    state = made._program("initial state", step.lower_init)()
+    assert len(traced) == 1
+    assert options == [{"xla_backend_optimization_level": 1}]
+    same(state, step.lower_init().compile()())
 
 
 def test_a_resumed_run_is_bitwise_the_straight_one(run, straight, tmp_path):
@@ -208,7 +224,11 @@ def test_a_start_after_divergence_goes_on_from_the_newest_good_checkpoint(run, d
     again = run(tmp_path, "dp8", sound)
     again.train(7)
     said = again.console.file.getvalue()
-    assert "checkpoint 5 in" in said and "no finite step followed, not used" in said and "restored step 4 of" in said
+    assert (
+        "checkpoint 5 in" in said
+        and "not used, because no finite step followed" in said
+        and "restored step 4 of" in said
+    )
     assert "checkpoint 5 replaces 5" in said
     assert state_of(again)[0] == 7 and rows_of(tmp_path)[-1]["skipped_steps"] == 0
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 4, 5, 7]

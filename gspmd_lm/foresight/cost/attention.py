@@ -1,7 +1,7 @@
-"""What fused attention kernels cost: operations, and on TPU the cycles of their compiled schedules.
+"""The cost of fused attention kernels: operations, and on TPU the cycles of their compiled schedules.
 
 Custom calls carry no estimate of the compiler. But its schedule of a kernel is static: libtpu writes it down without a
-TPU, and `benchmarks/kernel_schedules.py` reads from it what stands in SPLASH.
+TPU, and `benchmarks/kernel_schedules.py` reads from it what `Chip.splash` holds.
 """
 
 import dataclasses
@@ -9,100 +9,63 @@ import math
 import re
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
 
-# Share of peak of cuDNN's attention, (forward, backward), causal, rounded. Source: FlashAttention-3, arXiv 2407.08608,
-# which measures cuDNN on H100 at head size 128: about 600 TFLOP/s forward without a mask, less with one and backward.
+# The share of the peak that cuDNN's causal attention reaches, (forward, backward), rounded. Source: FlashAttention-3,
+# arXiv 2407.08608, which measures cuDNN on H100 at head size 128: about 600 TFLOP/s forward without a mask, and less
+# with one or backward.
 CUDNN_SHARE = (0.55, 0.45)
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cycles:
-    """Of one core, for blocks of 256, 512 and 1024 queries and as many keys."""
-
-    visited: tuple[int, ...]  # scores and what follows from them, in a block that the mask leaves
-    step: int  # each step of the grid, whether its block is visited or not: waiting for and beginning copies
-    row: int  # per 512 rows, the first and the last step of a row of blocks: clearing and storing its sums
-
-
-_BLOCKS = (256, 512, 1024)
-# By size of a head: forward, and fused backward. From libtpu 0.0.42.1; v4 is taken to be as v5p.
-_V5P = {
-    64: (Cycles((502, 1144, 5040), 277, 702), Cycles((858, 2560, 10240), 527, 388)),
-    128: (Cycles((502, 1163, 4935), 392, 691), Cycles((833, 2560, 10240), 527, 324)),
-    256: (Cycles((621, 2130), 399, 844), Cycles((1280, 5120), 563, 644)),
-}
-SPLASH: dict[str, dict[int, tuple[Cycles, Cycles]]] = {
-    "v4": _V5P,
-    "v5e": {
-        64: (Cycles((514, 1192, 4830), 220, 697), Cycles((860, 2560, 10240), 366, 388)),
-        128: (Cycles((510, 1192, 4886), 274, 688), Cycles((825, 2560, 10240), 406, 324)),
-        256: (Cycles((620, 2179, 8721), 319, 841), Cycles((1280, 5120, 20480), 378, 644)),
-    },
-    "v5p": _V5P,
-    "v6e": {
-        64: (Cycles((563, 899, 3258), 222, 348), Cycles((794, 1537, 5749), 309, 195)),
-        128: (Cycles((563, 895, 3260), 379, 338), Cycles((779, 1507, 5734), 309, 163)),
-        256: (Cycles((596, 948, 3311), 373, 418), Cycles((856, 1597, 5883), 417, 323)),
-    },
-    "tpu7x": {
-        64: (Cycles((507, 904, 3357), 255, 334), Cycles((723, 1466, 5276), 463, 183)),
-        128: (Cycles((509, 904, 3361), 255, 324), Cycles((721, 1424, 5315), 460, 149)),
-        256: (Cycles((558, 1296), 380, 403), Cycles((801, 1497), 484, 311)),
-    },
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class _Splash:
-    """One call: heads of all rows, queries x keys, in blocks."""
+    """One call of splash attention: the heads of all rows, queries x keys, in blocks."""
 
-    part: str  # fwd, dkv (with dq where fused) or dq
+    part: str  # fwd, dkv (which includes dq if they are fused) or dq
     heads: int
-    size: int  # of a head
-    blocks: tuple[int, int]  # of queries and keys: how many
-    rows: int  # of a block of queries
-    columns: int  # of a block of keys
+    size: int  # the size of a head
+    blocks: tuple[int, int]  # how many blocks of queries and of keys
+    rows: int  # the rows of a block: queries
+    columns: int  # the columns of a block: keys
     fused: bool
 
     @property
     def visited(self) -> float:
-        """Blocks that a causal mask leaves, in part or whole."""
+        """How many blocks a causal mask does not skip."""
         queries, keys = self.blocks
         return sum(min(keys, -(-(n + 1) * self.rows // self.columns)) for n in range(queries))
 
     @property
     def matmuls(self) -> int:
-        """Scores and values; backward: scores, dP, dV, dK, and dQ where no kernel of its own makes it."""
+        """How many matmuls a block takes: scores and values; backward: scores, dP, dV, dK, and dQ if it is fused."""
         return {"fwd": 2, "dkv": 5 if self.fused else 4, "dq": 3}[self.part]
 
 
 def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
-    """How long a fused attention kernel computes; None for calls that are none, or not known for the chip."""
+    """The seconds of a fused attention kernel; None for another call, or if the chip's cycles are not known."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
         share = CUDNN_SHARE["Backward" in call.custom_call_target]
         return flops(module, call) / (share * chip.peak_bf16_flops_per_s)
     splash = _splash(module, call)
-    if splash is None or chip.name not in SPLASH:
+    if splash is None or not (sizes := chip.splash):
         return None
-    sizes = SPLASH[chip.name]
     forward, backward = sizes[min((size for size in sizes if size >= splash.size), default=max(sizes))]
     cycles = forward if splash.part == "fwd" else backward
     area = splash.rows * splash.columns
-    near = min(range(len(cycles.visited)), key=lambda n: abs(math.log(area / _BLOCKS[n] ** 2)))
-    # Wider heads than those of the table, and passes that are not fused, by their multiply-adds.
+    near = min(range(len(cycles.visited)), key=lambda n: abs(math.log(area / SPLASH_BLOCKS[n] ** 2)))
+    # Heads that are wider than the table's, and passes that are not fused, are scaled by their multiply-adds.
     scale = max(1.0, splash.size / max(sizes)) * splash.matmuls / (2 if splash.part == "fwd" else 5)
-    block = cycles.visited[near] * area / _BLOCKS[near] ** 2 * scale
+    block = cycles.visited[near] * area / SPLASH_BLOCKS[near] ** 2 * scale
     steps = splash.blocks[0] * splash.blocks[1]
     rows = splash.blocks[0] * splash.rows / 512
     total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)
-    return total / chip.tensor_cores / chip.clock_hz  # the cores of a device share the heads out
+    return total / chip.tensor_cores / chip.clock_hz  # the cores of a device share the heads
 
 
 def flops(module: Module, call: Instruction) -> float:
-    """2 x multiply-adds of an attention kernel, those of visited blocks alone; 0 for other calls."""
+    """The FLOPs of an attention kernel, 2 x multiply-adds of the visited blocks; 0 for other calls."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
         config = call.config["cudnn_fmha_backend_config"]
         scores = math.prod(int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
@@ -116,14 +79,14 @@ def flops(module: Module, call: Instruction) -> float:
 
 
 def _splash(module: Module, call: Instruction) -> _Splash | None:
-    """Of a Pallas call that is splash attention. Its mask is taken to be causal, as those of all models here are."""
+    """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
     named = _SPLASH.search(call.op_name)
     if call.custom_call_target != "tpu_custom_call" or not named:
         return None
     arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
     integers = [a for a in arrays if a.dtype.startswith("s")]
     queries, keys = [a for a in arrays if not a.dtype.startswith("s")][:2]
-    count = integers[0].dimensions[-2:]  # which block comes next: heads, or 1, x blocks of queries x blocks of keys
+    count = integers[0].dimensions[-2:]  # the next block: heads, or 1, x blocks of queries x blocks of keys
     *heads, rows, size = queries.dimensions
     return _Splash(
         part=named.group(1),

@@ -1,4 +1,4 @@
-"""Floating-point operations of matmuls in a compiled program: dots, convolutions and calls of libraries."""
+"""The FLOPs of matmuls in a compiled program: dots, convolutions and calls of libraries."""
 
 import math
 import re
@@ -10,7 +10,7 @@ _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__tri
 
 
 def of(module: Module, instruction: Instruction) -> float:
-    """2 x multiply-adds of one run of an instruction; of a fusion, of all matmuls inside. 0 where there is none."""
+    """The FLOPs of one run of an instruction, 2 x multiply-adds of all its matmuls; 0 if it has none."""
     if instruction.opcode == "fusion":
         return sum(of(module, inner) for inner in module.inside(instruction) if inner.opcode != "fusion")
     if instruction.opcode == "dot":
@@ -29,10 +29,10 @@ def _dot(module: Module, instruction: Instruction, contracted: tuple[int, ...]) 
 
 
 def _convolution(module: Module, instruction: Instruction) -> float:
-    """Pairs of an output and a kernel position that meet an input, not padding or the holes of a dilation.
+    """The multiply-adds of a convolution: pairs of an output and a kernel position that meet an input.
 
-    TPU programs write batches and heads as windows (size, dilation and padding such that every output meets one kernel
-    position): these are no contraction.
+    Padding and the holes of a dilation are not inputs. TPU programs write batches and heads as windows, whose size,
+    dilation and padding let every output meet one kernel position. Such a window is not a contraction.
     """
     left, kernel = (module.operand(instruction, n).shape.arrays[0].dimensions for n in (0, 1))
     result = instruction.shape.arrays[0].dimensions
@@ -51,14 +51,14 @@ def _convolution(module: Module, instruction: Instruction) -> float:
             left_dilate=_part(window, "lhs_dilate", n, 1),
             kernel_dilate=_part(window, "rhs_dilate", n, 1),
         )
-    # The kernel's input features are those of one group already.
+    # The kernel's input features are already those of one group.
     batch, outputs = result[result_labels.index("b")], result[result_labels.index("f")]
     batch //= int(instruction.attributes.get("batch_group_count", 1)) if batch < left[left_labels.index("b")] else 1
     return 2.0 * positions * batch * outputs * kernel[kernel_labels.index("i")]
 
 
 def _met(size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int) -> int:
-    """Of one spatial dimension: how many (output, kernel position) pairs meet an input."""
+    """How many (output, kernel position) pairs of one spatial dimension meet an input."""
     step = left_dilate // math.gcd(stride, left_dilate)
     total = 0
     for k in range(kernel):

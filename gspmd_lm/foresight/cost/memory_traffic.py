@@ -1,4 +1,4 @@
-"""Bytes that an instruction of a compiled program reads and writes, by memory, without what a slice leaves out."""
+"""The bytes that an instruction reads and writes in each memory. Parts that a slice leaves out do not count."""
 
 import collections
 import dataclasses
@@ -7,14 +7,14 @@ from gspmd_lm.foresight.hlo import COLLECTIVES, Array, Computation, Instruction,
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier")
-_CARRIED = (*COLLECTIVES, "custom-call")  # inside fusions: what asynchronous collectives keep between their steps
+_CARRIED = (*COLLECTIVES, "custom-call")  # in fusions, asynchronous collectives keep these between their steps
 _ON_CHIP, _HOST = 1, 5  # memory spaces of TPU layouts
 _MEMORY = {0: "hbm", _ON_CHIP: "chip", _HOST: "host"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes read and written by one run. Semaphores and scalars in other memories are left out."""
+    """The bytes that one run reads and writes. Semaphores and scalars in other memories are left out."""
 
     hbm_bytes: int = 0
     chip_bytes: int = 0  # on-chip memory that the compiler manages (TPU)
@@ -26,7 +26,7 @@ class Traffic:
 
 
 def of(module: Module, instruction: Instruction) -> Traffic:
-    """What one run of an instruction of the schedule moves."""
+    """The traffic of one run of an instruction of the schedule."""
     found: collections.Counter[str] = collections.Counter()
     siblings = module.computations[instruction.computation].instructions
     operands = [siblings[name] for name in instruction.operands]
@@ -49,7 +49,7 @@ def of(module: Module, instruction: Instruction) -> Traffic:
 
 
 def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:
-    """Counts arrays of one operand or result, all of them or `limit_bytes` of their sum."""
+    """Adds the arrays of one operand or result, or only `limit_bytes` of them."""
     whole = sum(array.padded_bytes for array in arrays) or 1
     share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / whole)
     for array in arrays:
@@ -59,7 +59,7 @@ def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes
 
 
 def _read(module: Module, computation: Computation, value: Instruction) -> int:
-    """How much of `value`, a parameter or a view of one, the instructions of a fused computation read."""
+    """How many bytes of `value`, a parameter or a view of one, a fused computation reads."""
     whole = sum(array.padded_bytes for array in value.shape.arrays)
     total = 0
     for user in computation.instructions.values():
@@ -81,7 +81,7 @@ def _read(module: Module, computation: Computation, value: Instruction) -> int:
 
 
 def _written(module: Module, root: Instruction) -> int:
-    """How much of a fusion's result is written: of an update in place its new part, of what is passed on nothing."""
+    """How many bytes of a result a fusion writes: the new part of an update in place, none of a value passed on."""
     if root.opcode == "tuple":
         siblings = module.computations[root.computation].instructions
         return sum(_written(module, siblings[name]) for name in root.operands)

@@ -1,4 +1,4 @@
-"""How long one instruction of a compiled program computes on a chip."""
+"""The time that one instruction of a compiled program computes on a chip."""
 
 import dataclasses
 import re
@@ -7,18 +7,16 @@ from gspmd_lm.foresight.cost import attention, flops, memory_traffic
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.hardware import Chip
 
-# What is no public fact of the hardware stands here; FITTED of benchmarks/published_errors.py says what was fitted
-# to which published steps.
+# Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which
+# published steps they were fitted.
 #
-# Share of HBM bandwidth that operations reach. TPU: fitted to v6e steps. GPU: a device copy on one H200 moved 4.3 of
-# 4.8 TB/s.
+# The share of HBM bandwidth that operations reach. TPU: fitted to v6e steps. GPU: a device copy on one H200 moved 4.3
+# of 4.8 TB/s.
 HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
-# Share of peak that matmuls without an estimate of the compiler reach. GPU: large bf16 matmuls on one H200, 790 of 989.
+# The share of the peak that matmuls without an estimate of the compiler reach. GPU: large bf16 matmuls on one H200,
+# 790 of 989.
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.80}
-# How many times the compiler's estimate matmuls take on a chip, where that is not once. Fitted: the value to one
-# published step, Llama3.1-8B on v6e:2x4, the form to all four v6e steps. What it stands for is not known.
-MATMUL_SLOWDOWN = {"v6e": 1.15}
-# Seconds from one kernel of a GPU to the next.
+# Seconds between two kernels of a GPU.
 LAUNCH_S = {"tpu": 0.0, "gpu": 3e-6}
 # On-chip memory of a TPU is about 22 times as fast as HBM. Source: scaling-book, chapter on rooflines.
 ON_CHIP_SPEED = 22
@@ -32,9 +30,9 @@ _FREE_CALLS = {
     "MoveToDevice", "annotate_device_placement", "AsyncCollectiveStart", "AsyncCollectiveDone",
     "PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked",
 }  # fmt: skip
-# Kernels of the compiler's own, by call target or op_name, that move no more than their bytes.
+# The compiler's own kernels that only move their bytes, by call target or op_name.
 _MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata")
-# What takes as long as its bytes, or less time than can be seen.
+# Opcodes whose time is that of their bytes, or too short to matter.
 _BY_BYTES = {
     "abs", "add", "and", "atan2", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "convert",
     "copy", "cosine", "divide", "dynamic-slice", "dynamic-update-slice", "erf", "exponential", "exponential-minus-one",
@@ -49,10 +47,10 @@ _SCORES = re.compile(r"BN?K?G?TS\b")  # an einsum of attention without a kernel
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """Seconds of one run, and what they are spent on: matmul, attention or other.
+    """The seconds of one run of an instruction, and their kind: matmul, attention or other.
 
-    `unknown` names what nothing is known of, an opcode or `CALL` and its target: the seconds are then those of the rest
-    or of the bytes alone, which it cannot be faster than.
+    `unknown` names a part whose time is not known: an opcode, or `CALL` and a call's target. The seconds are then those
+    of the other parts, or of the bytes, which are a lower bound.
     """
 
     seconds: float
@@ -65,7 +63,7 @@ CALL = "custom-call "
 
 
 def price(module: Module, instruction: Instruction, chip: Chip) -> Price:
-    """What an instruction computes, without what it exchanges."""
+    """The price of the compute of an instruction, without its exchanges."""
     if instruction.opcode in _FREE or instruction.custom_call_target in _FREE_CALLS:
         return NOTHING
     calls = kernels_of(module, instruction)
@@ -79,7 +77,7 @@ def price(module: Module, instruction: Instruction, chip: Chip) -> Price:
         kind = max((price for price in told if price), key=lambda price: price.seconds).kind
         found = Price(max(kernels_s, _memory_s(module, instruction, chip) if kind == "attention" else 0.0), kind)
     elif chip.platform == "tpu" and _only_scalars(module, instruction):
-        found = NOTHING  # the scalar unit works beside the others
+        found = NOTHING  # the scalar unit works beside the other units
     else:
         found = _moving(module, instruction, chip)
         unknown = unknown or ("" if told or instruction.opcode in _BY_BYTES else instruction.opcode)
@@ -88,17 +86,17 @@ def price(module: Module, instruction: Instruction, chip: Chip) -> Price:
 
 
 def kernels_of(module: Module, instruction: Instruction) -> list[Instruction]:
-    """The kernels that an instruction runs: itself, or those of a fusion, beside the collective that goes on."""
+    """The kernels that an instruction runs: itself, or the kernels inside a fusion."""
     calls = (i for i in (instruction, *module.inside(instruction)) if i.opcode == "custom-call")
     return [call for call in calls if call.custom_call_target not in _FREE_CALLS and not flops.of(module, call)]
 
 
 def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
-    """An attention kernel that is known by name, or another by what it says that it takes; None if it says nothing."""
+    """The price of a kernel: of attention by its name, of another by its cost estimate; None without an estimate."""
     if seconds := attention.price_s(module, call, chip):
         return Price(seconds, "attention")
     if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
-        return NOTHING  # its bytes are counted where nothing else is
+        return NOTHING  # its bytes are counted by `_moving`
     if call.cost_estimate is None:
         return None
     operations, moved_bytes = call.cost_estimate
@@ -113,18 +111,18 @@ def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: fl
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
         peak = max(_peak(module, multiplied, chip), chip.peak_bf16_flops_per_s)
-        if operations <= estimated_s * peak:  # else faster than the chip can multiply
-            seconds = MATMUL_SLOWDOWN.get(chip.name, 1.0) * estimated_s
+        if operations <= estimated_s * peak:  # otherwise the estimate is faster than the chip
+            seconds = chip.matmul_slowdown * estimated_s
     return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "matmul")
 
 
 def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operations: float) -> float:
-    share = MATMUL_SHARE[chip.platform] / MATMUL_SLOWDOWN.get(chip.name, 1.0)
+    share = MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
     return operations / (share * _peak(module, multiplied, chip))
 
 
 def _peak(module: Module, multiplied: Instruction, chip: Chip) -> float:
-    """FLOPs per second for the wider of the two factors: the first two operands, of a kernel the two largest."""
+    """The peak FLOPs/s of the wider factor: of the first two operands, or of the two largest of a kernel."""
     operands = (module.operand(multiplied, n) for n in range(len(multiplied.operands)))
     arrays = [array for operand in operands for array in operand.shape.arrays]
     if multiplied.cost_estimate:
@@ -134,7 +132,7 @@ def _peak(module: Module, multiplied: Instruction, chip: Chip) -> float:
 
 def _moving(module: Module, instruction: Instruction, chip: Chip) -> Price:
     seconds = _memory_s(module, instruction, chip)
-    if instruction.estimated_cycles is not None:  # off by several times where no matmul is inside
+    if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
     return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "other")
 

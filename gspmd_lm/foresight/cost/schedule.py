@@ -1,4 +1,4 @@
-"""Walks the compiled schedule in its order: how long a step takes, what it waits for, and what one layer looks like."""
+"""Predictions from a walk through a compiled schedule: a step's time, its waits, and the timeline of one layer."""
 
 import collections
 import dataclasses
@@ -11,26 +11,26 @@ from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
 
-COSTLIEST = 12  # operations listed
+COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TURNS = "while: turns unknown"
-_TOO_SHORT = 1e-4  # to be seen, of a turn
+_TOO_SHORT = 1e-4  # the share of a turn below which a span is not shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One stretch of the timeline of one turn of a loop."""
+    """One span in the timeline of one turn of a loop."""
 
     start_s: float
     end_s: float
     lane: str  # compute, or a link: ici fsdp, ici tensor, dcn data, nvlink tensor, host
     kind: str  # matmul, attention, other, all-gather, ..., copy to host, copy from host
-    name: str  # the op
+    name: str  # the operation
     part: str  # forward or backward
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds per step, and where they go. What is exposed is what compute waits for."""
+    """The seconds of a step and their parts. Exposed time is time in which compute waits."""
 
     step_time_s: float
     matmul_s: float
@@ -43,12 +43,12 @@ class Prediction:
     mfu: float
     tokens_per_s_per_device: float
     basis: str  # what the prices rest on
-    error: str  # how wrong it was where it could be compared
+    error: str  # the known error of such predictions
     timeline: tuple[Span, ...]
-    unpriced: Mapping[str, float]  # what nothing is known of -> share of the program's instructions' bytes
+    unpriced: Mapping[str, float]  # an operation whose time is not known -> its share of the bytes of all instructions
     unpriced_share: float
-    missing_flops_share: float  # of what the model must multiply, what no matmul or attention kernel does
-    fusions: tuple[tuple[str, float], ...] = ()  # the costliest operations: name, seconds per step
+    missing_flops_share: float  # the share of the model's necessary FLOPs that no matmul or attention kernel does
+    fusions: tuple[tuple[str, float], ...] = ()  # the costliest operations: name and seconds per step
 
 
 def predict(
@@ -60,11 +60,11 @@ def predict(
     error: str = "",
     least_flops: float = 0.0,
 ) -> Prediction:
-    """What one step of a program takes on `chip`s, joined by `network`.
+    """The prediction for one step of a program on chips that `network` connects.
 
-    `flops_per_device` are the model's own, recomputation not counted: they are what MFU compares with the peak.
-    `error` says how wrong predictions for such chips were. `least_flops` are those that matmuls and attention kernels
-    of one device cannot do without; 0 where nobody knows.
+    `flops_per_device` are the model's FLOPs without recomputation, which MFU compares with the peak. `error` says how
+    wrong predictions for such chips were. `least_flops` are the FLOPs that the matmuls and attention kernels of one
+    device must do; 0 means that they are not known.
     """
     walk = Walk(module, chip, network)
     waited = {label: seconds for label, seconds in walk.waited.items() if seconds > 0}
@@ -99,7 +99,7 @@ _BASIS = {
 
 
 def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
-    """What nothing is known of, where it stands, and its share of the bytes that all instructions move."""
+    """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
     total, left = 0, collections.Counter[str]()
     for step in module.steps():
         instruction = step.instruction
@@ -121,7 +121,7 @@ def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
 
 
 def _flops(module: Module) -> float:
-    """What matmuls and kernels do in one step, without what is computed again."""
+    """The FLOPs of matmuls and kernels in one step, without recomputation."""
     total = 0.0
     for step in module.steps():
         if provenance.read(step.instruction.op_name).phase == "recomputation":
@@ -137,7 +137,7 @@ _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast
 
 
 def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
-    """The operations that compute longest."""
+    """The operations that compute longest, each with its seconds."""
     found: collections.defaultdict[str, float] = collections.defaultdict(float)
     for step in module.steps():
         price = walk.price(step.instruction)
@@ -147,7 +147,7 @@ def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
 
 
 def _label(instruction: Instruction) -> str:
-    """Where in the model it stands: layers.attention.wq."""
+    """The place of an instruction in the model, such as layers.attention.wq."""
     name = provenance.read(instruction.op_name)
     return "+".join(name.of) or ".".join(name.modules[:3]) or instruction.name
 
@@ -161,7 +161,7 @@ def _timeline(module: Module, walk: Walk) -> tuple[Span, ...]:
     longest: dict[str, str] = {}
     for name in sorted(walk.turns, key=lambda name: walk.turns[name].loop_s * times[name]):
         others = {parts[other] for other in walk.turns if name in inside[other]}
-        if len(others) < 2:  # a loop over microbatches has loops of both passes inside
+        if len(others) < 2:  # a loop over microbatches contains loops of both passes
             longest[parts[name]] = name
     return tuple(
         span for part in ("forward", "backward") if part in longest for span in _spans(walk.turns[longest[part]], part)
@@ -169,7 +169,7 @@ def _timeline(module: Module, walk: Walk) -> tuple[Span, ...]:
 
 
 def _part(turn: Turn) -> str:
-    """forward or backward: what most of its compute belongs to. Recomputation is a part of the backward pass."""
+    """The pass, forward or backward, of most of a turn's compute. Recomputation belongs to the backward pass."""
     spent = {"forward": 0.0, "backward": 0.0}
     for piece in turn.pieces:
         if piece.lane == COMPUTE:
@@ -179,11 +179,11 @@ def _part(turn: Turn) -> str:
 
 
 def _spans(turn: Turn, part: str) -> list[Span]:
-    """A turn from its beginning. A transfer that goes on in the next turn also stands where it came from the last."""
+    """The spans of a turn. A transfer that ends in the next turn is also shown as it comes from the turn before."""
     found: list[Span] = []
     for piece in turn.pieces:
         begin_s, end_s = piece.begin_s - turn.begin_s, piece.end_s - turn.begin_s
-        if piece.lane == MEMORY or begin_s < 0:  # of the turn before: its like in this turn is there twice
+        if piece.lane == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
             continue
         for shift_s in (0.0, turn.seconds):
             low, high = max(0.0, begin_s - shift_s), min(turn.seconds, end_s - shift_s)

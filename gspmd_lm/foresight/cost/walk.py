@@ -1,4 +1,4 @@
-"""Runs a compiled schedule against a clock: compute in order, transfers beside it on their links, loops to the end."""
+"""A simulated run of a compiled schedule: compute in order, and transfers beside it on their links."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ from gspmd_lm.foresight.hlo import COLLECTIVES, Computation, Instruction, Module
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
 
-TURNS = 8  # of a loop that are walked at most: it is enough that one takes as long as the one before
+TURNS = 8  # a loop is walked for at most so many turns, and no further when two turns take equally long
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _HOST_SPACE = 5
@@ -20,32 +20,32 @@ _HOST_SPACE = 5
 
 @dataclasses.dataclass(eq=False)
 class Piece:
-    """A stretch of time on a lane: compute, or a transfer under way."""
+    """A stretch of time on a lane: compute, or a transfer."""
 
     begin_s: float
     end_s: float
     lane: str
     kind: str
     instruction: Instruction
-    waits_for: str = ""  # of a transfer: the mesh axes, HOST or MEMORY
+    waits_for: str = ""  # what compute waits for in a transfer: mesh axes, HOST or MEMORY
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The last walked turn of a loop, when it turns evenly."""
+    """The last walked turn of a loop whose turns take equally long."""
 
     begin_s: float
     seconds: float
     pieces: tuple[Piece, ...]
-    loop_s: float  # of all turns
+    loop_s: float  # the seconds of all turns
 
 
-# What an instruction's value holds of transfers under way: one, those of a tuple's elements, or nothing.
+# The transfers under way in the value of an instruction: one, those of a tuple's elements, or none.
 Value = Piece | tuple["Value", ...] | None
 
 
 class Walk:
-    """One run of a program. `spent` has the seconds of compute by kind, and of waiting by what was waited for."""
+    """One simulated run. `spent` has the seconds of compute by kind, `waited` those of waiting by its cause."""
 
     def __init__(self, module: Module, chip: Chip, network: Network):
         self.module, self.chip, self.network = module, chip, network
@@ -54,15 +54,15 @@ class Walk:
         self.waited: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
         self.communication_s = 0.0
         self.turns: dict[str, Turn] = {}
-        self._busy: dict[str, float] = {}  # link -> when it is free
+        self._busy: dict[str, float] = {}  # link -> the time from which it is free
         self._pieces: list[Piece] = []
-        self._chains: dict[str, Piece] = {}  # chain_id, or rendezvous between slices -> what is under way
+        self._chains: dict[str, Piece] = {}  # chain_id, or rendezvous between slices -> the transfer under way
         self._prices: dict[Instruction, prices.Price] = {}
         self._exchanges: dict[Instruction, tuple[Exchange, ...]] = {}
         self.run(module.entry, ())
 
     def run(self, computation: Computation, parameters: Sequence[Value]) -> Value:
-        """The value of a computation's root; the clock moves on."""
+        """The value of a computation's root, after its instructions have run and the clock has moved on."""
         values: dict[str, Value] = {}
         for instruction in computation.instructions.values():
             operands = [values[name] for name in instruction.operands]
@@ -101,28 +101,28 @@ class Walk:
         return None
 
     def price(self, instruction: Instruction) -> prices.Price:
-        """What it computes. Transfers compute nothing."""
+        """The price of an instruction's compute. Transfers compute nothing."""
         if instruction not in self._prices:
             moves = instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase
             found = prices.NOTHING if moves else prices.price(self.module, instruction, self.chip)
             if instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
-                found = dataclasses.replace(found, seconds=0.0)  # the exchange is what takes its time
+                found = dataclasses.replace(found, seconds=0.0)  # its time is that of the exchange
             self._prices[instruction] = found
         return self._prices[instruction]
 
     def exchanges(self, instruction: Instruction) -> tuple[Exchange, ...]:
-        """The collectives that begin with it, among all devices."""
+        """The collectives that begin with an instruction, among all devices."""
         if instruction not in self._exchanges:
             self._exchanges[instruction] = exchanges.of(self.module, instruction, self.network.slices)
         return self._exchanges[instruction]
 
     def seconds(self, exchange: Exchange) -> float:
-        """How long one collective takes if nothing else is on its links."""
+        """The seconds of one collective on links without other traffic."""
         pieces = exchange.group_size if exchange.kind == "all-gather" else 1
         return self.network.time_s(exchange.kind, exchange.input_bytes * pieces, exchange.groups)
 
     def _synchronous(self, instruction: Instruction) -> None:
-        """Compute, a collective that blocks, or a fusion of a TPU with one or both of them."""
+        """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
         if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
             for chain in self.module.carried(instruction, "AsyncCollectiveDone"):
                 self._wait(self._chains.pop(chain, None))
@@ -145,7 +145,7 @@ class Walk:
         if instruction.base in COPIES:
             return self._copy(instruction)
         started: list[Value] = []
-        beside_s = 0.0  # what a computation of its own, on another core, does besides exchanging
+        beside_s = 0.0  # the compute of a computation that runs on another core
         for body in self.module.bodies(instruction):
             for inner in body.instructions.values():
                 started += [self._exchange(exchange) for exchange in self.exchanges(inner)]
@@ -158,7 +158,7 @@ class Walk:
         axes, link = self.network.axes(exchange.groups), self.network.link(exchange.groups)
         if not axes:
             return None
-        # Different mesh axes have different links of a torus. Anything else has one link for all.
+        # On a torus different mesh axes have different links. In any other network they share one link.
         links = [f"{link} {axis}" for axis in axes] if link == "ici" else ["network"]
         seconds = self.seconds(exchange)
         self.communication_s += seconds
@@ -166,7 +166,7 @@ class Walk:
         return self._transfer(seconds, links, lane, exchange.kind, exchange.runs, "+".join(axes))
 
     def _copy(self, instruction: Instruction) -> Piece | None:
-        """A copy that the compiler runs beside compute: to or from the host, or into the memory on the chip."""
+        """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
         given = [self.module.operand(instruction, n).shape.arrays[:1] for n in range(len(instruction.operands))]
         part = given[1] if instruction.base == "dynamic-update-slice" else ()
         results = [array for array in instruction.shape.arrays if len(array.dimensions) > 0]
@@ -183,7 +183,7 @@ class Walk:
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
     def _between_slices(self, instruction: Instruction) -> Piece | None:
-        """A send begins an exchange between slices; the receive of its answer has it to wait for."""
+        """The transfer of an exchange between slices: a send begins it, and the matching receive waits for it."""
         meeting = exchanges.rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._chains.pop(meeting, None)
@@ -195,7 +195,7 @@ class Walk:
 
     def _transfer(self, seconds: float, links: Sequence[str], lane: str, kind: str, instruction: Instruction,
                   waits_for: str) -> Piece:  # fmt: skip
-        """First come, first served on each link that it needs."""
+        """A new transfer. It begins when all the links that it needs are free: first come, first served."""
         begin_s = max([self.now_s, *(self._busy.get(link, 0.0) for link in links)])
         for link in links:
             self._busy[link] = begin_s + seconds
@@ -215,14 +215,14 @@ class Walk:
             self.now_s = value.end_s
 
     def _conditional(self, instruction: Instruction, operands: list[Value]) -> Value:
-        """The branch that computes longest."""
+        """Runs the branch that computes longest."""
         branches = self.module.bodies(instruction)
         costs = [math.fsum(self.price(i).seconds for i in branch.instructions.values()) for branch in branches]
         chosen = max(range(len(branches)), key=lambda n: costs[n])
         return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
 
     def _loop(self, loop: Instruction, value: Value) -> Value:
-        """Walks turns until one takes as long as the one before, then adds the others at once."""
+        """Walks turns of a loop until two take equally long, then adds the others at once."""
         condition, body = self.module.bodies(loop)
         counted = self.module.trip_count(loop)
         turns = 1 if counted is None else counted
@@ -242,7 +242,7 @@ class Walk:
 
 
 class _Mark:
-    """Where a walk stood before a turn, from which the turn can be repeated."""
+    """The state of a walk before a turn, with which the turn can be repeated."""
 
     def __init__(self, walk: Walk):
         self.now_s = walk.now_s
@@ -255,7 +255,7 @@ class _Mark:
         return walk.now_s - self.now_s
 
     def repeat(self, walk: Walk, turns: int) -> None:
-        """The same turn again, so many times: all clocks move on, also those of links and of what is under way."""
+        """Repeats the turn `turns` times: all clocks move on, also those of links and of transfers under way."""
         shift_s = turns * self.took_s(walk)
         for now, before in ((walk.spent, self._spent), (walk.waited, self._waited)):
             for name in now:

@@ -1,7 +1,7 @@
-"""A compiled program from its text: computations in the order in which they run, their instructions and loops.
+"""Parses the text of a compiled program into computations in the order in which they run, instructions and loops.
 
-The text is that of `compiled.as_text()`, of any backend. Attributes are read only when somebody asks, so that a text of
-10 MB takes a second or two.
+The text is `compiled.as_text()` of any backend. Attributes are parsed only when they are used, so that a text of 10 MB
+takes a second or two.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ _NUMBERED = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """Instructions in their order, which in a compiled program is the schedule."""
+    """One computation. The order of its instructions is the compiled schedule."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -62,13 +62,13 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An instruction that runs `times` per run of the program, inside `loops` (outermost first)."""
+    """An instruction that runs `times` in one run of the program, inside `loops` (the outermost first)."""
 
     instruction: Instruction
     computation: Computation
     times: int
     loops: tuple[Instruction, ...]
-    counted: bool  # False where the turns of a loop around it cannot be told; it then counts as one turn
+    counted: bool  # False if the turns of a loop around it are not known; the loop then counts as one turn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Module:
 
     @functools.cached_property
     def callers(self) -> Mapping[str, tuple[tuple[Instruction, str], ...]]:
-        """Computation -> who calls it and as what."""
+        """The callers of each computation: its name -> instructions, each with the role of the computation."""
         found: dict[str, list[tuple[Instruction, str]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
@@ -96,7 +96,7 @@ class Module:
         return self.computations[instruction.computation].instructions[instruction.operands[number]]
 
     def bodies(self, instruction: Instruction) -> tuple[Computation, ...]:
-        """The computations that an instruction runs as programs of their own: not those of fusions and reductions."""
+        """The computations that an instruction runs as programs, unlike the computations of fusions and reductions."""
         roles = {
             "while": ("condition", "body"),
             "conditional": ("branch_computations", "true_computation", "false_computation"),
@@ -107,11 +107,11 @@ class Module:
         return tuple(self.computations[name] for role in roles for name in instruction.called.get(role, ()))
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often a while turns; None where neither the compiler nor its condition tells."""
+        """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
         return loops.trip_count(self, loop)
 
     def steps(self) -> Iterator[Step]:
-        """Everything that runs, in order: loops, calls, branches (each) and asynchronous computations are entered."""
+        """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
         return self._steps(self.entry, 1, (), True)
 
     def _steps(
@@ -131,18 +131,18 @@ class Module:
                 yield from self._steps(body, *inside)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """All instructions of the computations that a fusion calls, nested ones too."""
+        """All instructions of the computations that a fusion calls, also of nested ones."""
         for name in instruction.called.get("calls", ()):
             for inner in self.computations[name].instructions.values():
                 yield inner
                 yield from self.inside(inner)
 
     def collectives(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        """The collectives that begin with this instruction: itself, or what a fusion hides.
+        """The collectives that begin with this instruction: the instruction itself, or those that a fusion hides.
 
-        Each is told once. Of a pair it is the -start, whose shape may have more than the result; of an asynchronous
-        collective that fusions carry on and end, it is the one in the fusion that starts it. Computations that
-        `bodies` names are not looked into.
+        Each collective is found once. A pair is found at its -start, whose shape may hold more than the result. An
+        asynchronous collective that several fusions carry on is found in the fusion that starts it. Computations that
+        `bodies` returns are not searched.
         """
         if instruction.base in COLLECTIVES:
             return (instruction,) if instruction.phase in ("", "-start") else ()
@@ -154,9 +154,9 @@ class Module:
         return tuple(i for i in begin if "async_collective_fusion_config" not in i.config or i.name in started)
 
     def carried(self, fusion: Instruction, target: str = "") -> tuple[str, ...]:
-        """The chain_id of each asynchronous collective that a TPU fusion starts, carries on or ends.
+        """The chain_ids of the asynchronous collectives that a TPU fusion starts, carries on or ends.
 
-        `target` AsyncCollectiveStart or AsyncCollectiveDone keeps those that it starts or ends.
+        With `target` AsyncCollectiveStart or AsyncCollectiveDone, only those that it starts or ends.
         """
         inside = list(self.inside(fusion))
         kept = {name for i in inside if i.custom_call_target == target for name in i.operands}
@@ -167,7 +167,7 @@ class Module:
 def parse(text: str) -> Module:
     """The module that `text` describes.
 
-    Raises: InputError for text that is no compiled program.
+    Raises: InputError for a text that is not a compiled program.
     """
     lines = _lines(text)
     head = next(lines, "")
@@ -210,7 +210,7 @@ def parse(text: str) -> Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines, where a line that ends inside quotes or brackets goes on in the next one."""
+    """The logical lines of a text: a line that ends inside quotes or brackets goes on in the next one."""
     begin, size = 0, len(text)
     while begin < size:
         end = text.find("\n", begin)
@@ -247,7 +247,7 @@ def _instruction(line: str, computation: str, shapes: dict[str, Shape], tables: 
         operands = tuple(_OPERAND.findall(arguments))
     elif opcode.group(1) in ("constant", "parameter", "iota"):
         operands = ()
-    else:  # printed without percent signs
+    else:  # the text is printed without percent signs
         operands = tuple(part.split()[-1] for part in split(COMMENT.sub("", arguments)))
     return Instruction(
         named.group(2),
@@ -263,7 +263,7 @@ def _instruction(line: str, computation: str, shapes: dict[str, Shape], tables: 
 
 
 def _shape_end(line: str, begin: int) -> int:
-    """Where the shape that begins at `begin` ends."""
+    """The end of the shape that begins at `begin`."""
     if line[begin] == "(":
         return _closing(line, begin) + 1
     match = ARRAY.match(line, begin)
@@ -271,7 +271,7 @@ def _shape_end(line: str, begin: int) -> int:
 
 
 def _closing(line: str, begin: int) -> int:
-    """Where the parenthesis at `begin` is closed."""
+    """The place of the parenthesis that closes the one at `begin`."""
     close = line.find(")", begin)
     if close >= 0 and line.find("(", begin + 1, close) < 0 and line.find('"', begin + 1, close) < 0:
         return close

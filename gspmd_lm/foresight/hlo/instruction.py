@@ -26,7 +26,7 @@ _INSTALLED = ("site-packages/", "dist-packages/", "/lib/python")  # in the paths
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a shape. `memory_space` is S(n) of its layout: on TPU 1 is on the chip, 5 is the host."""
+    """One array of a shape. `memory_space` is S(n) of its layout. On TPU, 1 is on the chip and 5 is the host."""
 
     dtype: str
     dimensions: tuple[int, ...]
@@ -39,18 +39,18 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Without the padding of tiles."""
+        """The bytes of the array, without the padding of tiles."""
         return math.ceil(self.elements * bits(self.dtype) / 8)
 
     @property
     def padded_bytes(self) -> int:
-        """As it lies in memory: what a TPU layout tiles, by T(8,128) for example, is filled up to whole tiles."""
+        """The bytes of the array in memory. A tiled TPU layout, such as T(8,128), is filled up to whole tiles."""
         tiled = _TILED.match(self.layout)
         if not tiled or not self.dimensions:
             return self.bytes
         order = [int(n) for n in tiled.group(1).split(",") if n] or list(reversed(range(len(self.dimensions))))
         tile = [int(n) for n in tiled.group(2).split(",")]
-        sizes = [self.dimensions[n] for n in order]  # the fastest first
+        sizes = [self.dimensions[n] for n in order]  # the fastest dimension first
         for n, size in enumerate(reversed(tile[-len(sizes) :])):
             sizes[n] = -(-sizes[n] // size) * size
         return math.ceil(math.prod(sizes) * bits(self.dtype) / 8)
@@ -64,14 +64,14 @@ class Shape:
 
     @functools.cached_property
     def parts(self) -> tuple["Shape", ...]:
-        """Of a tuple; () of an array."""
+        """The shapes in a tuple; () for an array."""
         if not self.text.startswith("("):
             return ()
         return tuple(Shape(part) for part in split(COMMENT.sub("", self.text[1:-1])))
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """All arrays, tuples flattened."""
+        """All arrays of the shape, with tuples flattened."""
         return tuple(_array(match) for match in ARRAY.finditer(self.text))
 
     @property
@@ -84,7 +84,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of the program. `called` and the like name computations of its module."""
+    """One line of the program. `called` and other properties name computations of its module."""
 
     name: str
     opcode: str
@@ -92,13 +92,13 @@ class Instruction:
     operands: tuple[str, ...]
     computation: str
     is_root: bool
-    arguments: str = dataclasses.field(repr=False)  # what stands between the parentheses
-    raw: str = dataclasses.field(repr=False)  # what follows them
+    arguments: str = dataclasses.field(repr=False)  # the text between the parentheses
+    raw: str = dataclasses.field(repr=False)  # the text after them
     tables: "Tables" = dataclasses.field(repr=False)
 
     @functools.cached_property
     def attributes(self) -> Mapping[str, str]:
-        """Everything after the operands, as written."""
+        """The attributes after the operands, as texts."""
         return attributes_of(self.raw)
 
     @property
@@ -108,12 +108,12 @@ class Instruction:
 
     @functools.cached_property
     def phase(self) -> str:
-        """'-start', '-update' or '-done' of an asynchronous instruction, otherwise ''."""
+        """'-start', '-update' or '-done' for a part of an asynchronous instruction; '' for other instructions."""
         return next((phase for phase in _PHASES if self.opcode.endswith(phase)), "")
 
     @functools.cached_property
     def config(self) -> Mapping:
-        """backend_config. What is not JSON there stands under the key 'text'."""
+        """The backend_config. A value that is not JSON has the key 'text'."""
         text = self.attributes.get("backend_config", "")
         if text.startswith('"'):
             text = _unquoted(text)
@@ -125,26 +125,26 @@ class Instruction:
 
     @functools.cached_property
     def frontend(self) -> Mapping[str, str]:
-        """frontend_attributes; a value in braces keeps them and its line ends."""
+        """The frontend_attributes. A value in braces keeps its braces and line ends."""
         text = self.attributes.get("frontend_attributes", "{}")
         return {key: _unquoted(value) for key, value in attributes_of("," + text[1:-1]).items()}
 
     @functools.cached_property
     def estimated_cycles(self) -> int | None:
-        """The compiler's estimate (TPU, fusions only)."""
+        """The compiler's estimate of the cycles of a TPU fusion; None for other instructions."""
         cycles = self.config.get("window_config", {}).get("estimated_cycles", self.config.get("estimated_cycles"))
         return None if cycles is None else int(cycles)
 
     @functools.cached_property
     def cost_estimate(self) -> tuple[float, float] | None:
-        """(FLOPs, bytes read and written) that a custom call says it takes: Pallas kernels, and XLA's own on TPU."""
+        """The (FLOPs, bytes) that a custom call states, as Pallas and XLA's own kernels do on TPU; else None."""
         told = self.config.get("custom_call_config", {}).get("cost_estimate") or self.config.get("cost_estimate", {})
         found = float(told.get("flops", 0)), float(told.get("bytes_accessed", 0))
         return found if any(found) else None
 
     @functools.cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
-        """Role (calls, to_apply, body, condition, branch_computations, ...) -> names of computations."""
+        """The called computations: role (calls, to_apply, body, condition, branch_computations, ...) -> names."""
         roles = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation")
         roles = (*roles, "false_computation", "called_computations")
         found = {role: self.attributes[role] for role in roles if role in self.attributes}
@@ -156,16 +156,16 @@ class Instruction:
 
     @property
     def thread(self) -> str:
-        """Where an asynchronous computation runs: sparsecore, host, ...; '' for the main thread."""
+        """The thread of an asynchronous computation: sparsecore, host, ...; '' for the main thread."""
         return self.text_of("async_execution_thread")
 
     def text_of(self, attribute: str) -> str:
-        """An attribute without its quotes; '' where there is none."""
+        """The text of an attribute, without its quotes; '' if there is none."""
         return _unquoted(self.attributes.get(attribute, ""))
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
-        """op_name, stack_frame_id and so on."""
+        """The metadata: op_name, stack_frame_id and so on."""
         text = self.attributes.get("metadata", "")
         return {key: _unquoted(value) for key, value in _METADATA.findall(text)}
 
@@ -175,7 +175,7 @@ class Instruction:
 
     @functools.cached_property
     def frames(self) -> tuple[tuple[str, str, int], ...]:
-        """(file, function, line) of the Python that made it, innermost first."""
+        """The Python frames that made the instruction, innermost first, each (file, function, line)."""
         frame = int(self.metadata.get("stack_frame_id", 0))
         if not frame and "source_file" in self.metadata:
             return ((self.metadata["source_file"], "", int(self.metadata.get("source_line", 0))),)
@@ -200,7 +200,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Of a parameter or a get-tuple-element.
+        """The index of a parameter or a get-tuple-element.
 
         Raises: ValueError for other instructions.
         """
@@ -215,13 +215,13 @@ class Tables:
     """The stack frames at the head of the text."""
 
     def __init__(self, tables: Mapping[str, Mapping[int, str]]):
-        self._tables = tables  # filled after this
+        self._tables = tables  # filled later
 
     @functools.cached_property
     def _frames(self) -> tuple[Mapping[int, tuple[int, int]], int]:
         rows = self._tables.get("StackFrames", {})
         frames = {n: _pair(row, "file_location_id", "parent_frame_id") for n, row in rows.items()}
-        # The printer adds 1 to the parents (XLA hlo_module.cc, 2025); before it did, the outermost had 0.
+        # XLA's printer adds 1 to the parents (hlo_module.cc, 2025). Before, the outermost frame had parent 0.
         return frames, int(all(parent > 0 for _, parent in frames.values()))
 
     def frames(self, number: int) -> tuple[tuple[str, str, int], ...]:
@@ -246,13 +246,13 @@ def _pair(row: str, first: str, second: str) -> tuple[int, int]:
 
 
 def bits(dtype: str) -> int:
-    """Of one element; 0 for tokens and other things without a size."""
+    """How many bits one element of a dtype has; 0 for tokens and other dtypes without a size."""
     width = _WIDTH.match(dtype)
     return 8 if dtype == "pred" else int(width.group(1)) if width else 0
 
 
 def split(text: str) -> list[str]:
-    """The parts between commas that no bracket and no quotes enclose."""
+    """The parts of a text between commas that are outside of brackets and quotes."""
     parts, depth, begin = [], 0, 0
     for token in _BRACKET.finditer(text):
         letter = token.group()
@@ -268,7 +268,7 @@ def split(text: str) -> list[str]:
 
 
 def attributes_of(text: str) -> dict[str, str]:
-    """', key=value, ...' -> key -> value. A mesh's `, device_ids=(...)` belongs to the value before it."""
+    """The attributes in ', key=value, ...': key -> value. A mesh's `, device_ids=(...)` belongs to its value."""
     found: dict[str, str] = {}
     last = ""
     for part in split(text):

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program turns, where its counter starts, steps and stops at constants."""
+"""How many turns a loop of a compiled program takes, if its counter starts, steps and stops at constants."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 _SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done", "optimization-barrier", "reshape", "bitcast-convert")
 _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_Place = tuple["Instruction", tuple[int, ...]]  # an element of an instruction's value
+_Place = tuple["Instruction", tuple[int, ...]]  # an element of the value of an instruction
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """Turns of a while: known_trip_count, else from `counter < limit`; None where that cannot be told."""
+    """The turns of a while loop: known_trip_count, else from `counter < limit`; None if they cannot be told."""
     known = loop.config.get("known_trip_count", {}).get("n")
     return int(known) if known is not None else _Reader(module).turns(loop)
 
 
 class _Reader:
-    """Follows values to where they come from."""
+    """Follows values to their origins."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -47,16 +47,16 @@ class _Reader:
         step = self._offset((body.root, path), (body.parameters[0], path))
         if start is None or step is None or limit is None or step == 0:
             return None
-        if direction in ("LE", "GE"):  # one more value fulfils it
+        if direction in ("LE", "GE"):  # these include the limit itself
             limit += 1 if direction == "LE" else -1
         if {"LT": 1, "LE": 1, "GT": -1, "GE": -1, "NE": step}.get(direction, 0) * step <= 0:
-            return None  # the counter runs away from its limit, or nothing is known of the direction
+            return None  # the counter runs away from its limit, or the direction is not known
         if direction == "NE" and (limit - start) % step:
             return None
         return max(0, math.ceil((limit - start) / step))
 
     def _offset(self, place: _Place, counter: _Place) -> int | None:
-        """What is added to the counter to get `place`."""
+        """The constant that is added to the counter to get `place`; None if it is not such a sum."""
         instruction, path = self.origin(place)
         if (instruction, path) == counter:
             return 0
@@ -72,7 +72,7 @@ class _Reader:
         return None
 
     def value(self, place: _Place) -> int | None:
-        """An integer that is the same in every turn."""
+        """The integer at a place, if it is the same in every turn; else None."""
         instruction, path = self.origin(place)
         if instruction.opcode == "constant":
             text = instruction.arguments.strip()
@@ -87,7 +87,7 @@ class _Reader:
         return None
 
     def _before(self, parameter: Instruction, path: tuple[int, ...]) -> int | None:
-        """Of a loop's parameter, if the loop does not change it."""
+        """The integer at a place of a loop's parameter, if the loop does not change it; else None."""
         callers = self.module.callers.get(parameter.computation, ())
         if len(callers) != 1:
             return None
@@ -101,7 +101,7 @@ class _Reader:
         return self.origin((body.root, path)) == (body.parameters[0], path)
 
     def origin(self, place: _Place) -> _Place:
-        """Where a value comes from: through copies, tuples, fusions, calls and loops that keep it."""
+        """The origin of a value, followed through copies, tuples, fusions, calls and loops that keep it."""
         instruction, path = place
         while True:
             if instruction.opcode in _SAME:

@@ -1,4 +1,4 @@
-"""Which devices exchange data in one collective, from every way in which a compiled program writes it."""
+"""The groups of devices that exchange data in a collective, from all forms in which programs write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AXIS = re.compile(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?")
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """The groups of a collective, each in its order; of a permute, its (source, target) pairs.
+    """The groups of a collective, each in its order; for a permute, its (source, target) pairs.
 
     Raises: InputError for a way of writing that is not known.
     """
@@ -34,7 +34,7 @@ def groups(instruction: Instruction, devices: int) -> Groups:
 
 @functools.lru_cache(maxsize=4096)
 def read(text: str, devices: int) -> Groups:
-    """The groups that an attribute's text names; {} means all devices.
+    """The groups in the text of an attribute; {} means all devices.
 
     Raises: InputError for a way of writing that is not known.
     """
@@ -48,18 +48,18 @@ def read(text: str, devices: int) -> Groups:
     if (match := _IOTA.fullmatch(text)) and match.group(2):
         order = _iota(match)
         return tuple(tuple(int(d) for d in row) for row in order.reshape(_numbers(match.group(1))))
-    raise InputError(f"replica_groups={text[:80]}: not a way of writing groups that is known here")
+    raise InputError(f"replica_groups={text[:80]}: an unknown form of replica groups")
 
 
 def _of_mesh(sizes: str, device_ids: str | None, axes: str) -> Groups:
-    """mesh['a'=2,'b'=4] {'b'}; 'b':(2)2 is the part of b of size 2 that has 2 parts before it."""
+    """The groups of mesh['a'=2,'b'=4] {'b'}. 'b':(2)2 is the part of b of size 2 that follows 2 parts."""
     mesh = {name: int(size) for name, size in _SIZE.findall(sizes)}
     wanted = [(name, int(before or 1), int(size or mesh[name])) for name, before, size in _AXIS.findall(axes)]
     devices = np.arange(math.prod(mesh.values()))
     if device_ids:
         iota = _IOTA.fullmatch(device_ids)
         devices = _iota(iota) if iota else np.array(_numbers(re.sub(r"[^\d,]", "", device_ids)))
-    dimensions: list[tuple[str, int, int]] = []  # name, parts before it, size
+    dimensions: list[tuple[str, int, int]] = []  # name, how many parts are before it, size
     for name, size in mesh.items():
         cuts = {1, size}
         for other, before, part in wanted:
@@ -75,7 +75,7 @@ def _of_mesh(sizes: str, device_ids: str | None, axes: str) -> Groups:
 
 
 def _iota(match: re.Match) -> np.ndarray:
-    """[4,2]<=[2,4]T(1,0), or [2,4]T(1,0): the devices in their order."""
+    """The devices of [4,2]<=[2,4]T(1,0), or of [2,4]T(1,0), in their order."""
     sizes = _numbers(match.group(2) or match.group(1))
     order = np.arange(math.prod(sizes)).reshape(sizes)
     return order.transpose(_numbers(match.group(3))) if match.group(3) else order

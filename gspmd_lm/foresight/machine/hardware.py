@@ -1,17 +1,19 @@
-"""Chips by name and by jax `device_kind`: peak rates, memory and links, with the source of each figure on its line.
+"""The chips, by name and by jax's `device_kind`: rates, memory and links, each figure with its source on its line.
 
-Rates and memory are those of one jax device, links those of one chip. Sources in short:
+Rates and memory are those of one jax device. Links are those of one chip. The sources:
   cloud: Google Cloud TPU documentation, the page of each version, read in 2026
   book: "How to Scale Your Model", jax-ml.github.io/scaling-book: its chapter on TPUs, or on GPUs
   paper: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433
-  libtpu: what libtpu 0.0.42.1 answers when it refuses a program: "exceeds available HBM (31.25G)"
+  libtpu: the message of libtpu 0.0.42.1 when it refuses a program: "exceeds available HBM (31.25G)"
   jax: the table of chips in jax 0.10.2, jax/_src/pallas/mosaic/tpu_info.py
   sheet: NVIDIA's data sheet of the SXM module, without sparsity
   xla: openxla/xla, xla/backends/gpu/target_config/specs
+  schedules: cycles in libtpu 0.0.42.1's compiled schedules, which `python -m benchmarks.kernel_schedules` reads
+  benchmark: benchmarks/results/foresight_times.json, which `python -m benchmarks.foresight times --write` makes
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gspmd_lm.foresight.hlo.instruction import bits
 
@@ -20,7 +22,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What XLA is told of a GPU that is not there, where chips differ. Names are those of its GpuDeviceInfoProto."""
+    """Facts about a GPU with which XLA can compile for it. The names are those of XLA's GpuDeviceInfoProto."""
 
     description: str
     core_count: int  # streaming multiprocessors
@@ -31,37 +33,54 @@ class Gpu:
     compute_capability: tuple[int, int]
 
 
+SPLASH_BLOCKS = (256, 512, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cycles:
+    """Cycles of splash attention on one core, for blocks of SPLASH_BLOCKS queries and as many keys."""
+
+    visited: tuple[int, ...]  # the computation of one block that the mask does not skip
+    step: int  # every step of the grid, even if its block is skipped: waiting for copies and starting them
+    row: int  # per 512 rows, the first and last step of a row of blocks: clearing and storing its sums
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One generation. Bandwidths are bytes/s in one direction; 0 where a chip has no such link."""
+    """One generation of chips. Bandwidths are bytes/s in one direction; 0 means that a chip has no such link."""
 
-    name: str  # as in a target: v5p
-    kinds: tuple[str, ...]  # words of jax's device_kind
+    name: str  # the name in a target: v5p
+    kinds: tuple[str, ...]  # jax's names for device_kind
     platform: str  # tpu or gpu
     peak_bf16_flops_per_s: float
     clock_hz: float
     hbm_bytes: int
-    usable_hbm_bytes: int  # what the compiler, or jax by default, lets a program use
+    usable_hbm_bytes: int  # the part that the compiler, or jax by default, lets a program use
     hbm_bytes_per_s: float
     chips_per_host: int
-    host_link_bytes_per_s: float  # PCIe, of each chip
+    host_link_bytes_per_s: float  # PCIe of each chip
     network_bytes_per_s: float  # between slices or hosts, the share of each chip
-    peak_int8_ops_per_s: float = 0  # 0 where int8 is multiplied no faster than bf16
+    peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
     peak_fp8_flops_per_s: float = 0  # likewise
-    tensor_cores: int = 1  # of one jax device, sharing its work
+    tensor_cores: int = 1  # the cores of one jax device, which share its work
     devices_per_chip: int = 1  # jax devices that a compile-only topology lists
     torus_dimensions: int = 0
     wraps_multiples_of: int = 0  # see `wraps`
     ici_link_bytes_per_s: float = 0
     die_link_bytes_per_s: float = 0  # between the two devices of a chip
-    nvlink_bytes_per_s: float = 0  # of each GPU into the switches of its host
+    nvlink_bytes_per_s: float = 0  # from each GPU into the switches of its host
     gpu: Gpu | None = None
+    matmul_slowdown: float = 1.0  # the time of matmuls over the compiler's estimate
+    # Size of a head -> cycles of splash attention, forward and fused backward.
+    splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict)
+    step_errors: tuple[float, ...] = ()  # (predicted - published) / published, of each published step time
+    fitted_step_errors: tuple[float, ...] = ()  # the same for step times to which a constant was fitted
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """The peak of matmuls whose operands have a dtype, as programs write it: bf16, f8e4m3fn, s4.
 
-        What a chip does not multiply is widened to what it does: int4 to int8, and 8 bit to bf16. GPUs multiply float32
-        as TF32 by default, half as fast as bf16.
+        A dtype that a chip does not multiply is widened: int4 to int8, and 8 bits to bf16. GPUs multiply float32 as
+        TF32 by default, half as fast as bf16.
         """
         width = bits(dtype)
         if width > 16:
@@ -70,14 +89,21 @@ class Chip:
         return narrow if 0 < width <= 8 and narrow else self.peak_bf16_flops_per_s
 
     def wraps(self, topology: Sequence[int]) -> tuple[bool, ...]:
-        """Which dimensions of a slice of `topology` chips are rings.
+        """Whether each dimension of a slice of `topology` chips is a ring.
 
-        v5e, v6e: those as long as the pod, 16. v4, v5p, tpu7x: all of a slice made of whole cubes of 4 x 4 x 4, whose
-        faces optical switches join; none of a smaller one. Source: book, TPU chapter, "TPU Networking".
+        On v5e and v6e, a dimension is a ring if it is as long as the pod, 16. On v4, v5p and tpu7x, optical switches
+        join the faces of cubes of 4 x 4 x 4: all dimensions of a slice of whole cubes are rings, and none of a smaller
+        slice. Source: book, TPU chapter, "TPU Networking".
         """
         multiples = [size > 1 and size % self.wraps_multiples_of == 0 for size in topology]
         return tuple(multiples) if self.torus_dimensions == 2 else (all(multiples),) * len(multiples)
 
+
+_SPLASH_V5P = {
+    64: (Cycles((502, 1144, 5040), 277, 702), Cycles((858, 2560, 10240), 527, 388)),
+    128: (Cycles((502, 1163, 4935), 392, 691), Cycles((833, 2560, 10240), 527, 324)),
+    256: (Cycles((621, 2130), 399, 844), Cycles((1280, 5120), 563, 644)),
+}  # schedules
 
 _TPUS = (
     Chip(
@@ -96,6 +122,7 @@ _TPUS = (
         torus_dimensions=3,  # cloud
         wraps_multiples_of=4,  # book
         ici_link_bytes_per_s=50e9,  # paper: 6 links of 50 GB/s (book: 45, a usual share of it)
+        splash=_SPLASH_V5P,  # inferred: as v5p
     ),
     Chip(
         name="v5e",
@@ -113,6 +140,12 @@ _TPUS = (
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
         ici_link_bytes_per_s=50e9,  # cloud: 400 GB/s per chip, 4 links, both directions
+        splash={
+            64: (Cycles((514, 1192, 4830), 220, 697), Cycles((860, 2560, 10240), 366, 388)),
+            128: (Cycles((510, 1192, 4886), 274, 688), Cycles((825, 2560, 10240), 406, 324)),
+            256: (Cycles((620, 2179, 8721), 319, 841), Cycles((1280, 5120, 20480), 378, 644)),
+        },  # schedules
+        step_errors=(0.190,),  # benchmark
     ),
     Chip(
         name="v5p",
@@ -131,6 +164,9 @@ _TPUS = (
         torus_dimensions=3,  # cloud
         wraps_multiples_of=4,  # book
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip, 6 links, both directions
+        splash=_SPLASH_V5P,
+        step_errors=(-0.065,),  # benchmark
+        fitted_step_errors=(-0.042,),  # benchmark
     ),
     Chip(
         name="v6e",
@@ -148,6 +184,15 @@ _TPUS = (
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
         ici_link_bytes_per_s=100e9,  # cloud: 800 GB/s per chip, 4 links, both directions
+        # Its value was fitted to one published step, Llama3.1-8B on v6e:2x4, and its form to all four of v6e. The
+        # cause is not known.
+        matmul_slowdown=1.15,
+        splash={
+            64: (Cycles((563, 899, 3258), 222, 348), Cycles((794, 1537, 5749), 309, 195)),
+            128: (Cycles((563, 895, 3260), 379, 338), Cycles((779, 1507, 5734), 309, 163)),
+            256: (Cycles((596, 948, 3311), 373, 418), Cycles((856, 1597, 5883), 417, 323)),
+        },  # schedules
+        fitted_step_errors=(-0.001, -0.017, -0.032, -0.038),  # benchmark
     ),
     Chip(
         name="tpu7x",
@@ -167,10 +212,16 @@ _TPUS = (
         wraps_multiples_of=4,  # inferred: cubes of 4 x 4 x 4, as v5p
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip; 6 links, as v5p, both directions
         die_link_bytes_per_s=600e9,  # cloud: six times a one-dimensional ICI link
+        splash={
+            64: (Cycles((507, 904, 3357), 255, 334), Cycles((723, 1466, 5276), 463, 183)),
+            128: (Cycles((509, 904, 3361), 255, 324), Cycles((721, 1424, 5315), 460, 149)),
+            256: (Cycles((558, 1296), 380, 403), Cycles((801, 1497), 484, 311)),
+        },  # schedules
+        step_errors=(-0.120,),  # benchmark
     ),
 )
 
-# Of a GPU, jax takes 75% unless XLA_CLIENT_MEM_FRACTION says otherwise. Source: docs.jax.dev, "GPU memory allocation".
+# jax takes 75% of a GPU's memory, or XLA_CLIENT_MEM_FRACTION of it. Source: docs.jax.dev, "GPU memory allocation".
 _JAX_TAKES = 0.75
 
 _GPUS = (
@@ -222,6 +273,7 @@ _GPUS = (
             l2_cache_bytes=52_428_800,
             compute_capability=(9, 0),
         ),
+        step_errors=(-0.180,),  # benchmark
     ),
     Chip(
         name="h200",
@@ -275,19 +327,19 @@ _GPUS = (
     ),
 )
 
-CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}  # by the name that a target gives them
+CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}  # by their names in targets
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip of a jax device, or None for one that is not in the table."""
+    """The chip of a jax device; None if it is not in the table."""
     found = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if kind in device_kind}
     return found[max(found, key=len)] if found else None
 
 
 def peak_flops_per_s(device_kind: str) -> float | None:
-    """The bf16 peak of a device that runs, or None for one that is not in the table.
+    """The bf16 peak of a running device; None if it is not in the table.
 
-    A v4 runs as one device per chip, both cores together, though two are listed when it is only compiled for.
+    A v4 chip runs as one device with both cores, although a compile-only topology lists two devices per chip.
     """
     chip = chip_of(device_kind)
     if chip is None:
@@ -296,7 +348,7 @@ def peak_flops_per_s(device_kind: str) -> float | None:
 
 
 def gpu_target_config(chip: Chip) -> str:
-    """Text of XLA's GpuTargetConfigProto, with which it compiles for a GPU that is not there."""
+    """The text of the GpuTargetConfigProto with which XLA compiles for a GPU that is not at hand."""
     gpu = chip.gpu
     assert gpu, chip.name
     major, minor = gpu.compute_capability

@@ -1,21 +1,21 @@
-"""How long a collective takes: over which mesh axes and which physical links its groups exchange data.
+"""The time of a collective, from the mesh axes and the physical links over which its groups exchange data.
 
 Formulas, with V the bytes of the whole tensor of one group of n devices and W the bytes/s of one link, one way:
 
   all-gather, reduce-scatter   V (n-1)/n / (links W); an all-reduce is both, one after the other
-  all-to-all                   what must cross the middle of each torus dimension / the links there
-  collective-permute           the fullest link of the shortest paths
+  all-to-all                   the bytes that cross the middle of each torus dimension, over the links there
+  collective-permute           the bytes on the fullest link of the shortest paths
 
-On a torus a group uses all its dimensions at once, a ring in both directions, so `links` is 2 for each ring and 1 for
-each line (whose ends have one neighbour). Source: "How to Scale Your Model", jax-ml.github.io/scaling-book: sections
+On a torus a group uses all its dimensions at once, and a ring in both directions. So `links` is 2 for each ring and 1
+for each line, whose ends have one neighbour. Source: "How to Scale Your Model", jax-ml.github.io/scaling-book: sections
 "Case 2" and "Our final communication primitive" of the chapter on sharding, "How Do Collectives Work on GPUs?" of the
 one on GPUs. XLA does the same: its programs say 2DAllGather, StrategyND{colors:3 phases:3}.
 
-A group that crosses slices first exchanges between them, each device its own share, then within each. All devices take
-part, so each has its share of its host's network. How long a first byte takes from slice to slice is published nowhere,
-and left out. GPUs do both at once, since NCCL runs rings through all devices of all hosts, one ring for each network
-card that a host has for the group. Each carries its share of the tensor, and what leaves a host is what any device
-passes on: all but one of n pieces.
+A group that crosses slices first exchanges between the slices and then within each. In the first part every device
+sends its own share, over its share of the host's network. The latency between slices is not published anywhere, and
+is left out. GPUs do both parts at once: NCCL runs rings through all devices of all hosts, one ring for each network
+card that a host has for the group. Each ring carries its share of the tensor. A host sends what any device passes on:
+all but one of n pieces.
 """
 
 import collections
@@ -29,50 +29,52 @@ from gspmd_lm.foresight.machine.hardware import Chip
 
 Groups = tuple[tuple[int, ...], ...]
 
-# Least time of one hop over ICI. Source: scaling-book, sharding, "A note on ICI latency": typically around 1 us.
+# The least time of one hop over ICI. Source: scaling-book, sharding, "A note on ICI latency": typically around 1 us.
 ICI_HOP_S = 1e-6
-# Share of NVLink's bandwidth that NCCL reaches, 370 of 450 GB/s. Source: scaling-book, GPUs, "Empirical measurements".
-# Reductions in the switches (NVLS) are left out: they are measured there to add 30% to all-reduces alone.
+# The share of NVLink's bandwidth that NCCL reaches, 370 of 450 GB/s. Source: scaling-book, GPUs, "Empirical
+# measurements". Reductions in the switches (NVLS) are left out: there they speed up only all-reduces, by 30%.
 NVLINK_SHARE = 0.82
-# NCCL's own model of a ring: seconds to begin, per step over NVLink, per step over the network, and the share of the
-# bandwidth, for its two protocols; it takes the faster. Source: NVIDIA/nccl, src/graph/tuning.cc: baseLat, hwLat.
+# NCCL's own model of a ring, for its two protocols: seconds to begin, seconds per step over NVLink, seconds per step
+# over the network, and the share of the bandwidth. NCCL takes the faster protocol. Source: NVIDIA/nccl,
+# src/graph/tuning.cc: baseLat, hwLat.
 NCCL_PROTOCOLS = {"Simple": (8.4e-6, 3.4e-6, 9.6e-6, 1.0), "LL": (3.6e-6, 0.47e-6, 2.7e-6, 0.25)}
 
-_REDUCTIONS = {"all-gather": 1, "reduce-scatter": 1, "collective-broadcast": 1, "all-reduce": 2}  # passes over the data
+# How many passes over the data a collective makes.
+_REDUCTIONS = {"all-gather": 1, "reduce-scatter": 1, "collective-broadcast": 1, "all-reduce": 2}
 _EXCHANGES = ("all-to-all", "ragged-all-to-all")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """What a group has of one dimension of the torus."""
+    """The part of one torus dimension that a group covers."""
 
     chips: int
-    ring: bool  # it closes, and is used in both directions
-    stride: int  # hops between neighbours; that many groups share each link
+    ring: bool  # whether it closes; a ring is used in both directions
+    stride: int  # hops between neighbours, which is also how many groups share each link
 
     @property
     def links(self) -> float:
-        """Links per chip, in units of one link and direction, that one group has for itself."""
+        """How many links per chip one group has for itself, each direction counted."""
         return (2 if self.ring else 1) / self.stride
 
     @property
     def hops(self) -> int:
-        """How far the data of one chip has to go."""
+        """How many hops the data of one chip has to go."""
         return self.stride * (self.chips // 2 if self.ring else self.chips - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How one group of devices is connected."""
+    """The connections of one group of devices."""
 
     size: int  # devices
-    outer: int  # slices, or hosts of GPUs, that it crosses
-    per_chip: int = 1  # of its devices on each of its chips
-    dimensions: tuple[Dimension, ...] = ()  # of the torus within a slice; none on GPU
+    outer: int  # how many slices, or hosts of GPUs, it crosses
+    per_chip: int = 1  # how many of its devices are on each chip
+    dimensions: tuple[Dimension, ...] = ()  # the torus within a slice; () on GPU
 
     @property
     def inner(self) -> int:
-        """Devices within one slice or host."""
+        """How many of its devices are in one slice or host."""
         return self.size // self.outer
 
     @property
@@ -84,8 +86,8 @@ class Route:
 class Network:
     """The devices of one program. Entry k of coords, slices and hosts belongs to partition k, mesh.devices.flat[k]."""
 
-    chip: Chip | None  # None for simulated devices, which have mesh axes but no times
-    coords: tuple[tuple[int, ...], ...]  # of each device's chip within its slice; anything on GPU
+    chip: Chip | None  # None: simulated devices, which have mesh axes but no times
+    coords: tuple[tuple[int, ...], ...]  # the place of each device's chip in its slice; any value on GPU
     slices: tuple[int, ...]
     hosts: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -96,11 +98,11 @@ class Network:
         return self._axes(groups)[0]
 
     def whole(self, groups: Groups) -> bool:
-        """Whether each group has all devices along its axes: false where it is but a part of an axis."""
+        """Whether each group has all devices along its axes, rather than a part of an axis."""
         return self._axes(groups)[1]
 
     def link(self, groups: Groups) -> str:
-        """The slowest kind of link in use: ici, die, dcn, nvlink or network; '' without a chip or an exchange."""
+        """The slowest kind of link in use: ici, die, dcn, nvlink or network; '' if there is no chip or no exchange."""
         routes = self._routes(groups)
         if self.chip is None or all(route.size == 1 for route in routes):
             return ""
@@ -112,15 +114,15 @@ class Network:
         return "ici" if any(route.dimensions for route in routes) else "die"
 
     def lane(self, groups: Groups) -> str:
-        """'ici fsdp', 'dcn data', 'nvlink tensor', 'ici fsdp+tensor': where a collective stands in a timeline."""
+        """The lane of a collective in a timeline: 'ici fsdp', 'dcn data', 'nvlink tensor' or 'ici fsdp+tensor'."""
         return f"{self.link(groups)} {'+'.join(self.axes(groups))}".strip()
 
     def time_s(self, kind: str, size_bytes: float, groups: Groups) -> float:
-        """Seconds for one collective; of the slowest group.
+        """The seconds of one collective, those of its slowest group.
 
-        `size_bytes` is the whole tensor of one group for gathers and reductions (what an all-gather ends with and the
-        others begin with), what one device holds for an all-to-all, and what one device sends for a permute, whose
-        groups are (source, target) pairs.
+        `size_bytes` is the whole tensor of one group for gathers and reductions: an all-gather ends with it, and the
+        others begin with it. For an all-to-all it is what one device holds. For a permute, whose groups are (source,
+        target) pairs, it is what one device sends.
 
         Raises: ValueError for another kind.
         """
@@ -130,7 +132,7 @@ class Network:
         if kind == "collective-permute":
             return self._permute_s(chip, size_bytes, groups)
         if kind not in _REDUCTIONS and kind not in _EXCHANGES:
-            raise ValueError(f"{kind} is no collective")
+            raise ValueError(f"{kind} is not a collective")
         routes = [route for route in self._routes(groups) if route.size > 1]
         if chip.platform == "gpu":
             times = (_gpu_s(chip, kind, size_bytes, route) for route in routes)
@@ -141,7 +143,7 @@ class Network:
         return max(times, default=0.0)
 
     def _gather_s(self, chip: Chip, whole_bytes: float, route: Route) -> float:
-        """One pass of a TPU collective in which every device needs, or gives, all but its own share."""
+        """The seconds of one pass of a TPU collective in which a device needs, or gives, all but its own share."""
         chips = route.inner // route.per_chip
         between_s = whole_bytes / route.inner * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
         ici_s = die_s = 0.0
@@ -152,9 +154,9 @@ class Network:
         return between_s + max(ici_s, die_s, self._latency_s(route))
 
     def _exchange_s(self, chip: Chip, held_bytes: float, route: Route) -> float:
-        """An all-to-all on TPU, in which each device sends an equal part of what it holds to every other."""
+        """The seconds of an all-to-all on TPU: each device sends an equal part of its data to every other device."""
         between_s = held_bytes * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
-        within_bytes = held_bytes / route.outer * route.inner  # of all devices of a group in a slice
+        within_bytes = held_bytes / route.outer * route.inner  # what all devices of a group in one slice hold
         chips, link_bytes_per_s = route.inner // route.per_chip, self._ici_bytes_per_s(chip, route)
         crossings_s = [self._latency_s(route)]
         for dimension in route.dimensions:
@@ -166,7 +168,7 @@ class Network:
         return between_s + max(crossings_s)
 
     def _permute_s(self, chip: Chip, sent_bytes: float, pairs: Groups) -> float:
-        """A permute: the fullest link decides, each pair taking the shortest path, one dimension after another."""
+        """The seconds of a permute on its fullest link. Each pair takes a shortest path, dimension by dimension."""
         loads: collections.Counter[tuple] = collections.Counter()
         longest = 0
         hosts = collections.Counter(self.hosts)
@@ -188,7 +190,7 @@ class Network:
                   "nvlink": NVLINK_SHARE * chip.nvlink_bytes_per_s, "network": self._dcn_bytes_per_s(chip)}  # fmt: skip
 
         def seconds(link: tuple, load: int) -> float:
-            # Chips of one host share its network; each GPU has a port of its own.
+            # The chips of a host share its network. Each GPU has a port of its own.
             devices = hosts[link[1]] if link[0] == "network" and chip.platform == "tpu" else 1
             return load * sent_bytes / (speeds[link[0]] * devices)
 
@@ -199,7 +201,7 @@ class Network:
         return max(slowest, longest * ICI_HOP_S)
 
     def _path(self, start: Sequence[int], end: Sequence[int]) -> list[tuple]:
-        """The links, (from, to), of a shortest path."""
+        """The links of a shortest path, each (from, to)."""
         place, path = list(start), []
         for axis, size in enumerate(self._torus):
             ahead = (end[axis] - place[axis]) % size
@@ -214,7 +216,7 @@ class Network:
         return ICI_HOP_S * sum(dimension.hops for dimension in route.dimensions)
 
     def _ici_bytes_per_s(self, chip: Chip, route: Route) -> float:
-        """One link's share of a group: devices of the same chips that are in other groups use it too."""
+        """A group's share of one ICI link, which devices of the same chips in other groups use too."""
         return chip.ici_link_bytes_per_s * route.per_chip / self._devices_on_a_chip
 
     def _dcn_bytes_per_s(self, chip: Chip) -> float:
@@ -228,19 +230,19 @@ class Network:
 
     @functools.cached_property
     def _torus(self) -> tuple[int, ...]:
-        """Chips of a slice along each dimension."""
+        """How many chips a slice has along each dimension."""
         return tuple(max(places) + 1 for places in zip(*self.coords, strict=True))
 
     @functools.cached_property
     def _rings(self) -> tuple[bool, ...]:
-        """Which dimensions are rings. A flat torus comes with a third coordinate that is always 0."""
+        """Whether each dimension is a ring. A flat torus has a third coordinate that is always 0."""
         assert self.chip
         used = self._torus[: self.chip.torus_dimensions]
         return self.chip.wraps(used) + (False,) * (len(self._torus) - len(used))
 
     @functools.cached_property
     def _places(self) -> tuple[tuple[int, ...], ...]:
-        """The coordinates of each partition in the mesh."""
+        """The mesh coordinates of each partition."""
         return tuple(itertools.product(*map(range, self.mesh_shape)))
 
     @functools.cached_property
@@ -252,7 +254,7 @@ class Network:
         return {}
 
     def _axes(self, groups: Groups) -> tuple[tuple[str, ...], bool]:
-        """The axes along which groups vary, and whether each group has all of them."""
+        """The axes along which groups vary, and whether each group has all devices along them."""
         if groups not in self._known_axes:
             self._known_axes[groups] = self._varying(groups)
         return self._known_axes[groups]
@@ -267,7 +269,7 @@ class Network:
         return tuple(self.mesh_axes[n] for n in sorted(varying)), all(count == full for count in counts)
 
     def _routes(self, groups: Groups) -> tuple[Route, ...]:
-        """The different ways in which the groups are connected."""
+        """The different routes of the groups."""
         if groups not in self._known:
             self._known[groups] = tuple(dict.fromkeys(map(self._route, groups)))
         return self._known[groups]
@@ -283,7 +285,7 @@ class Network:
         return Route(len(group), outer, len(here) // len(chips), self._dimensions(chips))
 
     def _dimensions(self, chips: list[tuple[int, ...]]) -> tuple[Dimension, ...]:
-        """The torus dimensions of a box of chips; other shapes count as a line through the chips in their order."""
+        """The torus dimensions of a box of chips. Another shape counts as a line through the chips in their order."""
         columns = [sorted(set(column)) for column in zip(*chips, strict=True)]
         if len(chips) > 1 and math.prod(map(len, columns)) != len(chips):
             return (Dimension(len(chips), False, max(len(self._path(*two)) for two in itertools.pairwise(chips))),)
@@ -296,7 +298,7 @@ class Network:
 
 
 def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
-    """A collective of GPUs: NVLink within a host, one network port per GPU between hosts, both at once."""
+    """The seconds of a collective of GPUs: NVLink within a host and network ports between hosts work at once."""
     size, outer, inner = route.size, route.outer, route.inner
     if kind in _EXCHANGES:
         passes, steps = 1, 1
@@ -312,7 +314,7 @@ def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
 
 
 def _nccl_s(transfer_s: float, steps: int, network_steps: int) -> float:
-    """What NCCL expects of the faster of its protocols."""
+    """The seconds that NCCL expects of its faster protocol."""
     return min(
         begin_s + steps * step_s + network_steps * network_step_s + transfer_s / share
         for begin_s, step_s, network_step_s, share in NCCL_PROTOCOLS.values()

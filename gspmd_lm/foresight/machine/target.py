@@ -1,4 +1,4 @@
-""" "v5p:4x4x4", "2@v6e:16x16", "h100:4x8" or "cpu:8" -> compile-only devices, with no accelerator anywhere."""
+"""Targets such as v5p:4x4x4, 2@v6e:16x16, h100:4x8 or cpu:8, and compile-only jax devices of them."""
 
 import dataclasses
 import importlib.util
@@ -11,13 +11,13 @@ from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight.machine.hardware import CHIPS, Chip, chip_of, gpu_target_config
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: pieces of one 16 x 16 pod
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod
 _SMALL_CUBOIDS = (
     "2x2x1",
     "2x2x2",
     "2x2x4",
     "2x4x4",
-)  # v4, v5p, tpu7x: below one 4 x 4 x 4 cube, and then made of cubes
+)  # v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes
 _CUBE = 4
 _GPUS_PER_HOST = 8
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, 2@v6e:16x16, h100:8 or h100:4x8"
@@ -25,23 +25,23 @@ _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, 2@v6e:16x16, h100:8 or h100:4x8"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a layout is to be thought of as running."""
+    """The hardware that a layout is explained for."""
 
-    text: str  # as it was asked for
+    text: str  # as the user wrote it
     platform: str  # cpu, gpu or tpu
-    chip: Chip | None  # None for cpu
+    chip: Chip | None  # None: cpu
     topology: tuple[int, ...]  # chips per dimension of a slice; hosts x GPUs; simulated devices
     slices: int = 1
 
     @property
     def devices(self) -> int:
-        """How many jax devices there are: two per chip on tpu7x."""
+        """How many jax devices the target has; a tpu7x chip is two."""
         per_chip = self.chip.devices_per_chip if self.chip else 1
         return self.slices * math.prod(self.topology) * per_chip
 
 
 def parse(text: str) -> Target:
-    """The target of a command line. Raises InputError for a chip or a topology that does not exist."""
+    """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
     place = f"--target={text}"
     slices, at, rest = text.rpartition("@")
     name, colon, size = rest.partition(":")
@@ -56,7 +56,7 @@ def parse(text: str) -> Target:
     chip = CHIPS.get(name)
     if chip is None or chip.platform == "gpu":
         if at:
-            raise InputError(f"{place}: slices are for TPU\n  fix   write hosts x devices, such as h100:4x8")
+            raise InputError(f"{place}: only TPUs have slices\n  fix   write hosts x devices, such as h100:4x8")
         return _counted(place, text, name, chip, dimensions)
     wrong = _no_such_topology(chip, dimensions)
     if wrong:
@@ -65,7 +65,7 @@ def parse(text: str) -> Target:
 
 
 def _counted(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:
-    """A CPU or GPU target, which is counted: devices, or hosts x devices."""
+    """The CPU or GPU target of a number of devices, or of hosts x devices."""
     if chip is None:
         if len(dimensions) > 1:
             raise InputError(f"{place}: simulated devices have no topology\n  fix   cpu:{math.prod(dimensions)}")
@@ -81,7 +81,7 @@ def _counted(place: str, text: str, name: str, chip: Chip | None, dimensions: tu
 
 
 def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
-    """How to mend a topology that nobody has; '' for one that exists."""
+    """The fix for a topology that does not exist; '' for one that exists."""
     size = "x".join(map(str, dimensions))
     if chip.torus_dimensions == 2:
         return "" if size in _FLAT else f"use one of {', '.join(_FLAT)}"
@@ -95,7 +95,7 @@ def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
 
 
 def of(devices: Sequence[Any]) -> Target:
-    """The target that real or simulated `devices` are; without a chip where theirs is not known."""
+    """The target that real or simulated `devices` form. Its chip is None if theirs is not known."""
     first, count = devices[0], len(devices)
     chip = chip_of(first.device_kind)
     if first.platform == "cpu" or chip is None:
@@ -111,9 +111,9 @@ def of(devices: Sequence[Any]) -> Target:
 
 
 def devices(target: Target) -> list[Any]:
-    """jax devices of `target` that can be compiled for, and only that. For cpu, jax must already simulate them.
+    """The compile-only jax devices of a target. For cpu, jax must already simulate them.
 
-    Raises InputError where the compiler for the target is not installed.
+    Raises InputError if the compiler for the target is not installed.
     """
     import jax
     from jax.experimental import topologies
@@ -138,6 +138,6 @@ def devices(target: Target) -> list[Any]:
         if size == "1x1":
             more["chips_per_host_bounds"] = [1, 1, 1]
         if target.chip.name == "v4":
-            more["chip_config_name"] = "megacore"  # one device per chip, as on a TPU VM
+            more["chip_config_name"] = "megacore"  # a chip is one device, as on a TPU VM
         topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.chip.name}:{size}", **more)
     return list(topology.devices)

@@ -1,5 +1,7 @@
-"""Pictures of a report as HTML and SVG: stacked bars, and the timeline of one layer. Lengths are shares of the width,
-so that they follow it; all text is escaped."""
+"""Pictures of a report as HTML and SVG: stacked bars, and the timeline of one layer.
+
+Lengths are shares of the width, so that pictures follow the width of the page. All text is escaped.
+"""
 
 import html
 import math
@@ -8,21 +10,23 @@ from collections.abc import Iterable, Sequence
 from gspmd_lm.foresight.cost.schedule import Span
 from gspmd_lm.units import human_seconds
 
-LANE, AXIS, GAP = 22, 20, 6  # heights in pixels: a row of spans, the time axis, the space between lanes
-NAMED = 0.035  # share of the width from which a span has room for its name
+LANE, AXIS, GAP = 22, 20, 6  # heights in pixels: a row of spans, the time axis, and the space between lanes
+NAMED = 0.035  # a span with this share of the width has room for its name
 COLOURED = ("matmul", "attention", "other")  # kinds with a colour of their own; all collectives share one
 
 
 def text(value: object) -> str:
-    """`value` with what HTML would read as markup made harmless, in text and in attributes."""
+    """`value`, escaped for use in the text and the attributes of HTML."""
     return html.escape(str(value))
 
 
 def bar(
     segments: Iterable[tuple[str, str, float]], whole: float, label: str, marks: Sequence[tuple[str, float]] = ()
 ) -> str:
-    """A stacked bar: a kind, a description and an amount each, out of `whole`. Marks are lines across it, the first
-    with its name above and the others below."""
+    """A stacked bar of parts, each with a kind, a description and an amount out of `whole`.
+
+    Marks are lines across the bar. The name of the first stands above the bar, and the names of the others below.
+    """
     pieces = [
         f'<span class="k-{text(kind)}" style="width:{100 * amount / whole:.3f}%" title="{text(about)}"></span>'
         for kind, about, amount in segments
@@ -48,7 +52,7 @@ def _turn(part: str, spans: Sequence[Span], scale_s: float) -> str:
     for lane in sorted({span.lane for span in spans}, key=lambda lane: (lane != "compute", lane == "host", lane)):
         placed, rows = _rows([span for span in spans if span.lane == lane])
         names.append(f'<li style="top:{height}px;height:{rows * LANE}px">{text(lane)}</li>')
-        if lane == "compute":  # what no span covers is time spent waiting
+        if lane == "compute":  # compute waits where no span covers the lane
             width = 100 * (last - first) / scale_s
             drawn.append(f'<rect class="idle" y="{height}" height="{rows * LANE - 2}" width="{width:.3f}%"/>')
         drawn += [_span(span, height + row * LANE, first, scale_s) for span, row in placed]
@@ -64,7 +68,7 @@ def _turn(part: str, spans: Sequence[Span], scale_s: float) -> str:
 
 
 def _rows(spans: Sequence[Span]) -> tuple[list[tuple[Span, int]], int]:
-    """Each span with the row it has to itself, and the number of rows: what runs at the same time lies below."""
+    """Each span with its row, and the number of rows. Spans that run at the same time have different rows."""
     ends: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -88,7 +92,7 @@ def _span(span: Span, top: float, first_s: float, scale_s: float) -> str:
 
 
 def _ticks(scale_s: float, height: float) -> str:
-    """Lines at round times, about eight of them."""
+    """About eight lines at round times."""
     step = 10 ** math.floor(math.log10(scale_s / 8))
     step *= next(times for times in (1, 2, 5, 10) if times * step >= scale_s / 8)
     lines = []

@@ -1,4 +1,4 @@
-"""What the figures of a report say, in the words and numbers that the terminal and the page share."""
+"""Words and numbers of a report that the terminal and the page share."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from gspmd_lm.units import human_bytes, human_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the comparison of layouts: a cell for each report, and which of them are the best."""
+    """One line of the comparison of layouts: a cell for each report, and the numbers of the best ones."""
 
     label: str
     known: str  # compiled, predicted or counted
@@ -21,27 +21,27 @@ class Row:
 
 
 def percent(share: float) -> str:
-    """'54.1%'"""
+    """A share as '54.1%'."""
     return f"{100 * share:.1f}%"
 
 
 def mesh(sizes: Mapping[str, int]) -> str:
-    """'fsdp=16 x tensor=4'"""
+    """The sizes of a mesh as 'fsdp=16 x tensor=4'."""
     return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def hardware(report: Report) -> str:
-    """'64 x TPU v5p', '8 simulated devices'"""
+    """The devices of a report as '64 x TPU v5p' or '8 simulated devices'."""
     return f"{report.devices} x {report.chip}" if report.chip else f"{report.devices} simulated devices"
 
 
 def layout(report: Report) -> str:
-    """The name of the rules file, without folder and ending."""
+    """The name of the rules file, without its folder and ending."""
     return report.rules.rsplit("/", 1)[-1].removesuffix(".yaml")
 
 
 def fit(memory: Memory) -> str:
-    """Whether the program fits, and by how much."""
+    """A phrase that says whether the program fits, and by how much."""
     if memory.limit_bytes is None:
         return "no limit on this target"
     spare, share = memory.limit_bytes - memory.peak_bytes, memory.peak_bytes / memory.limit_bytes
@@ -53,7 +53,7 @@ def fit(memory: Memory) -> str:
 
 
 def parts(memory: Memory) -> tuple[tuple[str, int], ...]:
-    """What the memory of a device is used for: a name and bytes each."""
+    """The parts of a device's memory, each a name and bytes."""
     return (
         ("weights", memory.weights_bytes),
         ("cache", memory.cache_bytes) if memory.cache_bytes else ("optimizer", memory.optimizer_bytes),
@@ -63,7 +63,7 @@ def parts(memory: Memory) -> tuple[tuple[str, int], ...]:
 
 
 def breakdown(prediction: Prediction) -> tuple[tuple[str, str, float], ...]:
-    """Where a step's time goes: a kind, its label and seconds each; the longest wait first."""
+    """The parts of a step's time, each a kind, a label and seconds; the longest wait comes first."""
     waits = sorted(prediction.exposed_by_axis.items(), key=lambda wait: -wait[1])
     return (
         ("matmul", "matmul", prediction.matmul_s),
@@ -75,21 +75,21 @@ def breakdown(prediction: Prediction) -> tuple[tuple[str, str, float], ...]:
 
 
 def sent_bytes(report: Report) -> int:
-    """What one device sends in one step."""
+    """The bytes that one device sends in one step."""
     return sum(found.bytes_per_device_per_step for found in report.collectives)
 
 
 def above_floor(report: Report) -> float | None:
-    """Communication over the least that this split needs; None where nothing must be sent or nothing was compiled."""
+    """Communication over its floor; None if nothing must be sent or nothing was compiled."""
     if not report.floor.communication_bytes or report.memory.refusal:
         return None
     return sent_bytes(report) / report.floor.communication_bytes
 
 
 def other_width(report: Report) -> str:
-    """'52% in bf16': what is sent in another width than the floor counts; '' where the two can be compared.
+    """The share that is sent in another width than the floor counts, as '52% in bf16'; '' if there is none.
 
-    The TPU compiler narrows some float32 products that it gathers, XLA:CPU widens all that is bfloat16.
+    The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
     """
     if report.floor.dtype == "float32":
         other = [found for found in report.collectives if found.dtype in ("bf16", "f16")]
@@ -100,7 +100,10 @@ def other_width(report: Report) -> str:
 
 
 def of_floor(report: Report) -> str:
-    """'1.20x the floor', '0.76x the floor, which counts float32: 52% in bf16'; '' where there is nothing to compare."""
+    """Communication beside its floor; '' if nothing can be compared.
+
+    '1.20x the floor', or '0.76x the floor, which counts float32: 52% in bf16'.
+    """
     ratio, other = above_floor(report), other_width(report)
     if ratio is None:
         return ""
@@ -108,23 +111,23 @@ def of_floor(report: Report) -> str:
 
 
 def communication(report: Report) -> str:
-    """'31.2 GB, 1.20x the floor'"""
+    """What one device sends in one step, as '31.2 GB, 1.20x the floor'."""
     return ", ".join(filter(None, (human_bytes(sent_bytes(report)), of_floor(report))))
 
 
 def split(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
-    """'embed/fsdp heads/tensor'; 'replicated' where nothing is split."""
+    """The split dimensions of an array as 'embed/fsdp heads/tensor'; 'replicated' if there are none."""
     named = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
     return " ".join(named) or "replicated"
 
 
 def errors(reports: Sequence[Report]) -> list[str]:
-    """How wrong the predicted times of several layouts may be, each thing said once."""
+    """The known errors of several predictions, each named once."""
     return list(dict.fromkeys(report.prediction.error for report in reports if report.prediction))
 
 
 def ranked(reports: Sequence[Report]) -> list[Report]:
-    """The reports, best first: those that fit before those that do not, then by predicted time."""
+    """The reports, best first: those that fit come before the others, and shorter predicted times come first."""
 
     def cost(report: Report) -> tuple[bool, float]:
         return not report.memory.fits, report.prediction.step_time_s if report.prediction else math.inf
@@ -133,7 +136,7 @@ def ranked(reports: Sequence[Report]) -> list[Report]:
 
 
 def compared(reports: Sequence[Report]) -> list[Row]:
-    """The lines of the comparison. A layout that does not fit is never best, nor is one among equals."""
+    """The lines of the comparison. A layout that does not fit is never best, and neither is one of several equals."""
 
     def line(label: str, known: str, value: Callable[[Report], float | None], text: Callable[[float], str], sign=1):
         values = [value(report) for report in reports]

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of the costs of a layout, or of several side by side. It loads nothing."""
+"""One self-contained HTML page of the costs of one layout or of several. It loads nothing."""
 
 import importlib.resources
 import json
@@ -28,7 +28,7 @@ TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
 
 
 def render(reports: Sequence[Report]) -> str:
-    """The page. `page.html` has its styles and scripts; without scripts it still shows everything but the mesh."""
+    """The HTML of the page. Its styles and scripts are in `page.html`. Without scripts it shows all but the mesh."""
     reports = ranked(reports)
     several = len(reports) > 1
     title = f"{len(reports)} layouts of {_one_of(reports, 'config')}" if several else _name(reports[0])
@@ -36,14 +36,14 @@ def render(reports: Sequence[Report]) -> str:
         _layout(report, number, "h3" if several else "h2") for number, report in enumerate(reports)
     )
     filled = TEMPLATE.read_text(encoding="utf-8")
-    # What is filled in has no "<!--" left in it, so no place is filled twice.
+    # The filled-in text contains no "<!--", so no place is filled twice.
     for place, content in {"title": text(title), "body": body, "data": _data(reports)}.items():
         filled = filled.replace(f"<!-- {place} -->", content)
     return filled
 
 
 def _data(reports: Sequence[Report]) -> str:
-    """What the scripts draw meshes from, as JSON that no HTML parser takes for the end of its element."""
+    """The JSON from which the scripts draw meshes. It contains nothing that ends its HTML element."""
     found = [
         {
             "mesh": list(report.mesh.items()),
@@ -289,7 +289,7 @@ def _mesh(report: Report, number: int, heading: str) -> str:
     content = (
         f'<div class="mesh" data-layout="{number}"><div class="choice"></div><div class="drawing"></div>'
         '<p class="status" aria-live="polite"></p></div>'
-        '<p class="legend">In each device its number, and below it which piece of the array it holds. Point at a '
+        '<p class="legend">Each device shows its number, and below it the piece of the array that it holds. Point at a '
         "device, or go from one to the next with the arrow keys.</p>"
         f'<div class="tall">{_table(columns, rows, "Arrays and how they are split", numbers=(4,))}</div>'
     )
@@ -339,7 +339,7 @@ def _made_with(report: Report, heading: str) -> str:
     return _section(heading, "Made with", "", content)
 
 
-# ---- pieces of HTML; their arguments are escaped already, headings and labels aside
+# ---- pieces of HTML; their arguments, except headings and labels, are escaped already
 
 
 def _section(heading: str, title: str, known: str, content: str, name: str = "") -> str:
@@ -357,7 +357,7 @@ def _swatch(kind: str) -> str:
 
 
 def _scroll(label: str, content: str) -> str:
-    """What is wider than a phone scrolls by itself, with the keyboard too."""
+    """A box for content that is wider than a phone. It scrolls by itself, also with the keyboard."""
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(label)}">{content}</div>'
 
 

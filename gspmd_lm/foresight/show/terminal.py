@@ -1,4 +1,4 @@
-"""Prints reports: one layout on a terminal page, several side by side, and the one paragraph before a run."""
+"""Reports on a terminal: one layout as a page, several side by side, or a paragraph before a run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,15 +27,16 @@ from gspmd_lm.foresight.show.figures import (
 )
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
-LINES = 49  # of a screen, the prompt aside
-MOST_WARNINGS = 6  # below layouts side by side
-WIDE = 110  # columns from which nothing needs to be shortened
-PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}  # where room is short
+LINES = 49  # of a screen, without the prompt
+MOST_WARNINGS = 6  # shown below layouts side by side
+WIDE = 110  # columns with which nothing is shortened
+# Short forms for a narrow terminal.
+PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}
 MORE = "see --json or --html"
 
 
 def show(reports: Sequence[Report], console: Console) -> None:
-    """Prints the page of one report, or several side by side, the best first."""
+    """Prints one report as a page, or several side by side with the best first."""
     if len(reports) > 1:
         _side_by_side(ranked(reports), console)
         return
@@ -51,7 +52,7 @@ def show(reports: Sequence[Report], console: Console) -> None:
 
 
 def paragraph(report: Report) -> str:
-    """What training prints before it starts: fit, communication, predicted time and warnings, without line breaks."""
+    """The paragraph that training prints before it starts: fit, communication, predicted time and warnings."""
     memory, found = report.memory, report.prediction
     held = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts(memory))
     said = [
@@ -141,7 +142,7 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
     for found, more in groups[:most]:
         others, op = f" +{more}" if more else "", found.op if wide else found.op.removeprefix("layers.")
         room = (40 if wide else 15) - len(others)
-        rows = " ".join(key.removeprefix("rules.") for key in found.rules)  # as they stand in the file
+        rows = " ".join(key.removeprefix("rules.") for key in found.rules)  # as in the file
         table.add_row(
             *_cells(
                 found.kind,
@@ -161,8 +162,10 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
 
 
 def _grouped(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
-    """The collectives that differ only in the array they move, added up under the largest: it, and how many more.
-    The largest sum first."""
+    """Groups of collectives that differ only in the array they move, the largest sum first.
+
+    Each is a pair: the largest collective with the sums of its group, and how many other arrays are in the group.
+    """
     groups: dict[tuple, list[Collective]] = {}
     for found in sorted(collectives, key=lambda found: -found.bytes_per_device_per_step):
         key = (found.kind, found.mesh_axes, found.dtype, found.phase, found.rules, found.overlapped)
@@ -227,7 +230,7 @@ def _warnings(report: Report, most: int) -> RenderableType:
 
 
 def _side_by_side(reports: Sequence[Report], console: Console) -> None:
-    """As many columns at a time as the console has room for."""
+    """Prints the comparison, with as many columns at a time as the console has room for."""
     rows = compared(reports)
     names = [layout(report) for report in reports]
     cells = [[name, *(row.cells[i] + "*" * (i in row.best) for row in rows)] for i, name in enumerate(names)]
@@ -287,7 +290,7 @@ def _table(columns: Sequence[tuple[str, str]], head: bool = True) -> Table:
 
 
 def _cells(*values: str) -> list[Text]:
-    """Plain text: what comes from files is no markup."""
+    """Cells of plain text, because text from files must not be read as markup."""
     return [Text(value) for value in values]
 
 

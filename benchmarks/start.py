@@ -1,0 +1,88 @@
+"""CPU-seconds from the start of a process to the end of its first step, with an empty and with a warm compile cache.
+
+They are of the whole process and of its parts. With --before, runs of another checkout alternate with ours.
+
+    git worktree add ../before COMMIT
+    python -m benchmarks.start --before=../before [--config=bench_4m] [--rules=tp8] [--rounds=3] [--write]
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure
+
+ROOT = Path(__file__).parent.parent
+CHILD = Path(__file__).with_name("start_parts.py")
+
+
+def start(checkout: Path, kind: str, arguments: list[str], folder: str, cache: str) -> tuple[dict[str, float], int]:
+    """The CPU-seconds of a start, and how many lines it printed before its first step."""
+    with tempfile.TemporaryDirectory(dir=folder) as workdir:
+        found = Path(workdir) / "found.json"
+        command = [sys.executable, str(CHILD), kind, str(found), *arguments, f"--workdir={workdir}/run"]
+        environment = os.environ | {"GSPMD_LM_CACHE": cache, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        lines = done.stdout.splitlines()
+        return json.loads(found.read_text()), next(at for at, line in enumerate(lines) if line.startswith("step"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="the root of a checkout of another commit")
+    parser.add_argument("--config", default="bench_4m")
+    parser.add_argument("--rules", default="tp8")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="into benchmarks/results/start.json")
+    options = parser.parse_args()
+    checkouts = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
+    arguments = [f"--config={options.config}", f"--rules={options.rules}", "--steps=1"]
+    seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+    lines = {}
+    for turn, kind in itertools.product(range(options.rounds), ("whole", "parts")):
+        for name in sorted(checkouts, reverse=bool(turn % 2)):
+            with tempfile.TemporaryDirectory() as folder:
+                for cache in ("cold", "warm"):
+                    found, lines[name] = start(checkouts[name], kind, arguments, folder, f"{folder}/cache")
+                    kept = seconds.setdefault((name, cache), {})
+                    for part, taken_s in found.items():
+                        if (part == "whole") == (kind == "whole"):
+                            kept.setdefault(part, []).append(taken_s)
+                    print(name, kind, cache, f"{found['whole']:.2f} CPU-s", flush=True)
+    rows: list[dict[str, Any]] = [
+        {
+            "commit": name,
+            "cache": cache,
+            "config": options.config,
+            "rules": options.rules,
+            "rounds": options.rounds,
+            "lines_before_first_step": lines[name],
+            "cpu_s": {part: round(min(taken), 2) for part, taken in parts.items()},
+            "whole_cpu_s_of_each_round": [round(taken_s, 2) for taken_s in parts["whole"]],
+        }
+        for (name, cache), parts in seconds.items()
+    ]
+    titles = {f"{row['commit']}, {row['cache']}": row["cpu_s"] for row in rows}
+    table = [
+        {"part": part} | {title: parts.get(part, "") for title, parts in titles.items()} for part in rows[0]["cpu_s"]
+    ]
+    print(measure.markdown(table, {"part": "CPU-seconds, least of the rounds"} | {title: title for title in titles}))
+    if options.before:
+        for cache in ("cold", "warm"):
+            now, before = (seconds[name, cache]["whole"] for name in ("now", "before"))
+            ratios = ", ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(now, before, strict=True))
+            print(f"{cache}: {min(now) / min(before):.2f} of before, in each round {ratios}")
+    if options.write:
+        measure.write("start", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""CPU-seconds of one start, to the end of its first step: of the whole process, and of each of its parts.
+
+    python benchmarks/start_parts.py whole|parts FILE.json --config=... --workdir=...
+
+It runs main.py's command line in the checkout that is the working directory, whichever that is. For the parts, nothing
+is done beside something else: a process cannot tell for which of the two the compiler's threads took their time.
+"""
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import Future
+from typing import Any
+
+# part -> the functions in which the process spends it
+PARTS = {
+    "arrays and rules checked": ["gspmd_lm.train.state:checked"],
+    "train step lowered": ["gspmd_lm.train.step:Step.lower_train"],
+    "initial state lowered": ["gspmd_lm.train.step:Step.lower_init"],
+    "compiled": ["gspmd_lm.runtime:compile"],  # whatever was lowered last
+    "report": ["gspmd_lm.foresight.explain:report"],
+    "trackers": ["gspmd_lm.train.metrics:import_tracker", "gspmd_lm.train.metrics:Log"],
+}
+
+
+class Inline:
+    """An executor that does what it is given at once."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> "Inline":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def submit(self, function: Any, *given: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*given))
+        return done
+
+
+def main() -> None:
+    kind, path, sys.argv[1:] = sys.argv[1], sys.argv[2], sys.argv[3:]
+    sys.path[0] = os.getcwd()
+    found: dict[str, float] = {}
+    lowered, inside = "", False
+
+    def add(part: str, began: float) -> None:
+        found[part] = found.get(part, 0.0) + time.process_time() - began
+
+    def timed(part: str, function: Any) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            nonlocal lowered, inside
+            if inside:
+                return function(*given, **named)
+            lowered = part if part.endswith("lowered") else lowered
+            began, inside = time.process_time(), True
+            try:
+                return function(*given, **named)
+            finally:
+                inside = False
+                add(lowered.replace("lowered", "compiled") if part == "compiled" else part, began)
+
+        return run
+
+    began = time.process_time()
+    from gspmd_lm import cli
+
+    add("imports: cli", began)
+    began = time.process_time()
+    import jax  # noqa: F401
+
+    add("imports: jax", began)
+    began = time.process_time()
+    from gspmd_lm.train import loop, metrics
+    from gspmd_lm.verbs import train  # noqa: F401
+
+    add("imports: the rest", began)
+    if kind == "parts":
+        loop.ThreadPoolExecutor = Inline
+        for part, functions in PARTS.items():
+            for function in functions:
+                module, _, name = function.partition(":")
+                owner: Any = sys.modules[module]
+                *owners, name = name.split(".")
+                for each in owners:
+                    owner = getattr(owner, each)
+                if hasattr(owner, name):  # another commit may not have it
+                    setattr(owner, name, timed(part, getattr(owner, name)))
+    line = metrics.Meter.line
+
+    def first_step(step: int, stop: int, values: Any) -> str:  # called when the step has ended
+        if "whole" not in found:
+            whole = time.process_time()
+            found["the rest, and the first step"] = whole - sum(found.values())
+            found["whole"] = whole
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(found, file)
+        return line(step, stop, values)
+
+    metrics.Meter.line = staticmethod(first_step)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The config and the rules that flags or a workdir name, loaded without jax."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from gspmd_lm import config as configs
+from gspmd_lm import rules_file
+from gspmd_lm.config import Config
+from gspmd_lm.rules import Rules
+
+
+def config(values: flags.FlagValues) -> Config:
+    """The config that --config names, else the one in the workdir, else tiny, with --set laid over it."""
+    return configs.load(_file(values, "config") or "tiny", values.set)
+
+
+def rules(values: flags.FlagValues) -> Rules:
+    """The rules file that --rules names, else the one in the workdir, else none, with --mesh laid over it."""
+    return rules_file.load(_file(values, "rules") or "none", values.mesh)
+
+
+def layouts(values: flags.FlagValues, more: Sequence[str]) -> list[Rules]:
+    """The rules files of a verb that takes several: those of --rules, with commas between them, and `more`."""
+    names = [*filter(None, (values.rules or "").split(",")), *more]
+    return [rules_file.load(name, values.mesh) for name in names]
+
+
+def _file(values: flags.FlagValues, flag: str) -> str | None:
+    """The user's choice, else the file that an earlier run left in the workdir; None without one."""
+    given, workdir = getattr(values, flag), getattr(values, "workdir", None)
+    if given is None and workdir and (left := Path(workdir).expanduser() / f"{flag}.yaml").is_file():
+        return str(left)
+    return given
