@@ -243,6 +243,7 @@ def test_every_collective_has_a_row_and_a_line(name, reports):
         axes = {axis for row in layout(name).rows if row.key in one.rules for axis in row.mesh_axes}
         assert set(one.mesh_axes) <= axes, one
         assert one.op and re.match(r"(examples/mixer|gspmd_lm/\w+/\w+)\.py:\d+$", one.source), one
+    assert all(one.source.startswith("examples/mixer.py:") for one in found if one.phase == "forward")
     forward = {row for one in found if one.phase == "forward" for row in one.rules}
     assert forward == {"data": set(), "fsdp": CAUSES["fsdp"] - {"rules.batch"}, "tensor": {"rules.mixed"}}[name]
 
