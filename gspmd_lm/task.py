@@ -56,6 +56,8 @@ class Task:
     config: Any = None  # the settings that it was made from: of the decoder, config.Config
 
     def __post_init__(self):
+        if not self.inputs:
+            raise InputError(f"task {self.name}: a batch has no arrays\n  fix   name them in inputs")
         wrong = [
             f"  {name}: {tuple(one.shape)} has another number of dimensions than its spec {one.spec!r}"
             for name, one in self.inputs.items()

@@ -147,6 +147,12 @@ def test_a_key_that_the_model_does_not_ask_for_is_a_warning(tmp_path):
     assert page.startswith("warning: remat: the model does not ask for it, and the key does nothing\n  rule  ")
     assert page.count("warning") == 1  # splash is for another platform than this one
 
+    def sums(params, batch, key):
+        assert placing.remat() is None  # where nothing is placed, or is only recorded
+        return mixer.sums(params, batch, key)
+
+    assert "warning" not in gspmd_lm.dry_run(dataclasses.replace(mixer.TASK, sums=sums), rules)
+
 
 def test_rules_of_another_model_are_refused():
     with pytest.raises(InputError, match=r"tp8\.yaml: was loaded for a model with other names than mixer"):
@@ -202,6 +208,11 @@ def test_parameters_without_axes_inputs_without_rows_and_states_without_names_ar
         dataclasses.replace(mixer.TASK, inputs={"labels": Input((32,), "int32", "labels: label")})
     with pytest.raises(InputError, match=r"images: \(32, 16\) has another number of dimensions"):
         dataclasses.replace(mixer.TASK, inputs={"images": Input((32, 16), "float32", "images: batch patch pixel")})
+    with pytest.raises(InputError, match="a batch has no arrays"):
+        dataclasses.replace(mixer.TASK, inputs={})
+    for given in (lambda *_: jnp.zeros(()), lambda *_: mixer.Sums(jnp.zeros(3), jnp.zeros(()))):
+        with pytest.raises(InputError, match=r"sums\(\) does not give a NamedTuple"):
+            gspmd_lm.dry_run(dataclasses.replace(mixer.TASK, sums=given), layout("data"))
     flat = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda p: jnp.zeros(p.size), params),
         lambda updates, state, params: (updates, state),
@@ -232,6 +243,7 @@ def test_every_collective_has_a_row_and_a_line(name, reports):
         axes = {axis for row in layout(name).rows if row.key in one.rules for axis in row.mesh_axes}
         assert set(one.mesh_axes) <= axes, one
         assert one.op and re.match(r"(examples/mixer|gspmd_lm/\w+/\w+)\.py:\d+$", one.source), one
+    assert all(one.source.startswith("examples/mixer.py:") for one in found if one.phase == "forward")
     forward = {row for one in found if one.phase == "forward" for row in one.rules}
     assert forward == {"data": set(), "fsdp": CAUSES["fsdp"] - {"rules.batch"}, "tensor": {"rules.mixed"}}[name]
 

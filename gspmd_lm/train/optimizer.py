@@ -162,7 +162,7 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
         if like.shape[len(stack) :] == (1,):  # the placeholder of a statistic that this parameter does not keep
             return Named(where, ("",) * like.ndim)
         inner, sizes = axes[len(stack) :], shape[len(stack) :]
-        if len(inner) < 2 or len(like.shape) != len(stack) + 1:
+        if len(inner) < 2:
             raise _untold(where, like)
         cut = sides(inner)
         left, right = (math.prod(sizes[:cut]), inner[0]), (math.prod(sizes[cut:]), inner[cut])

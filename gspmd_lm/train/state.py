@@ -46,7 +46,13 @@ def recorded(config: Config | Task, found: Arrays, microbatches: int, rules: Rul
     task = decoder.task(config)
 
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return task.sums(params, batch, None).loss
+        sums = task.sums(params, batch, None)
+        if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
+            raise InputError(
+                f"task {task.name}: sums() does not give a NamedTuple of which one field is loss, a scalar\n"
+                "  fix   class Sums(NamedTuple): loss: jax.Array; and return Sums(losses.sum())"
+            )
+        return sums.loss
 
     batch = task.batch(max(task.rows // microbatches, 1))
     recorder = record(rules, forward, found.params, batch)
