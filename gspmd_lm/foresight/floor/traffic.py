@@ -222,7 +222,7 @@ class Traffic:
         waiting, seen = [node], {node}
         while waiting:
             for user in waiting.pop().users:
-                if user in seen or user.primitive == "carry" or user.label == "layer_input":
+                if user in seen or user.label == "layer_input":
                     continue
                 if user in self.read:
                     return True
