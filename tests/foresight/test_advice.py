@@ -106,8 +106,11 @@ def test_a_resharding_that_no_rule_asked_for(kind):
     small = dataclasses.replace(GATHER, bytes_per_device_per_step=GB // 10, rules=(), kind=kind, op="layers.attention")
     floor = dataclasses.replace(FLOOR, communication_bytes=11 * GB)
     assert "layers.attention" in only(found(moved=[GATHER, small], floor=floor), "unasked-reshard").message
-    lookup = dataclasses.replace(small, op="embedding", in_loop=False)
-    assert found(moved=[GATHER, lookup], floor=floor) == ()
+    large = dataclasses.replace(small, in_loop=False, bytes_per_device_per_step=GB // 2)
+    assert found(moved=[GATHER, large], floor=floor)
+    for op in ("embedding", "embedding+position_embedding"):
+        assert found(moved=[GATHER, dataclasses.replace(large, op=op)], floor=floor) == ()
+    assert found(moved=[GATHER, dataclasses.replace(large, op="embedding_norm")], floor=floor)
     trifle = dataclasses.replace(small, bytes_per_device_per_step=1000, in_loop=False)
     assert found(moved=[GATHER, trifle], floor=floor) == ()
 

@@ -1,10 +1,12 @@
+# ruff: noqa: E501  a program's line is one line
 """Floors and attribution know a model from its traced program: nothing of any family is unknown to them."""
 
 import dataclasses
 import random
+import types
 
 import pytest
-from test_causes import collectives_of, simulated
+from test_causes import collectives_of, program, simulated
 
 from gspmd_lm import rules_file
 from gspmd_lm.config import Lora
@@ -126,6 +128,18 @@ def test_split_queries_are_the_cause(small, moved_by):
 @pytest.mark.slow
 def test_split_queries_by_counterfactual(small, moved_by):
     check_unnamed_rows(moved_by, small(), split_queries())
+
+
+def test_a_sum_over_more_than_its_name_says_has_the_rows_of_both(small):
+    """The unembedding's gradient is named a sum over the batch; a split sequence makes it one over tokens."""
+    rows = {"batch": "data", "seq": "context", "vocab": None}
+    rules = rules_file.from_dict({"mesh": {"data": 2, "context": 4}, "rules": rows}, "here.yaml").fill(8)
+    body = """  %p = f32[64,32]{1,0} parameter(0)
+  %g = f32[64,32]{1,0} tanh(%p), metadata={op_name="jit(_train)/jvp(of.loss)/sum.block_input.batch/optimizer.unembedding/dot"}
+  ROOT %r = f32[64,32]{1,0} all-reduce(%g), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"""
+    step = types.SimpleNamespace(config=small(), rules=rules)
+    (one,) = collectives_of(step, program(body), simulated(rules))
+    assert one.mesh_axes == ("data", "context") and one.rules == ("rules.batch", "rules.seq")
 
 
 NORMS = ("attention_post_norm", "mlp_post_norm", "embedding_norm", "attention_norm", "mlp_norm", "final_norm")

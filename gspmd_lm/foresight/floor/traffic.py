@@ -162,8 +162,8 @@ class Traffic:
         return "+".join(name for name in self.rules.mesh if name in set(mesh_axes))
 
     def gather(self, weight: _Weight, itemsize: int) -> None:
-        """A weight goes from where it rests to where it is used; one outside the layers stays for all microbatches."""
-        times = self.microbatches if "layers" in weight.sizes else 1
+        """A weight goes from where it rests to where it is used. One that no loop uses stays for all microbatches."""
+        times = self.microbatches if any(node.times > 1 for node in self.traced.used.get(weight.path, ())) else 1
         self.add(self.cost(weight.elements * itemsize, weight.rest, weight.use), times)
 
     # The layers
@@ -228,7 +228,7 @@ class Traffic:
         waiting, seen = [node], {node}
         while waiting:
             for user in waiting.pop().users:
-                if user in seen or user.primitive == "carry" or user.label == "layer_input":
+                if user in seen or user.label == "layer_input":
                     continue
                 if user in self.read:
                     return True
