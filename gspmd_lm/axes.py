@@ -16,7 +16,6 @@ AXES = {
     "head_dim": ("H", "size of one head"),
     "vocab": ("V", "padded vocabulary"),
     "rank": ("R", "rank of an adapter"),
-    "expert": ("E", "experts"),
 }
 
 # Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.

@@ -44,7 +44,7 @@ class MeshPlacement:
         return policy(self.rules)
 
     def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """Where `table` puts an array. Raises ShardingError for one that no check saw, made only under these rules."""
+        """Where `table` puts an array. Raises ShardingError for an array that was not checked before."""
         spec, problems = self.rules.resolve(table, path, axes, shape)
         check(problems)
         return NamedSharding(self.mesh, _partition_spec(spec))

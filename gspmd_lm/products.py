@@ -198,7 +198,7 @@ class Read:
         self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
 
     def slot(self, sum_: Sum) -> jax.Array:
-        """The slot of those who read the activation with weights that are split alike."""
+        """The slot of the products that read the activation with weights that are split alike."""
         if sum_.over not in self._slots:
             sums: list[Sum] = []  # complete by the time the backward pass is traced, which names the one sum after all
             self._slots[sum_.over] = _slot(sum_.over, self._home, sums, self._before), sums

@@ -174,10 +174,10 @@ def test_dry_run_takes_a_size_from_mesh(run):
 
 
 def test_dry_run_shows_warnings(run, tmp_path):
-    (tmp_path / "x.yaml").write_text("mesh: {data: 8}\nrules: {batch: data, expert: data}\n")
+    (tmp_path / "x.yaml").write_text("mesh: {data: 8}\nrules: {batch: data, rank: data}\n")
     code, out, _ = run(f"--rules={tmp_path / 'x.yaml'}", "--dry_run")
     assert code == 0
-    assert out.startswith("warning: rules.expert: this config has no expert, so the row does nothing\n")
+    assert out.startswith("warning: rules.rank: this config has no rank, so the row does nothing\n")
 
 
 def test_the_files_of_a_run_are_its_defaults(run, tmp_path):

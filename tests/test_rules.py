@@ -191,10 +191,10 @@ def test_none_is_one_device():
 
 
 def test_known_axis_that_this_config_lacks_is_a_warning(resolved):
-    (warning,) = resolved(Case(DP + "weights: {expert: data}\n"))
+    (warning,) = resolved(Case(DP + "weights: {rank: data}\n"))
     assert str(warning) == (
-        "weights.expert: this config has no expert, so the row does nothing\n"
-        "  rule  layout.yaml: weights.expert: data\n"
+        "weights.rank: this config has no rank, so the row does nothing\n"
+        "  rule  layout.yaml: weights.rank: data\n"
         "  fix   drop the row"
     )
 

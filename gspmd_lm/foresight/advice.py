@@ -26,7 +26,7 @@ UNFUSED = 0.1  # share of the step that attention without a fused kernel may tak
 PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
 # Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
-NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank", "expert")
+NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank")
 
 
 def warnings(

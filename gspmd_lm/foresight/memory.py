@@ -63,8 +63,9 @@ def measure(
 ) -> Memory:
     """The memory of a compiled program.
 
-    accepted: the compiler has itself refused whatever does not fit (libtpu does). Its temporaries hold more than what
-    is alive at once, such as buffers on the chip, so that their sum may pass the limit; the peak is then the limit.
+    accepted: whether the compiler itself refuses a program that does not fit, as libtpu does. The temporaries that it
+    reports hold more than is alive at once, such as buffers on the chip. Their sum may pass the limit, and the peak is
+    then the limit.
 
     compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer, batch and cache, counted from
     shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, so is the code.

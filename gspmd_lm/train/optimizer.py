@@ -19,7 +19,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.placement import Named
 
 NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
-HIDDEN = {"heads", "kv_heads", "mlp", "expert", "rank"}  # the far side of a matrix inside a block
+HIDDEN = {"heads", "kv_heads", "mlp", "rank"}  # the far side of a matrix inside a block
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:

@@ -125,7 +125,8 @@ def _origin(tensor: Tensor, origins: Provenance, causes: Causes) -> _Origin:
     if not any(_speaks_of(given, name) for name, _ in names):
         around = itertools.chain(origins.consumers(tensor.instruction), origins.ancestors(tensor.place))
         names += [(read(at.op_name), at) for at in itertools.islice(around, NEAR) if not state(at.op_name)[0]]
-    # What is given is used before the optimizer runs: of merged operations it may be the one that is named.
+    # A parameter that is gathered is read before the optimizer runs. The optimizer's name on a merged operation is
+    # that of another tensor.
     known = [pair for pair in names if pair[0].known and not (given and pair[0].phase == "optimizer")]
     nothing = next(iter(names), (read(tensor.instruction.op_name), tensor.instruction))
     name, at = next((pair for pair in known if _speaks_of(given, pair[0])), next(iter(known), nothing))
@@ -148,8 +149,10 @@ def _origin(tensor: Tensor, origins: Provenance, causes: Causes) -> _Origin:
 
 
 def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> Name:
-    """`name` with what those who read the gathered tensor know better. It says where the tensor is placed; the
-    products that read it whole say which weights they are of."""
+    """`name`, completed by the names of the operations that read the gathered tensor.
+
+    `name` says where the tensor is placed. The products that read it whole say which weights they belong to.
+    """
     if name.placed and not name.of and causes.is_activation(name.placed[1]):
         alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
         direct = {path for reader, itself in alike if itself for path in reader.of}

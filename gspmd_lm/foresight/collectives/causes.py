@@ -101,7 +101,11 @@ class Causes:
         return self.mapping([mesh_axis])
 
     def _outward(self, name: Name) -> Iterator[Iterable[str]]:
-        """Activations, the nearest first: what is placed here is made from, itself, what stands around, and so on."""
+        """Groups of activations, the nearest first.
+
+        First comes what the placed activation is made from, then itself, then what stands around the operation, and
+        then what those are made from.
+        """
         _, placed = name.placed or ("", "")
         around, backward = self.traced.around, name.phase == "backward"
         if self.is_activation(placed):

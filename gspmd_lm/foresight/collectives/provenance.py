@@ -32,7 +32,10 @@ class Provenance:
         return self.module.operand(instruction, number), ()
 
     def trail(self, place: Place) -> list[Instruction]:
-        """The instructions through which a value came, the nearest first; the last one computed it or was given it."""
+        """The instructions through which a value came, the nearest first.
+
+        The last one computed the value, or is the program's argument.
+        """
         found: list[Instruction] = []
         seen: set[tuple[int, tuple[int, ...]]] = set()
         current: Place | None = place

@@ -262,8 +262,9 @@ class Traffic:
             self.move(size_bytes, have, y, over_shared, times)
         matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
         if apart := _over(weight.use, *shared) - over_shared:
-            # Split in use over what its input is not: it is gathered, or the sums over embed are reduced and, on its
-            # other side, where embed is the result, that is gathered. It must be where that mesh axis splits the rows.
+            # A mesh axis splits the weight in use, but not its input. Either the weight is gathered, or the sums over
+            # embed are reduced and the result on the other side is gathered. Only the first is possible where that
+            # mesh axis splits the rows.
             gathered = [self.cost(matrix_bytes, weight.use, {**weight.use, **dict.fromkeys(shared, ())})]
             reduced = [self.cost(size_bytes, have, y, apart)]
             result = [self.cost(self.bytes(near), {**x, shared[0]: tuple(apart)}, x)]
@@ -340,7 +341,8 @@ class Traffic:
             there = self.cost(size_bytes, {width: tuple(columns)}, residual)
             gathered = self.cost(table.elements * itemsize, table.rest, {})
             self.cheaper([there, self.ids(columns & batch)], [gathered])
-        # So too the gradients: reduced as tables, or x's gradient goes to who has its columns, and is added up there.
+        # The gradients have two ways too. Those of the tables are reduced, or the gradient of x goes to the devices
+        # that hold its columns, where it is added up.
         gradients = [] if tied or not table.trained else [(table, FLOAT32_BYTES)]
         used = [self.weights[path] for path in self.traced.looked_up if path in self.traced.used and path != table.path]
         gradients += [(positions, itemsize) for positions in used if positions.trained]
