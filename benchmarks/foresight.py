@@ -162,12 +162,12 @@ def needed_bytes(row: step_times.Row) -> int:
     return memory.refused(short.refusal, short.state_bytes, None).peak_bytes
 
 
-def compiled(row: step_times.Row, limit_bytes: int) -> compile.Program:
+def compiled(row: step_times.Row, limit_bytes: int) -> compile.CompiledProgram:
     """The program of a row, or its refusal, where a program may use `limit_bytes` of the memory."""
     where, rules = target.parse(row.target), row.rules()
     limit = {"xla_tpu_max_hbm_size_mib": limit_bytes // 2**20}
     rules = dataclasses.replace(rules, compiler_options={"tpu": {**rules.compiler_options.get("tpu", {}), **limit}})
-    (program,) = compile.programs([compile.Request(row.config(), rules.fill(where.devices), where)], print)
+    (program,) = compile.programs([compile.CompileRequest(row.config(), rules.fill(where.devices), where)], print)
     return program
 
 

@@ -45,7 +45,7 @@ def row(case: str, where: str, phase: Any = "train") -> dict[str, Any]:
     rules = dataclasses.replace(rules_file.load(layout), **changes)
     cfg, place = config.load("tiny", [*MODEL, *sets]), target.parse(where)
     filled = rules.fill(place.devices)
-    (program,) = compile.programs([compile.Request(cfg, filled, place, phase=phase)], print)
+    (program,) = compile.programs([compile.CompileRequest(cfg, filled, place, phase=phase)], print)
     (found,) = explain.reports(cfg, [rules], place, phase=phase)  # of the same program, which is kept
     kinds: Counter[str] = Counter()
     for one in found.collectives:

@@ -46,7 +46,7 @@ class Task:
     count: Callable[[Batch], jax.Array] | None = None  # what the sums are divided by; None: the number of rows
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
-    split: Callable[[Any], tuple[Any, Any]] = everything  # parameters -> what training leaves alone, what it changes
+    partition: Callable[[Any], tuple[Any, Any]] = everything  # into what training leaves and what it changes
     random: bool = False  # whether training gives `sums` a key, another one in each step
     seed: int = 0
     matmul_precision: str = "default"

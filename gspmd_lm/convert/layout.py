@@ -58,12 +58,12 @@ class Tensor:
                 shape.append(sizes[word])
         return tuple(shape)
 
-    def rows(self, weight: str, letters: str, model: config.Model) -> "Rows":
+    def rows(self, weight: str, letters: str, model: config.Model) -> "AxisOrder":
         """The place of `weight`, whose dimensions have `letters`, in the tensor."""
         theirs = [letter for letter in self.axes if letter.isalpha()]
         ours = [letter if letter in theirs else _JOINED[letter] for letter in letters]
         along = tuple(self._along(weight, letter, model) for letter in letters)
-        return Rows(along, tuple(ours.index(letter) for letter in theirs))
+        return AxisOrder(along, tuple(ours.index(letter) for letter in theirs))
 
     def _along(self, weight: str, letter: str, model: config.Model) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
@@ -89,7 +89,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class AxisOrder:
     """The place of one weight in one tensor."""
 
     along: tuple[np.ndarray, ...]  # for each axis of our weight: the tensor's entries; -1 for padding

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from gspmd_lm import config, files
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import Rows, Tensor
+from gspmd_lm.convert.layout import AxisOrder, Tensor
 from gspmd_lm.convert.pretrained import Place, places
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
@@ -109,10 +109,10 @@ def _matrices(members: Sequence[Member], model: config.Model) -> tuple[np.ndarra
     return np.concatenate(parts[0], -1).T, np.concatenate(parts[1], -1)
 
 
-def _side(rows: Rows, axes: range, rank: int) -> Rows:
+def _side(rows: AxisOrder, axes: range, rank: int) -> AxisOrder:
     """The place of some of a weight's axes in its tensor, followed by the rank."""
     along = (*(rows.along[axis] for axis in axes), np.arange(rank))
-    return Rows(along, (*(axis - axes.start for axis in rows.order if axis in axes), len(axes)))
+    return AxisOrder(along, (*(axis - axes.start for axis in rows.order if axis in axes), len(axes)))
 
 
 def _description(row: Family, modules: Mapping[str, list[Member]], model: config.Model, base: str) -> dict[str, Any]:

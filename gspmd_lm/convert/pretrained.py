@@ -17,7 +17,7 @@ from gspmd_lm.arrays import arrays
 from gspmd_lm.axes import DECODER
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import LETTERS, Rows, Tensor
+from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
@@ -131,7 +131,7 @@ class Pretrained:
             self._fill(layer, self.files[name], rows, index, tensor.view(model))
         return whole
 
-    def _fill(self, out: np.ndarray, stored: Stored, rows: Rows, index: tuple[slice, ...], view: tuple[int, ...]):
+    def _fill(self, out: np.ndarray, stored: Stored, rows: AxisOrder, index: tuple[slice, ...], view: tuple[int, ...]):
         take, into = rows.picked(index)
         theirs = out[into].transpose(rows.order)  # in the tensor's order of dimensions
         step = max(BLOCK_BYTES * view[0] // stored.bytes, 1)

@@ -15,7 +15,7 @@ from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.rules import KERNELS, Problem, Rules
 from gspmd_lm.task import Task
-from gspmd_lm.train.table import Row
+from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
@@ -217,13 +217,13 @@ def _involuntary(notes: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def _replicated(rules: Rules, arrays: Sequence[Row], memory: Memory) -> Iterator[Finding]:
+def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> Iterator[Finding]:
     """Large arrays that every device along a mesh axis holds whole, though they could be split over it."""
     large = max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0))
     for name, size in rules.mesh.items():
         if size == 1:
             continue
-        whole: list[tuple[Row, str]] = []
+        whole: list[tuple[PlacedArray, str]] = []
         for array in arrays:
             spec = array.in_use if array.at_rest is None else array.at_rest
             if array.at_rest is None and array.path != "residual":
@@ -246,7 +246,7 @@ def _replicated(rules: Rules, arrays: Sequence[Row], memory: Memory) -> Iterator
         )
 
 
-def _repeated(rules: Rules, arrays: Sequence[Row]) -> Iterator[Finding]:
+def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
     """Mesh axes that split weights, but nothing that is computed."""
     activations = [array for array in arrays if array.at_rest is None]
     for name, size in rules.mesh.items():
@@ -259,7 +259,7 @@ def _repeated(rules: Rules, arrays: Sequence[Row]) -> Iterator[Finding]:
             )
 
 
-def _could_split(rules: Rules, array: Row, spec: Sequence[tuple[str, ...]], size: int) -> str:
+def _could_split(rules: Rules, array: PlacedArray, spec: Sequence[tuple[str, ...]], size: int) -> str:
     """An axis of an array that `size` more pieces divide; '' if there is none."""
     for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
         pieces = math.prod(rules.mesh[name] for name in names)
@@ -268,7 +268,7 @@ def _could_split(rules: Rules, array: Row, spec: Sequence[tuple[str, ...]], size
     return ""
 
 
-def _not_effective(rules: Rules, arrays: Sequence[Row], module: Module) -> Iterator[Finding]:
+def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) -> Iterator[Finding]:
     """Activations that the rules split, but that the program holds whole where it names them."""
     sizes: dict[str, set[int]] = collections.defaultdict(set)
     for computation in module.computations.values():

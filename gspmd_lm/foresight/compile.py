@@ -55,7 +55,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CompileRequest:
     """One program to compile. The mesh of `rules` is filled for the devices of `target`."""
 
     config: "Config | Task"
@@ -83,7 +83,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """A compiled step, or the compiler's refusal. Entry k of coords, slices and hosts belongs to partition k."""
 
     text: str  # compiled and scheduled, as XLA writes it; "" after a refusal
@@ -107,7 +107,9 @@ def compilers(target: Target) -> dict[str, str]:
     return {name: version or "not installed" for name, version in found.items()}
 
 
-def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache: str | None = None) -> list[Program]:
+def programs(
+    requests: Sequence[CompileRequest], say: Progress = lambda _: None, cache: str | None = None
+) -> list[CompiledProgram]:
     """The compiled programs, in the order of `requests`: found in the cache, or compiled now.
 
     Those of a model of one's own are compiled each time: nothing tells whether the code that it is made of has changed.
@@ -132,7 +134,7 @@ def programs(requests: Sequence[Request], say: Progress = lambda _: None, cache:
         return [found[request.key()] for request in requests]
 
 
-def load(path: Path, request: Request, trust: bool = False) -> Any:
+def load(path: Path, request: CompileRequest, trust: bool = False) -> Any:
     """The exported executable of `request`, ready to run on the devices that are here; see exported.load."""
     return exported.load(path, request.key(), request.name, compilers(request.target), trust)
 
@@ -156,7 +158,7 @@ def _trim(root: Path, keep: Mapping[str, Any]) -> None:
             total_bytes -= size
 
 
-def _program(request: Request, folder: Path, say: Progress) -> Program:
+def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledProgram:
     if folder.exists() and (damage := files.damage(folder, ENTRY)):
         say(f"the kept program of {request.name} is damaged ({damage}) and is made anew")
         shutil.rmtree(folder, ignore_errors=True)  # another process may be at it too
@@ -185,10 +187,10 @@ def _program(request: Request, folder: Path, say: Progress) -> Program:
     executable, notes = folder / EXECUTABLE, folder / "notes.json"
     facts["executable"] = executable if executable.exists() else None
     facts["notes"] = tuple(json.loads(notes.read_text())) if notes.exists() else ()
-    return Program(text=text, **facts)
+    return CompiledProgram(text=text, **facts)
 
 
-def _run_compiler(request: Request, folder: Path) -> None:
+def _run_compiler(request: CompileRequest, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gspmd_lm.foresight.compile", str(folder)],
         env=_environment(() if isinstance(request.config, Config) else sys.path),
@@ -246,7 +248,7 @@ def _environment(modules: Sequence[str]) -> dict[str, str]:
 # The process that compiles
 
 
-def _compile(request: Request, folder: Path) -> None:
+def _compile(request: CompileRequest, folder: Path) -> None:
     """Writes program.txt.gz and facts.json into `folder`."""
     import jax
 
@@ -304,7 +306,7 @@ def described(
     target: Target,
     trace_s: float,
     compile_s: float,
-) -> Program:
+) -> CompiledProgram:
     """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
     import jax
 
@@ -315,7 +317,7 @@ def described(
         memory = {name: getattr(analysis, name) for name in dir(analysis) if name.endswith("_in_bytes")}
         text = compiled.as_text() or ""
     ordered = list(built.mesh.devices.flat)
-    return Program(
+    return CompiledProgram(
         text=text,
         executable=None,
         refusal=compiled if isinstance(compiled, str) else "",

@@ -11,7 +11,7 @@ from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
-from gspmd_lm.foresight.compile import Phase, Program, Progress, Request, programs
+from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
 from gspmd_lm.foresight.floor import decoding as decoding_floor
@@ -50,7 +50,7 @@ def reports(
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
     found = [_checked(config, rules, target.platform, phase) for rules in filled]
-    compiled = programs([Request(config, rules, target, export is not None, phase) for rules in filled], say)
+    compiled = programs([CompileRequest(config, rules, target, export is not None, phase) for rules in filled], say)
     if export and compiled[0].executable:
         files.replace(export, compiled[0].executable.read_bytes())
         exported.record(export)
@@ -74,7 +74,7 @@ def report(
     target: Target,
     arrays: Arrays,
     problems: Sequence[Problem],
-    program: Program,
+    program: CompiledProgram,
     phase: Phase = "train",
 ) -> Report:
     """What a compiled step says of a layout. `rules` are filled; `problems` are the warnings of its check."""
@@ -155,7 +155,7 @@ def known_error(chip: Chip) -> str:
     return NOT_COMPARED
 
 
-def _known(arrays: Sequence[table.Row], mesh: Mapping[str, int]) -> list[memory.Held]:
+def _known(arrays: Sequence[table.PlacedArray], mesh: Mapping[str, int]) -> list[memory.Held]:
     """What a device holds of each array, at rest and in use."""
     found = []
     for array in arrays:

@@ -11,7 +11,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.train.table import Row
+from gspmd_lm.train.table import PlacedArray
 
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
 
@@ -46,7 +46,7 @@ class Report:
     warnings: tuple[Finding, ...]
     compile_s: float
     versions: Mapping[str, str]  # jax, jaxlib, libtpu, ... and the compiler options that were set
-    arrays: tuple[Row, ...]
+    arrays: tuple[PlacedArray, ...]
 
 
 # What the JSON holds. `x[].y` is y of each entry of a list, `x.*` any key of an object. Bytes and seconds are of one

@@ -137,7 +137,7 @@ class Generator:
 
     def __init__(self, built: Programs, params: Any, tokenizer: Tokenizer):
         """`params`: placed as `built.abstract_params`; where layers are unrolled, a copy of them is kept instead."""
-        self.programs, self.params, self.tokenizer = built, built.split(params), tokenizer
+        self.programs, self.params, self.tokenizer = built, built.unstacked(params), tokenizer
         self.prefill, self.decode = built.compiled
         self.figures = Figures(built.cache_bytes_per_device)
 

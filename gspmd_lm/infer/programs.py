@@ -165,7 +165,7 @@ class Programs(Forward):
         pattern = ["sliding" if kind.sliding_window else "full" for kind in kinds]
         return dataclasses.replace(model, layer_pattern=tuple(pattern[i % len(kinds)] for i in range(model.layers)))
 
-    def split(self, params: Any) -> Any:
+    def unstacked(self, params: Any) -> Any:
         """The weights as the programs take them: a copy with one array per layer where the layers are unrolled.
 
         XLA:CPU copies the weights of a layer out of the stack of all layers before it multiplies with them, which
@@ -175,7 +175,7 @@ class Programs(Forward):
             return params
         kinds, layers = len(self.config.model.layer_kinds), self.config.model.layers
         turns = layers // kinds
-        shards = jax.tree.map(lambda like: like.sharding, self.abstract_split)["layers"]
+        shards = jax.tree.map(lambda like: like.sharding, self.abstract_unstacked)["layers"]
         blocks = {}
         for layer in range(layers):
             stack, at = params["layers"], layer // kinds
@@ -190,7 +190,7 @@ class Programs(Forward):
         return rest | {"layers": placed}
 
     @functools.cached_property
-    def abstract_split(self) -> Any:
+    def abstract_unstacked(self) -> Any:
         """The shapes and shardings of what `split` gives."""
         if not self.unrolled:
             return self.abstract_params
@@ -243,12 +243,12 @@ class Programs(Forward):
     def lower_prefill(self) -> jax.stages.Lowered:
         """(params, Prompts, Settings) -> (Carried, Choice)."""
         jitted = jax.jit(self._prefill, out_shardings=self._out)
-        return jitted.trace(self.abstract_split, self.abstract_prompts, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings).lower()
 
     def lower_decode(self) -> jax.stages.Lowered:
         """(params, Carried, Settings) -> (Carried, Choice); what is carried is used up, the cache changed in place."""
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
-        return jitted.trace(self.abstract_split, self.abstract_carried, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_unstacked, self.abstract_carried, self.abstract_settings).lower()
 
     @property
     def _out(self) -> tuple[Carried, Choice]:

@@ -31,7 +31,7 @@ from gspmd_lm.rules import Problem, Rules
 NO_TARGET = -1
 
 
-class Rows(NamedTuple):
+class ScoredRows(NamedTuple):
     """A batch of texts, each followed by padding: int32 [B, T]. Only targets that are not negative are scored."""
 
     tokens_BT: Any
@@ -70,7 +70,7 @@ class Text(NamedTuple):
     bytes: int
 
 
-def score(cfg: ModelConfig, params: Any, rows: Rows) -> Scores:
+def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     """The scores of each row; logits are made for one chunk of the sequence after the other, never all at once."""
     B, T = rows.tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -105,15 +105,15 @@ class Scoring(Forward):
     seq: int
 
     @functools.cached_property
-    def abstract_rows(self) -> Rows:
+    def abstract_rows(self) -> ScoredRows:
         """The shapes and shardings of a batch."""
         shape = self.rows, self.seq
         sharding = self.placement.sharding("rules", "tokens", ("batch", "seq"), shape)
         one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        return Rows(one, one)
+        return ScoredRows(one, one)
 
     def lower(self) -> jax.stages.Lowered:
-        """(params, Rows) -> Scores, on every device."""
+        """(params, ScoredRows) -> Scores, on every device."""
         jitted = jax.jit(self._score, out_shardings=Scores(self.whole, self.whole))
         return jitted.trace(self.abstract_params, self.abstract_rows).lower()
 
@@ -124,7 +124,7 @@ class Scoring(Forward):
         fix = "--batch=1, for a text a smaller --seq, or rules that split more"
         return self.compile(self.lower(), what, fix)
 
-    def _score(self, params: Any, rows: Rows) -> Scores:
+    def _score(self, params: Any, rows: ScoredRows) -> Scores:
         with self.traced():
             return score(self.config.model, params, rows)
 
@@ -140,7 +140,7 @@ def build(
     cfg = config.model
     found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
-    named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, Rows(one, one))
+    named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, ScoredRows(one, one))
     warnings = checked(found, rules, [named], attention_problems(config, rules, platform, seq, segments=False))
     return Scoring(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 
@@ -175,15 +175,15 @@ class Scorer:
         lead = [self.tokenizer.end, *self.tokenizer.encode_prompt("").tolist()][-1]
         return measures(list(self.scores(windows(ids, lead, self.program.seq))), size_bytes)
 
-    def _placed(self, batch: Sequence[Request]) -> Rows:
+    def _placed(self, batch: Sequence[Request]) -> ScoredRows:
         shape = self.program.rows, self.program.seq
         tokens_BT, targets_BT = np.zeros(shape, np.int32), np.full(shape, NO_TARGET, np.int32)
         for row, (tokens, scored) in enumerate(batch):
             length = len(tokens) - 1
             tokens_BT[row, :length] = tokens[:-1]
             targets_BT[row, length - scored : length] = tokens[len(tokens) - scored :]
-        return Rows(*(place(x, like.sharding) for x, like in zip((tokens_BT, targets_BT), self.program.abstract_rows,
-                                                                strict=True)))  # fmt: skip
+        pairs = zip((tokens_BT, targets_BT), self.program.abstract_rows, strict=True)
+        return ScoredRows(*(place(x, like.sharding) for x, like in pairs))
 
 
 def _read(batch: Sequence[Request], scores: Scores) -> Iterator[Score]:

@@ -28,7 +28,7 @@ def joined(left: Tree, right: Tree) -> Tree:
     return unflatten_dict(_flat(left) | _flat(right))
 
 
-def split(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
+def partition(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
     """What training leaves alone, and what it changes: the adapters of a model that has some, else everything."""
     return (weights(params), adapters(params)) if cfg.lora else ({}, params)
 

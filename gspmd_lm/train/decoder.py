@@ -35,7 +35,7 @@ def task(config: Config | Task) -> Task:
         count=_targets,
         evaluate=functools.partial(_evaluate, model),
         metrics=functools.partial(_metrics, config),
-        split=functools.partial(lora.split, cfg=model),
+        partition=functools.partial(lora.partition, cfg=model),
         random=bool(model.dropout),
         seed=config.train.seed,
         matmul_precision=model.matmul_precision,

@@ -29,7 +29,7 @@ class State(NamedTuple):
 def arrays(config: Config | Task) -> Arrays:
     """The parameters and the optimizer state of what is computed. Raises InputError for a state that has no names."""
     task = decoder.task(config)
-    found = model_arrays.arrays(task.init, task.vocabulary, lambda params: task.split(params)[1])
+    found = model_arrays.arrays(task.init, task.vocabulary, lambda params: task.partition(params)[1])
     transform = task.optimizer(found.named_trained)
     state = jax.eval_shape(transform.init, found.trained)
     named = optimizer.named_state(state, found.named_trained, found.trained)

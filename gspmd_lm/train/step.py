@@ -108,13 +108,13 @@ class Step(Program):
         task, zero = self.task, jnp.zeros((), jnp.int32)
         params = jax.tree.map(lambda box: box.unbox(), task.init(jax.random.key(task.seed)), is_leaf=_is_boxed)
         params = lora.joined(params, weights)
-        _, trained = task.split(params)
+        _, trained = task.partition(params)
         return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         with scope("of", "loss"):
             count = jnp.maximum(self.task.counted(batch), 1)
-        frozen, trained = self.task.split(state.params)
+        frozen, trained = self.task.partition(state.params)
         sums, gradients = self._gradients(state, frozen, trained, batch, count)
         with scope("of", "gradient_norm"):
             norm = optax.tree.norm(gradients)

@@ -22,7 +22,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PlacedArray:
     """One array of a layout. Of a split, each dimension has its mesh axes, the outermost first."""
 
     path: str
@@ -33,7 +33,7 @@ class Row:
     bytes_per_device: int  # at rest; of an activation, in use
 
 
-def rows(config: Config | Task, rules: Rules, arrays: Arrays, named: Activations) -> Iterator[Row]:
+def rows(config: Config | Task, rules: Rules, arrays: Arrays, named: Activations) -> Iterator[PlacedArray]:
     """Every weight, and the activations `named`."""
     task = decoder.task(config)
     dtypes = {spec.array: task.inputs[name].dtype for name, spec in task.specs().items()}
@@ -41,11 +41,11 @@ def rows(config: Config | Task, rules: Rules, arrays: Arrays, named: Activations
     for leaf, like in pairs(arrays.named_params, arrays.params):
         at_rest, held = _held(rules, "weights", leaf, like)
         in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]
-        yield Row(leaf.path, leaf.axes, like.shape, at_rest, in_use, held)
+        yield PlacedArray(leaf.path, leaf.axes, like.shape, at_rest, in_use, held)
     for name, (axes, shape) in named.items():
         spec = rules.resolve("rules", name, axes, shape)[0]
         itemsize = jnp.dtype(dtypes.get(name, task.compute_dtype)).itemsize
-        yield Row(name, axes, shape, None, spec, math.prod(shape) * itemsize // _pieces(rules, spec))
+        yield PlacedArray(name, axes, shape, None, spec, math.prod(shape) * itemsize // _pieces(rules, spec))
 
 
 def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) -> None:

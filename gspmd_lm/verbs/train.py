@@ -157,7 +157,7 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
 
 def _executable(values: flags.FlagValues, built: Step) -> Any:
     here = target.of(list(built.mesh.devices.flat))
-    wanted = compile.Request(built.config, built.rules, here, export=True)
+    wanted = compile.CompileRequest(built.config, built.rules, here, export=True)
     return compile.load(Path(values.executable), wanted, values.trust)
 
 

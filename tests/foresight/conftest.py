@@ -6,7 +6,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
-from gspmd_lm.foresight.compile import Request
+from gspmd_lm.foresight.compile import CompileRequest
 from gspmd_lm.foresight.machine import target as targets
 
 
@@ -23,6 +23,6 @@ def request_of():
 
     def make(rules, target="cpu:8", config=config, **changes):
         found = targets.parse(target)
-        return Request(config, dataclasses.replace(rules_file.load(rules), **changes).fill(found.devices), found)
+        return CompileRequest(config, dataclasses.replace(rules_file.load(rules), **changes).fill(found.devices), found)
 
     return make

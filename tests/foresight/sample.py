@@ -8,7 +8,7 @@ from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.memory import Memory, Temporary
 from gspmd_lm.foresight.report import Finding, Report
-from gspmd_lm.train.table import Row
+from gspmd_lm.train.table import PlacedArray
 
 MB, GB = 10**6, 10**9
 ATTENTION, LAYERS, LOSS = "gspmd_lm/model/attention.py", "gspmd_lm/model/layers.py", "gspmd_lm/model/loss.py"
@@ -133,7 +133,7 @@ def weight(path, axes, shape, pieces, **split):
     elements = 1
     for size in shape:
         elements *= size
-    return Row(path, tuple(axes.split()), shape, spec(split), spec(in_use), elements * 4 // pieces)
+    return PlacedArray(path, tuple(axes.split()), shape, spec(split), spec(in_use), elements * 4 // pieces)
 
 
 def activation(name, axes, shape, pieces, itemsize=2, **split):
@@ -141,7 +141,7 @@ def activation(name, axes, shape, pieces, itemsize=2, **split):
     elements = 1
     for size in shape:
         elements *= size
-    return Row(name, tuple(axes.split()), shape, None, spec, elements * itemsize // pieces)
+    return PlacedArray(name, tuple(axes.split()), shape, None, spec, elements * itemsize // pieces)
 
 
 ARRAYS = (

@@ -13,7 +13,7 @@ from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.rules import Problem
-from gspmd_lm.train.table import Row
+from gspmd_lm.train.table import PlacedArray
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
@@ -21,7 +21,9 @@ FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16")
 MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
 GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
                     ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip
-WEIGHT = Row("layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336), ((), ("fsdp",), ()), ((), (), ()), GB)
+WEIGHT = PlacedArray(
+    "layers.mlp.w_up", ("layers", "embed", "mlp"), (32, 4096, 14336), ((), ("fsdp",), ()), ((), (), ()), GB
+)
 
 LOOKED_UP = ("embedding", "position_embedding")
 
@@ -163,15 +165,15 @@ def test_a_large_array_left_whole():
 
 
 def test_devices_that_compute_the_same():
-    residual = Row("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), 1000)
+    residual = PlacedArray("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), 1000)
     warning = only(found(arrays=[residual]), "replicated-array")
     assert "compute the same" in warning.message and warning.fix.startswith("rules.batch: fsdp")
     assert found(arrays=[dataclasses.replace(residual, in_use=(("fsdp",), (), ()))]) == ()
 
 
 def test_a_residual_that_could_be_split_over_the_sequence():
-    residual = Row("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
-    hidden = Row("hidden", ("batch", "seq", "mlp"), (8, 8192, 14336), None, ((), (), ("tensor",)), GB)
+    residual = PlacedArray("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
+    hidden = PlacedArray("hidden", ("batch", "seq", "mlp"), (8, 8192, 14336), None, ((), (), ("tensor",)), GB)
     warning = only(found("tp8", arrays=[residual, hidden]), "replicated-array")
     assert warning.fix.startswith("rules.residual.seq: tensor")
     split = dataclasses.replace(residual, in_use=((), ("tensor",), ()))
@@ -188,7 +190,7 @@ ENTRY %main (p: f32[8,64]) -> f32[8,64] {
 
 
 def test_a_constraint_without_effect():
-    hidden = Row("hidden", ("batch", "mlp"), (8, 64), None, (("fsdp",), ()), 100)
+    hidden = PlacedArray("hidden", ("batch", "mlp"), (8, 64), None, (("fsdp",), ()), 100)
     whole, split = (hlo.parse(PROGRAM.replace("SIZE", size)) for size in ("8,64", "1,64"))
     assert "hidden" in only(found(arrays=[hidden], module=whole), "constraint-not-effective").message
     assert found(arrays=[hidden], module=split) == ()

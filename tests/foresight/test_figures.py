@@ -76,8 +76,8 @@ def test_the_errors_of_predictions_are_told_once():
 
 def test_split():
     spec = (), ("data", "fsdp"), ("tensor",)
-    assert figures.split(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
-    assert figures.split(("embed",), ((),)) == "replicated"
+    assert figures.placement_text(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
+    assert figures.placement_text(("embed",), ((),)) == "replicated"
 
 
 def test_ranked():

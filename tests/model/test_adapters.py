@@ -62,7 +62,7 @@ def loss(params, cfg):
 )  # fmt: skip
 def test_merging_computes_the_same_and_so_do_gradients(small, fields):
     cfg = model(small, **fields)
-    weights, adapters = lora.split(drawn(cfg), cfg)
+    weights, adapters = lora.partition(drawn(cfg), cfg)
     assert sum(path[-1].endswith("_a") for path in flatten_dict(adapters)) % len(cfg.lora.targets) == 0
 
     def with_adapters(adapters):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gspmd_lm.foresight.collectives.causes import Causes
 from gspmd_lm.foresight.collectives.provenance import Provenance
-from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, Tensor, overlaps, tensors
+from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, overlaps, tensors
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.names import Name, each, read, state
@@ -112,7 +112,7 @@ class _Origin:
     updated: str  # the new weight that it is, among the step's results
 
 
-def _origin(tensor: Tensor, origins: Provenance, causes: Causes) -> _Origin:
+def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin:
     trail = origins.trail(tensor.place)
     tree, path = state(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
     given = path if tree == "params" else ""
@@ -178,7 +178,7 @@ def _speaks_of(weight: str, name: Name) -> bool:
     return name.known and (not weight or weight in named or weight.rpartition(".")[0] == ".".join(name.modules))
 
 
-def _caused(tensor: Tensor, origin: _Origin, causes: Causes, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
+def _caused(tensor: MovedTensor, origin: _Origin, causes: Causes, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
     """What a tensor is called, and the rows that cause its movement."""
     name, weight = origin.name, origin.given
     placed = name.placed[1] if name.placed and name.placed[1] in causes.weights else ""
@@ -216,7 +216,7 @@ def _source(instruction: Instruction) -> str:
     return next(iter(special), instruction.source)
 
 
-def _einsum_after(origins: Provenance, tensor: Tensor, weight: str) -> str:
+def _einsum_after(origins: Provenance, tensor: MovedTensor, weight: str) -> str:
     """The nearest product with a weight that uses what was moved."""
     if tensor.kind in REDUCTIONS:
         return ""

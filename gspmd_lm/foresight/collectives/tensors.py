@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.collectives.exchanges import Exchange
 from gspmd_lm.foresight.collectives.provenance import Place, Provenance
-from gspmd_lm.foresight.hlo import Array, Instruction, Module, Step
+from gspmd_lm.foresight.hlo import Array, Executed, Instruction, Module
 from gspmd_lm.foresight.hlo.replica_groups import Groups
 from gspmd_lm.foresight.names import each
 
@@ -23,12 +23,12 @@ _COMPUTES = ("fusion", "dot", "convolution", "custom-call", "while", "conditiona
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class MovedTensor:
     """One tensor that one instruction moves."""
 
     kind: str
     exchange: Exchange  # of this tensor alone
-    step: Step
+    step: Executed
     place: Place  # what a device hands in
     name: str  # the tensor's own, where the instruction's does not stand for several
     merged: bool  # whether the instruction has others
@@ -50,7 +50,7 @@ class Tensor:
         return self.windowed_bytes or self.exchange.sent_bytes
 
 
-def tensors(module: Module, origins: Provenance, slices: Sequence[int] = ()) -> Iterator[Tensor]:
+def tensors(module: Module, origins: Provenance, slices: Sequence[int] = ()) -> Iterator[MovedTensor]:
     """All of them, in the order of the schedule."""
     windows: set[str] = set()  # loops that were told as the one operation that they are
     parts = {permute.instruction.name for loop in _windows(module) for permute in _ring_of(module, loop)}
@@ -64,7 +64,7 @@ def tensors(module: Module, origins: Provenance, slices: Sequence[int] = ()) -> 
             yield from _of_exchange(module, origins, step, exchange)
 
 
-def _of_exchange(module: Module, origins: Provenance, step: Step, exchange: Exchange) -> Iterator[Tensor]:
+def _of_exchange(module: Module, origins: Provenance, step: Executed, exchange: Exchange) -> Iterator[MovedTensor]:
     instruction, inputs, kind = exchange.instruction, exchange.inputs, exchange.kind
     if kind == "all-to-all" and len(inputs) == exchange.group_size:  # one array, handed in as its pieces
         inputs = (Array(inputs[0].dtype, (len(inputs), *inputs[0].dimensions)),)
@@ -79,7 +79,7 @@ def _of_exchange(module: Module, origins: Provenance, step: Step, exchange: Exch
             one = array if len(pieces) == 1 else Array(array.dtype, (elements,))
             own = names[number] if names and len(pieces) == 1 else ""
             merged = len(inputs) > 1 or len(pieces) > 1
-            yield Tensor(kind, dataclasses.replace(exchange, inputs=(one,)), step, piece, own, merged)
+            yield MovedTensor(kind, dataclasses.replace(exchange, inputs=(one,)), step, piece, own, merged)
 
 
 def _is_window(loop: Instruction) -> bool:
@@ -102,7 +102,7 @@ def _ring_of(module: Module, loop: Instruction) -> list[Exchange]:
     return turning + [e for i in beside for e in exchanges.of(module, i) if e.kind == "collective-permute"]
 
 
-def _of_window(module: Module, origins: Provenance, step: Step) -> Iterator[Tensor]:
+def _of_window(module: Module, origins: Provenance, step: Executed) -> Iterator[MovedTensor]:
     """The ring of permutes in a windowed einsum."""
     loop, permutes = step.instruction, _ring_of(module, step.instruction)
     if not permutes:
@@ -116,7 +116,7 @@ def _of_window(module: Module, origins: Provenance, step: Step) -> Iterator[Tens
     held = Array(piece.dtype, (pieces, *piece.dimensions))
     ring = Exchange(kind, (held,), rings, first.instruction, loop, True)
     place = origins.operand(first.instruction)
-    yield Tensor(WINDOWED + kind, ring, step, place, first.instruction.op_name, False, sent_bytes)
+    yield MovedTensor(WINDOWED + kind, ring, step, place, first.instruction.op_name, False, sent_bytes)
 
 
 def _rings(pairs: Sequence[tuple[int, ...]]) -> Groups:

@@ -13,7 +13,7 @@ _MEMORY = {0: "hbm", _ON_CHIP: "chip", _HOST: "host"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class Touched:
     """The bytes that one run reads and writes. Semaphores and scalars in other memories are left out."""
 
     hbm_bytes: int = 0
@@ -25,7 +25,7 @@ class Traffic:
         return self.hbm_bytes + self.chip_bytes + self.host_bytes
 
 
-def of(module: Module, instruction: Instruction) -> Traffic:
+def of(module: Module, instruction: Instruction) -> Touched:
     """The traffic of one run of an instruction of the schedule."""
     found: collections.Counter[str] = collections.Counter()
     siblings = module.computations[instruction.computation].instructions
@@ -45,7 +45,7 @@ def of(module: Module, instruction: Instruction) -> Traffic:
         for operand in operands:
             _add(found, operand.shape.arrays, None)
         _add(found, instruction.shape.arrays, None)
-    return Traffic(found["hbm"], found["chip"], found["host"])
+    return Touched(found["hbm"], found["chip"], found["host"])
 
 
 def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:

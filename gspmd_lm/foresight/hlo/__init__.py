@@ -21,11 +21,11 @@ from gspmd_lm.foresight.hlo.instruction import (
     Shape,
     Tables,
     attributes_of,
-    split,
+    comma_separated,
 )
 from gspmd_lm.foresight.hlo.replica_groups import groups
 
-__all__ = ["COLLECTIVES", "Array", "Computation", "Instruction", "Module", "Shape", "Step", "groups", "parse"]
+__all__ = ["COLLECTIVES", "Array", "Computation", "Executed", "Instruction", "Module", "Shape", "groups", "parse"]
 
 COLLECTIVES = (
     "all-gather",
@@ -61,7 +61,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Executed:
     """An instruction that runs `times` in one run of the program, inside `loops` (the outermost first)."""
 
     instruction: Instruction
@@ -110,15 +110,15 @@ class Module:
         """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
         return loops.trip_count(self, loop)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Executed]:
         """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
         return self._steps(self.entry, 1, (), True)
 
     def _steps(
         self, computation: Computation, times: int, around: tuple[Instruction, ...], counted: bool
-    ) -> Iterator[Step]:
+    ) -> Iterator[Executed]:
         for instruction in computation.instructions.values():
-            yield Step(instruction, computation, times, around, counted)
+            yield Executed(instruction, computation, times, around, counted)
             inside = (times, around, counted)
             if instruction.opcode == "while":
                 turns = self.trip_count(instruction)
@@ -248,7 +248,7 @@ def _instruction(line: str, computation: str, shapes: dict[str, Shape], tables: 
     elif opcode.group(1) in ("constant", "parameter", "iota"):
         operands = ()
     else:  # the text is printed without percent signs
-        operands = tuple(part.split()[-1] for part in split(COMMENT.sub("", arguments)))
+        operands = tuple(part.split()[-1] for part in comma_separated(COMMENT.sub("", arguments)))
     return Instruction(
         named.group(2),
         opcode.group(1),

@@ -67,7 +67,7 @@ class Shape:
         """The shapes in a tuple; () for an array."""
         if not self.text.startswith("("):
             return ()
-        return tuple(Shape(part) for part in split(COMMENT.sub("", self.text[1:-1])))
+        return tuple(Shape(part) for part in comma_separated(COMMENT.sub("", self.text[1:-1])))
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -251,7 +251,7 @@ def bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(width.group(1)) if width else 0
 
 
-def split(text: str) -> list[str]:
+def comma_separated(text: str) -> list[str]:
     """The parts of a text between commas that are outside of brackets and quotes."""
     parts, depth, begin = [], 0, 0
     for token in _BRACKET.finditer(text):
@@ -271,7 +271,7 @@ def attributes_of(text: str) -> dict[str, str]:
     """The attributes in ', key=value, ...': key -> value. A mesh's `, device_ids=(...)` belongs to its value."""
     found: dict[str, str] = {}
     last = ""
-    for part in split(text):
+    for part in comma_separated(text):
         key = _ATTRIBUTE.match(part)
         if key and not (key.group(1) == "device_ids" and found.get(last, "").startswith("mesh[")):
             last = key.group(1)

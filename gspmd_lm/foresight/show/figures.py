@@ -11,7 +11,7 @@ from gspmd_lm.units import human_bytes, human_seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One line of the comparison of layouts: a cell for each report, and the numbers of the best ones."""
 
     label: str
@@ -126,7 +126,7 @@ def communication(report: Report) -> str:
     return ", ".join(filter(None, (human_bytes(sent_bytes(report)), of_floor(report))))
 
 
-def split(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
+def placement_text(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
     """The split dimensions of an array as 'embed/fsdp heads/tensor'; 'replicated' if there are none."""
     named = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
     return " ".join(named) or "replicated"
@@ -146,7 +146,7 @@ def ranked(reports: Sequence[Report]) -> list[Report]:
     return sorted(reports, key=cost)
 
 
-def compared(reports: Sequence[Report]) -> list[Row]:
+def compared(reports: Sequence[Report]) -> list[ComparisonRow]:
     """The lines of the comparison. A layout that does not fit is never best, and neither is one of several equals."""
 
     def line(label: str, known: str, value: Callable[[Report], float | None], text: Callable[[float], str], sign=1):
@@ -157,7 +157,7 @@ def compared(reports: Sequence[Report]) -> list[Row]:
             for i, x in enumerate(values)
             if x is not None and reports[i].memory.fits and len(set(able)) > 1 and sign * x == min(able)
         )
-        return Row(label, known, tuple("-" if x is None else text(x) for x in values), best)
+        return ComparisonRow(label, known, tuple("-" if x is None else text(x) for x in values), best)
 
     def predicted(name: str) -> Callable[[Report], float | None]:
         return lambda report: getattr(report.prediction, name) if report.prediction else None
@@ -168,13 +168,13 @@ def compared(reports: Sequence[Report]) -> list[Row]:
     others = [other_width(report) if above_floor(report) is not None else "" for report in reports]
     of_floors = line("sent / floor", "counted", above_floor, "{:.2f}x".format)
     told = tuple(", ".join(filter(None, pair)) for pair in zip(of_floors.cells, others, strict=True))
-    rows = [Row("mesh", "", tuple(mesh(report.mesh) for report in reports))]
+    rows = [ComparisonRow("mesh", "", tuple(mesh(report.mesh) for report in reports))]
     for label in ("config", "target"):
         cells = tuple(getattr(report, label) for report in reports)
-        rows += [Row(label, "", cells)] if len(set(cells)) > 1 else []
+        rows += [ComparisonRow(label, "", cells)] if len(set(cells)) > 1 else []
     return [
         *rows,
-        Row("fits", "compiled", tuple("yes" if report.memory.fits else "NO" for report in reports)),
+        ComparisonRow("fits", "compiled", tuple("yes" if report.memory.fits else "NO" for report in reports)),
         line("peak memory", "compiled", lambda report: report.memory.peak_bytes, human_bytes),
         line("step time", "predicted", predicted("step_time_s"), human_seconds),
         line("tokens/s/device", "predicted", predicted("tokens_per_s_per_device"), "{:,.0f}".format, -1),

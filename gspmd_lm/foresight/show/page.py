@@ -18,11 +18,11 @@ from gspmd_lm.foresight.show.figures import (
     of_floor,
     parts,
     percent,
+    placement_text,
     ranked,
     sent_bytes,
-    split,
 )
-from gspmd_lm.train.table import Row
+from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
@@ -280,8 +280,8 @@ def _mesh(report: Report, number: int, heading: str) -> str:
         [
             text(array.path),
             text(_shape(array)),
-            "-" if array.at_rest is None else text(split(array.axes, array.at_rest)),
-            text(split(array.axes, array.in_use)),
+            "-" if array.at_rest is None else text(placement_text(array.axes, array.at_rest)),
+            text(placement_text(array.axes, array.in_use)),
             human_bytes(array.bytes_per_device),
         ]
         for array in report.arrays
@@ -297,7 +297,7 @@ def _mesh(report: Report, number: int, heading: str) -> str:
     return _section(heading, "Mesh and arrays", "counted", content)
 
 
-def _shape(array: Row) -> str:
+def _shape(array: PlacedArray) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))
 
 
