@@ -191,7 +191,7 @@ class Recorder:
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         if spec.array in self.vocabulary.activations:
             self.note(spec, x.shape)
-        return checkpoint_name(x, f"{spec.table} {spec.array}: {' '.join(spec.axes)}")
+        return mark(x, spec)
 
     def split(self, array: str, axis: str) -> Split:
         return _split(self.rules, array, axis)._replace(pieces=1)
@@ -207,6 +207,11 @@ class Recorder:
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         return function
+
+
+def mark(x: jax.Array, spec: Spec) -> jax.Array:
+    """`x`, marked in a recorded program as what `spec` places. See `marked`."""
+    return checkpoint_name(x, f"{spec.table} {spec.array}: {' '.join(spec.axes)}")
 
 
 def marked(name: str) -> Spec | None:

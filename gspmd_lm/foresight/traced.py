@@ -153,13 +153,13 @@ class Traced:
 
     @functools.cached_property
     def products(self) -> list[Product]:
-        """The products with weights, in the order of the program."""
+        """The products of placed activations and weights, in the order of the program."""
         found = []
         for node in self.nodes:
             weights = [self._weight(operand) for operand in node.inputs] if node.primitive == "dot_general" else []
             for operand, weight in zip(reversed(node.inputs), weights, strict=False):
-                if weight:
-                    before = [operand] if self.is_activation(operand) else self.before([operand])
+                before = [operand] if self.is_activation(operand) else self.before([operand])
+                if weight and before:
                     found.append(Product(weight, before[0], next(iter(self.after([node])), None), node))
         return found
 

@@ -4,12 +4,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gspmd_lm import arrays as model_arrays
 from gspmd_lm.arrays import Activations, Arrays, attention_problems
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.placement import Recorder, record
+from gspmd_lm.placement import Recorder, mark, record
 from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.task import Task
 from gspmd_lm.train import decoder, optimizer
@@ -44,8 +45,12 @@ def activations(config: Config | Task, found: Arrays, microbatches: int, rules: 
 def recorded(config: Config | Task, found: Arrays, microbatches: int, rules: Rules) -> Recorder:
     """What the model places in one microbatch under `rules`, its inputs included."""
     task = decoder.task(config)
+    specs = task.specs()
 
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        # A model may multiply its inputs with weights without placing them first.
+        floats = [name for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+        batch = batch | {name: mark(batch[name], specs[name]) for name in floats}
         sums = task.sums(params, batch, None)
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
             raise InputError(
@@ -56,7 +61,7 @@ def recorded(config: Config | Task, found: Arrays, microbatches: int, rules: Rul
 
     batch = task.batch(max(task.rows // microbatches, 1))
     recorder = record(rules, forward, found.params, batch)
-    for name, spec in task.specs().items():
+    for name, spec in specs.items():
         if spec.array not in recorder.arrays:  # the model reads it without placing it
             recorder.note(spec, batch[name].shape)
     return recorder
