@@ -112,7 +112,10 @@ class Traced:
             own = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
             inner = next((getattr(value, "jaxpr", value) for value in eqn.params.values() if _is_program(value)), None)
             if inner is not None and eqn.primitive.name == "scan":
-                first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+                # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.
+                # jax has other parameters for that in 0.10 than in 0.12.
+                count = _alike(inner.outvars, eqn.outvars)
+                first = _alike(inner.invars, eqn.invars) - count
                 begin = zip(inner.invars[first:], given[first : first + count], strict=False)
                 carried = [self._node("carry", own, var.aval, times, [init]) for var, init in begin]
                 turns = times * eqn.params["length"]
@@ -306,6 +309,11 @@ class Traced:
                     elif not near.placed:
                         waiting.append(near)
         return found
+
+
+def _alike(inside: Iterable[Any], outside: Iterable[Any]) -> int:
+    """How many variables of a loop have the same rank inside and outside of it."""
+    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
 
 
 def _is_program(value: Any) -> bool:
