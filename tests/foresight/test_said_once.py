@@ -121,7 +121,9 @@ def test_split_queries_are_the_cause(small, moved_by):
     ]
     assert {one.kind for one in gradients if one.phase == "backward"} >= {"all-reduce"}
     for one in inside:
-        reads = one.kind == "all-gather" and "wq" in one.op
+        # What wq reads is split as the residual stream is. The gradient of the queries is split as they are: jax 0.12
+        # gathers that instead of what wq makes of it.
+        reads = one.kind == "all-gather" and "wq" in one.op and one.einsum != "BTNH,DNH->BTD"
         assert ("rules.q.seq" in one.rules) != (reads or "wo" in one.op), one
 
 
