@@ -1,7 +1,6 @@
 """Logical axes + rules + mesh -> where arrays live, for the model (placing.Placement) and for whole trees."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -251,7 +250,7 @@ def problems(
 
 def _split(rules: Rules, array: str, axis: str) -> Split:
     over = rules.split("rules", array, axis)
-    return Split(over, math.prod(rules.mesh[name] for name in over))
+    return Split(over, rules.piece_count(over))
 
 
 def _partition_spec(spec: Any) -> PartitionSpec:

@@ -103,6 +103,10 @@ class Rules:
         """How many devices the mesh has; -1 while one of its sizes is -1."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
 
+    def piece_count(self, mesh_axes: Iterable[str]) -> int:
+        """Into how many pieces these mesh axes split together."""
+        return math.prod(self.mesh[name] for name in mesh_axes)
+
     @property
     def replicas(self) -> tuple[str, ...]:
         """The mesh axes over which `rules.batch` splits, if no other row names any of them, else none.
@@ -123,8 +127,9 @@ class Rules:
     @property
     def of_a_replica(self) -> "Rules":
         """The same rules for the part of the batch that one replica of the weights computes."""
+        replicas = self.replicas
         rows = tuple(
-            dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name not in self.replicas))
+            dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name not in replicas))
             for row in self.rows
         )
         return dataclasses.replace(self, rows=rows)
@@ -178,7 +183,7 @@ class Rules:
                 fix = f"give one of them another mesh axis, or set {key} to null"
                 problems.append(Problem(message, f"{first.place}\n        {row.place}", fix))
             taken.update(dict.fromkeys(names, row))
-            pieces = math.prod(self.mesh[name] for name in names)
+            pieces = self.piece_count(names)
             if size % pieces:
                 problems.append(self._does_not_divide(row, path, axis, size, names, math.prod(shape) * itemsize))
         return tuple(spec), problems
@@ -187,7 +192,7 @@ class Rules:
         self, row: Row, path: str, axis: str, size: int, names: tuple[str, ...], total_bytes: int
     ) -> Problem:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
-        pieces = math.prod(self.mesh[name] for name in names)
+        pieces = self.piece_count(names)
         fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
         instead = f"use {names[0]}={either(fitting)}" if len(names) == 1 else ""
         setting = self.vocabulary.settings.get(axis)

@@ -1,6 +1,7 @@
 """What in a layout looks wrong, and what to do about it."""
 
 import collections
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -262,7 +263,7 @@ def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
 def _could_split(rules: Rules, array: PlacedArray, spec: Sequence[tuple[str, ...]], size: int) -> str:
     """An axis of an array that `size` more pieces divide; '' if there is none."""
     for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
-        pieces = math.prod(rules.mesh[name] for name in names)
+        pieces = rules.piece_count(names)
         if axis not in NOT_SPLIT and not names and length % (pieces * size) == 0:
             return axis
     return ""
@@ -277,7 +278,7 @@ def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) 
             if scope and len(instruction.shape.arrays) == 1:
                 sizes[scope].add(instruction.shape.arrays[0].elements)
     for array in arrays:
-        pieces = math.prod(rules.mesh[name] for names in array.in_use for name in names)
+        pieces = rules.piece_count(itertools.chain(*array.in_use))
         whole = math.prod(array.shape)
         if (
             array.at_rest is None

@@ -75,7 +75,7 @@ def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str) -> tuple[int, i
 def _pieces(rules: Rules, axis: str) -> int:
     """Into how many pieces, at least, the size of an axis must divide for all activations to be split."""
     splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
-    return math.lcm(*(math.prod(rules.mesh[name] for name in split) for split in splits))
+    return math.lcm(*map(rules.piece_count, splits))
 
 
 def _up(size: int, multiple: int) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,7 +165,7 @@ class Step(Program):
             return sums, self._place(gradients)
 
         names = self.rules.replicas
-        replicas = Split(names, math.prod(self.rules.mesh[name] for name in names))
+        replicas = Split(names, self.rules.piece_count(names))
         # A dimension of one replica would keep compilers from reduce-scattering.
         each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
         lead = (replicas.pieces,) if names else ()

@@ -1,6 +1,7 @@
 """The table of a layout: every array, how it is split, and the bytes that each device holds. Counted from shapes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -45,7 +46,9 @@ def rows(config: Config | Task, rules: Rules, arrays: Arrays, named: Activations
     for name, (axes, shape) in named.items():
         spec = rules.resolve("rules", name, axes, shape)[0]
         itemsize = jnp.dtype(dtypes.get(name, task.compute_dtype)).itemsize
-        yield PlacedArray(name, axes, shape, None, spec, math.prod(shape) * itemsize // _pieces(rules, spec))
+        yield PlacedArray(
+            name, axes, shape, None, spec, math.prod(shape) * itemsize // rules.piece_count(itertools.chain(*spec))
+        )
 
 
 def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) -> None:
@@ -84,11 +87,7 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
 def _held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Spec, int]:
     """How an array is split, and the bytes of it on each device."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-    return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // _pieces(rules, spec)
-
-
-def _pieces(rules: Rules, spec: Spec) -> int:
-    return math.prod(rules.mesh[name] for names in spec for name in names)
+    return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // rules.piece_count(itertools.chain(*spec))
 
 
 def _sizes(shape: tuple[int, ...]) -> str:

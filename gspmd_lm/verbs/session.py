@@ -65,7 +65,6 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
         log.propagate = False
-    workdir = path_of(values.workdir) if values.workdir else None
     if config is None:
         config = given.config(values)
     rules = given.rules(values)
@@ -77,25 +76,19 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
         num_processes=values.num_processes,
         process_id=values.process_id,
     )
-    import jax
-
-    devices = jax.devices()
-    if rules.devices == 1 and machine.process_count == 1:
-        devices = devices[:1]
-    watched = sys.stderr if stderr else sys.stdout
-    console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160)
-    here = Session(config, rules.fill(len(devices)), machine, devices, console, workdir)
+    here = of(config, rules, machine, values.workdir, stderr)
     processes.watch(log.warning)
     processes.compare(_facts(here, values), here.say)
     return here
 
 
-def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | None) -> Session:
-    """A session of a program that has no command line."""
+def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | None, stderr: bool = False) -> Session:
+    """The session of a process whose devices are started. A program that has no command line begins here."""
     import jax
 
     devices = jax.devices()[:1] if rules.devices == 1 and machine.process_count == 1 else jax.devices()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    watched = sys.stderr if stderr else sys.stdout
+    console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160)
     return Session(config, rules.fill(len(devices)), machine, devices, console, path_of(workdir) if workdir else None)
 
 

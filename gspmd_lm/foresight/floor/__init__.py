@@ -1,19 +1,18 @@
 """The least a step could take: compute at peak, memory at full bandwidth, and the bytes this split must move."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Traffic, piece_count
+from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Node, Traced
+from gspmd_lm.rules import Rules
 from gspmd_lm.train.metrics import flops_per_token
-
-if TYPE_CHECKING:
-    from gspmd_lm.arrays import Arrays
-    from gspmd_lm.rules import Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Floor:
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
 
 
-def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None, traced: Traced) -> Floor:
+def floor(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, traced: Traced) -> Floor:
     """The floor of one train step of `config` under `rules`, filled and checked; `chip` is None for simulated devices.
 
     `traced` is what was recorded of the forward pass of one microbatch under these rules.
@@ -40,9 +39,24 @@ def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None, t
     per_token = flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
     flops = per_token * tokens / rules.devices
     sent, wide = (Traffic(rules, arrays, traced, narrowest=narrowest).sent for narrowest in (0, FLOAT32_BYTES))
+    return bounds(config, chip, flops, memory_bytes(rules, arrays, traced), sent, wide)
+
+
+def bounds(
+    config: Config,
+    chip: Chip | None,
+    flops: float,
+    moved_bytes: float,
+    sent: Mapping[str, float],
+    wide: Mapping[str, float],
+) -> Floor:
+    """The floor of a program of the decoder, from what one device multiplies, reads and writes, and sends.
+
+    `sent` and `wide` are bytes by mesh axes: as they are, and if all of it is as wide as float32.
+    """
     return Floor(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
-        memory_s=chip and memory_bytes(rules, arrays, traced) / chip.hbm_bytes_per_s,
+        memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
         communication_bytes=round(sum(sent.values())),
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
@@ -51,13 +65,11 @@ def floor(config: Config, rules: "Rules", arrays: "Arrays", chip: Chip | None, t
     )
 
 
-def least_flops(config: Config, rules: "Rules", arrays: "Arrays", traced: Traced) -> float:
+def least_flops(config: Config, rules: Rules, arrays: Arrays, traced: Traced) -> float:
     """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
 
     Less than the model's FLOPs: attention counts what its mask leaves, and weights only where they are multiplied.
     """
-    from gspmd_lm.arrays import pairs
-
     model, seq = config.model, config.data.seq
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     per_token = 0.0
@@ -72,22 +84,26 @@ def least_flops(config: Config, rules: "Rules", arrays: "Arrays", traced: Traced
     return per_token * config.data.batch * seq / rules.devices
 
 
-def memory_bytes(rules: "Rules", arrays: "Arrays", traced: Traced) -> float:
+def memory_bytes(rules: Rules, arrays: Arrays, traced: Traced) -> float:
     """The bytes that one device reads and writes in a step if everything else stays on the chip.
 
     Weights that are trained, gradients and optimizer state are read and written once; weights in use are read forward
     and backward in each microbatch, in the compute dtype; activations kept for the backward pass are written and read.
     """
-    from gspmd_lm.arrays import pairs
+    params = pairs(arrays.named_params, arrays.params)
+    again = rules.microbatches * used_bytes(rules, params, traced) + _kept_bytes(rules, traced)
+    return updated_bytes(rules, arrays) + 2 * again
 
-    params, optimizer = pairs(arrays.named_params, arrays.params), pairs(arrays.named_optimizer, arrays.optimizer)
-    trained = pairs(arrays.named_trained, arrays.trained)
+
+def updated_bytes(rules: Rules, arrays: Arrays) -> float:
+    """The bytes of trained weights, gradients and optimizer state that one device reads and writes in an update."""
+    trained, optimizer = pairs(arrays.named_trained, arrays.trained), pairs(arrays.named_optimizer, arrays.optimizer)
     once = sum(_held(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
     once += sum(_held(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
-    return 2 * (once + rules.microbatches * used_bytes(rules, params, traced) + _kept_bytes(rules, traced))
+    return 2 * once
 
 
-def used_bytes(rules: "Rules", params: Iterable[tuple[Any, Any]], traced: Traced) -> float:
+def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: Traced) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations.
 
     Of a table in which rows are looked up, only a few are read.
@@ -97,12 +113,12 @@ def used_bytes(rules: "Rules", params: Iterable[tuple[Any, Any]], traced: Traced
     return sum(_held(rules, "rules", *leaf, itemsize) for leaf in params if leaf[0].path not in looked_up)
 
 
-def _held(rules: "Rules", table: str, leaf: Any, like: Any, itemsize: int) -> float:
+def _held(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-    return math.prod(like.shape) * itemsize / piece_count(rules, (name for names in spec for name in names))
+    return math.prod(like.shape) * itemsize / rules.piece_count(itertools.chain(*spec))
 
 
-def _kept_bytes(rules: "Rules", traced: Traced) -> float:
+def _kept_bytes(rules: Rules, traced: Traced) -> float:
     """Activations of all layers and microbatches that a device keeps for the backward pass."""
     remat = rules.remat
     inputs = [node for node in traced.nodes if node.label == "layer_input"]  # whatever name it is kept under
@@ -116,7 +132,7 @@ def _kept_bytes(rules: "Rules", traced: Traced) -> float:
     return sum(times * _activation_bytes(rules, node) for node, times in placed if node) * rules.microbatches
 
 
-def _activation_bytes(rules: "Rules", node: Node) -> float:
+def _activation_bytes(rules: Rules, node: Node) -> float:
     assert node.placed
     spec = rules.resolve("rules", node.placed.array, node.placed.axes, node.shape)[0]
-    return node.bytes / piece_count(rules, (name for names in spec for name in names))
+    return node.bytes / rules.piece_count(itertools.chain(*spec))

@@ -5,22 +5,19 @@ backward pass are not counted among the bytes either, so that the floor stays on
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.extend import core
 
-from gspmd_lm.arrays import pairs
-from gspmd_lm.foresight.floor import Floor
+from gspmd_lm.arrays import Arrays
+from gspmd_lm.foresight.floor import Floor, updated_bytes
 from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 
-if TYPE_CHECKING:
-    from gspmd_lm.arrays import Arrays
-    from gspmd_lm.rules import Rules
 
-
-def floor(task: Task, rules: "Rules", arrays: "Arrays", chip: Chip | None) -> Floor:
+def floor(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> Floor:
     """The floor of one train step of `task` under `rules`, filled and checked; `chip` is None for simulated devices.
 
     FLOPs are shared out evenly over all devices, however few of them the rules use.
@@ -28,7 +25,7 @@ def floor(task: Task, rules: "Rules", arrays: "Arrays", chip: Chip | None) -> Fl
     flops = flops_of_step(task, arrays) / rules.devices
     return Floor(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
-        memory_s=chip and state_bytes(rules, arrays) / chip.hbm_bytes_per_s,
+        memory_s=chip and updated_bytes(rules, arrays) / chip.hbm_bytes_per_s,
         communication_bytes=None,
         communication_by_axis={},
         flops=flops,
@@ -36,7 +33,7 @@ def floor(task: Task, rules: "Rules", arrays: "Arrays", chip: Chip | None) -> Fl
     )
 
 
-def flops_of_step(task: Task, arrays: "Arrays") -> float:
+def flops_of_step(task: Task, arrays: Arrays) -> float:
     """What the products and convolutions of the loss and its gradients take, as they are traced for one device."""
 
     def loss(trained: Any, params: Any, batch: Any, key: Any) -> jax.Array:
@@ -45,23 +42,6 @@ def flops_of_step(task: Task, arrays: "Arrays") -> float:
     key = jax.eval_shape(jax.random.key, 0)
     traced = jax.make_jaxpr(jax.grad(loss))(arrays.trained, arrays.params, task.batch(task.rows), key)
     return flops(traced.jaxpr)
-
-
-def state_bytes(rules: "Rules", arrays: "Arrays") -> float:
-    """The bytes that one device reads and writes to update its part of weights and optimizer state."""
-    trained = pairs(arrays.named_trained, arrays.trained)
-    held = [
-        ("weights", trained),
-        ("optimizer", trained),
-        ("optimizer", pairs(arrays.named_optimizer, arrays.optimizer)),
-    ]
-    total = 0.0
-    for table, leaves in held:
-        for leaf, like in leaves:
-            spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-            pieces = math.prod(rules.mesh[name] for names in spec for name in names)
-            total += like.size * like.dtype.itemsize / pieces
-    return 2 * total
 
 
 def flops(jaxpr: Any) -> float:

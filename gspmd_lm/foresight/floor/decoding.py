@@ -4,30 +4,26 @@ The same logic as in `floor`, of the forward pass alone, on one token per row fo
 every slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
 """
 
-from typing import TYPE_CHECKING
-
+from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor import Floor, used_bytes
+from gspmd_lm.foresight.floor import Floor, bounds, used_bytes
 from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.infer.programs import Sizes
+from gspmd_lm.rules import Rules
 from gspmd_lm.train.metrics import flops_per_token
-
-if TYPE_CHECKING:
-    from gspmd_lm.arrays import Arrays
-    from gspmd_lm.infer.programs import Sizes
-    from gspmd_lm.rules import Rules
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 
 
 def floor(
     config: Config,
-    rules: "Rules",
-    arrays: "Arrays",
+    rules: Rules,
+    arrays: Arrays,
     chip: Chip | None,
     traced: Traced,
-    sizes: "Sizes",
+    sizes: Sizes,
     tokens: int,
     cache_bytes: int,
 ) -> Floor:
@@ -35,8 +31,6 @@ def floor(
 
     `traced` is what was recorded of that program, `cache_bytes` what one device holds of keys and values.
     """
-    from gspmd_lm.arrays import pairs
-
     model = config.model
     keys = sizes.prompt if tokens > 1 else sizes.slots
     per_token = flops_per_token(model, arrays.parameter_count, keys) * _FORWARD
@@ -44,12 +38,4 @@ def floor(
     flops = per_token * sizes.rows * tokens / rules.devices
     sent, wide = (Traffic(rules, arrays, traced, False, narrowest).sent for narrowest in (0, FLOAT32_BYTES))
     state_bytes = used_bytes(rules, pairs(arrays.named_params, arrays.params), traced) + cache_bytes
-    return Floor(
-        compute_s=chip and flops / chip.peak_bf16_flops_per_s,
-        memory_s=chip and round(state_bytes) / chip.hbm_bytes_per_s,
-        communication_bytes=round(sum(sent.values())),
-        communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
-        flops=flops,
-        dtype=config.model.compute_dtype,
-        float32_bytes=round(sum(wide.values())),
-    )
+    return bounds(config, chip, flops, round(state_bytes), sent, wide)

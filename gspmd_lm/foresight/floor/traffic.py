@@ -20,23 +20,16 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.foresight.traced import Node, Product, Traced
-
-if TYPE_CHECKING:
-    from gspmd_lm.arrays import Arrays
-    from gspmd_lm.rules import Rules
+from gspmd_lm.rules import Rules
 
 Place = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
 Cost = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
 FLOAT32_BYTES = 4
 _INT32_BYTES = 4
-
-
-def piece_count(rules: "Rules", mesh_axes: Iterable[str]) -> int:
-    return math.prod(rules.mesh[name] for name in set(mesh_axes))
 
 
 def _over(place: Place, *axes: str) -> set[str]:
@@ -71,9 +64,7 @@ class Traffic:
     than `narrowest`, in bytes of an element, is counted to be as wide.
     """
 
-    def __init__(self, rules: "Rules", arrays: "Arrays", traced: Traced, trains: bool = True, narrowest: int = 0):
-        from gspmd_lm.arrays import pairs
-
+    def __init__(self, rules: Rules, arrays: Arrays, traced: Traced, trains: bool = True, narrowest: int = 0):
         self.rules, self.traced, self.trains, self.narrowest = rules, traced, trains, narrowest
         self.microbatches = rules.microbatches if trains else 1
         # Mesh axes over which gradients are summed once, after the last microbatch.
@@ -148,13 +139,13 @@ class Traffic:
         summed = set(partial) - has - self.waiting
         moved = {name for axis, names in have.items() for name in names if name in wants - set(want.get(axis, ()))}
         found: dict[str, float] = collections.defaultdict(float)
-        local = size_bytes / piece_count(self.rules, has | (wants - summed))
+        local = size_bytes / self.rules.piece_count(has | (wants - summed))
         for over, passes, shrinks in ((summed & wants, 1, True), (summed - wants, 2, False), (moved, 1, False)):
-            pieces = piece_count(self.rules, over)
+            pieces = self.rules.piece_count(over)
             if pieces > 1:
                 found[self.key(over)] += passes * local * (pieces - 1) / pieces
             local /= pieces if shrinks else 1
-        if (pieces := piece_count(self.rules, has - wants)) > 1:
+        if (pieces := self.rules.piece_count(has - wants)) > 1:
             found[self.key(has - wants)] += local * (pieces - 1)
         return found
 
