@@ -20,7 +20,7 @@ _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Splash:
+class Splash:
     """One call of splash attention: the heads of all rows, queries x keys, in blocks."""
 
     part: str  # fwd, dkv (which includes dq if they are fused) or dq
@@ -46,10 +46,19 @@ class _Splash:
 def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
     """The seconds of a fused attention kernel; None for another call, or if the chip's cycles are not known."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
-        share = CUDNN_SHARE["Backward" in call.custom_call_target]
-        return flops(module, call) / (share * chip.peak_bf16_flops_per_s)
+        return cudnn_s(flops(module, call), "Backward" in call.custom_call_target, chip)
     splash = _splash(module, call)
-    if splash is None or not (sizes := chip.splash):
+    return splash_s(splash, chip) if splash else None
+
+
+def cudnn_s(operations: float, backward: bool, chip: Chip) -> float:
+    """The seconds of a pass of cuDNN's attention that does so many FLOPs."""
+    return operations / (CUDNN_SHARE[backward] * chip.peak_bf16_flops_per_s)
+
+
+def splash_s(splash: Splash, chip: Chip) -> float | None:
+    """The seconds of a call of splash attention; None if the chip's cycles are not known."""
+    if not (sizes := chip.splash):
         return None
     forward, backward = sizes[min((size for size in sizes if size >= splash.size), default=max(sizes))]
     cycles = forward if splash.part == "fwd" else backward
@@ -78,7 +87,7 @@ def flops(module: Module, call: Instruction) -> float:
     return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * splash.size
 
 
-def _splash(module: Module, call: Instruction) -> _Splash | None:
+def _splash(module: Module, call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
     named = _SPLASH.search(call.op_name)
     if call.custom_call_target != "tpu_custom_call" or not named:
@@ -88,7 +97,7 @@ def _splash(module: Module, call: Instruction) -> _Splash | None:
     queries, keys = [a for a in arrays if not a.dtype.startswith("s")][:2]
     count = integers[0].dimensions[-2:]  # the next block: heads, or 1, x blocks of queries x blocks of keys
     *heads, rows, size = queries.dimensions
-    return _Splash(
+    return Splash(
         part=named.group(1),
         heads=math.prod(heads),
         size=size,
