@@ -57,10 +57,11 @@ MAY_IMPORT = {
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
     "convert": "arrays model placement checkpoint rules axes data files config",
     "foresight": "train infer task arrays placement mesh rules axes vocabulary data runtime files versions config",
-    "verbs": "foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data runtime "
+    "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
+    "verbs": "plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data runtime "
     "compile_cache processes lock files versions core_yaml config",
     "cli": "verbs processes config",
-    "api": "verbs foresight train task checkpoint runtime rules_file rules axes config",
+    "api": "verbs plan foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
 IN_FORESIGHT = {

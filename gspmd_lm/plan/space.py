@@ -21,6 +21,7 @@ from typing import Any
 from gspmd_lm import rules_file
 from gspmd_lm.arrays import attention_lacks
 from gspmd_lm.config import Config
+from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.kernels import attention
@@ -54,6 +55,7 @@ class Space:
         self.traces = traces or Traces(config)
         self.config, self.task, self.target = self.traces.config, self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
+        self.notes: list[str] = []  # what the user should know of the choice
         single = rules_file.from_dict({"mesh": {"data": 1}}, PATH, vocabulary=self.task.vocabulary)
         self.trace = self.traces.of(single)
         self.roles = _roles(self.traces, self.trace.traced)
@@ -61,7 +63,7 @@ class Space:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
-        kernel = self._kernel()
+        kernel = self.kernel
         for layout in self._layouts():
             for microbatches in self._microbatches(layout["mesh"]):
                 raw = {**layout, **kernel}
@@ -143,8 +145,9 @@ class Space:
 
     # What a device computes and keeps
 
-    def _kernel(self) -> dict[str, Any]:
-        """The fused attention kernel of the platform, where it can do what the config asks."""
+    @functools.cached_property
+    def kernel(self) -> dict[str, Any]:
+        """The fused attention kernel of the platform, where it can do what the config asks and can be compiled."""
         platform, fused = self.target.platform, KERNELS[self.target.platform][-1]
         if "attention" not in self.asked or fused == "xla":
             return {}
@@ -153,6 +156,9 @@ class Space:
             plain = self.rules({"mesh": {"data": self.target.devices}})
             if attention_lacks(fused, self.config, plain, data.seq, data.packing == "documents"):
                 return {}
+        if fused == "cudnn" and compile.cudnn() is None:
+            self.notes.append("attention: xla, since cuDNN's libraries are not here: pip install nvidia-cudnn-cu12")
+            return {}
         return {"attention": {platform: fused}}
 
     @functools.cached_property
@@ -160,7 +166,7 @@ class Space:
         """Policies, and lists of names: more and more is kept, the kernel's result first; layer inputs on the host."""
         if "remat" not in self.asked:
             return ["none"]
-        work, kept = self.trace.work(bool(self._kernel())), self.task.vocabulary.kept
+        work, kept = self.trace.work(bool(self.kernel)), self.task.vocabulary.kept
         labels = [node.label for node in self.trace.traced.nodes if node.label in kept and work.in_block(node)]
         out, *read = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
         groups = [[out], read, [row.rpartition(".")[0] for row in self.roles.between]]
@@ -227,7 +233,9 @@ def _roles(traces: Traces, traced: Traced) -> Roles:
         array, _, axis = row.rpartition(".")
         sizes[axis] = {size for node in traced.activations if node.placed and node.placed.array == array and array in looped
                        for name, size in zip(node.placed.axes, node.shape, strict=True) if name == axis}  # fmt: skip
-    return Roles(rows, tuple(width), tuple(hidden), tuple(between), {axis: tuple(found) for axis, found in sizes.items()})
+    return Roles(
+        rows, tuple(width), tuple(hidden), tuple(between), {axis: tuple(found) for axis, found in sizes.items()}
+    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -20,7 +20,13 @@ _FREE = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "cop
 # Operations whose derivative needs none of their values.
 _LINEAR = (*_FREE, "add", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "concatenate", "pad", "carry",
            "select_n", "gather", "dynamic_slice", "dynamic_update_slice", "add_any", "custom_vjp_call", "while")  # fmt: skip
-_BETWEEN = ("dot_general", "conv_general_dilated", "input", "carry", "constant")  # of no group of elementwise operations
+_BETWEEN = (
+    "dot_general",
+    "conv_general_dilated",
+    "input",
+    "carry",
+    "constant",
+)  # of no group of elementwise operations
 
 
 def _array(spec: str) -> str:
@@ -87,7 +93,7 @@ class Work:
         for forward in (True, False):
             waiting, seen = [node], {node}
             while waiting:
-                for near in (waiting[0].users if forward else waiting[0].inputs):
+                for near in waiting[0].users if forward else waiting[0].inputs:
                     if near.placed:
                         return (near,)
                     if near not in seen:
@@ -147,7 +153,9 @@ class Work:
                         continue
                     # Of what is looked up or taken apart, only the part that is read counts.
                     elements = math.prod(node.shape) if node.primitive in ("gather", "dynamic_slice") and n == 0 else 0
-                    elements = elements or (math.prod(near.shape) if near.times == node.times else math.prod(node.shape))
+                    elements = elements or (
+                        math.prod(near.shape) if near.times == node.times else math.prod(node.shape)
+                    )
                     read = float(min(math.prod(near.shape), elements) * near.itemsize)
                     touched[near] = max(touched.get(near, 0.0), read)
                 if node.floats and not (node.users and all(user in within for user in node.users)):
