@@ -9,7 +9,6 @@ backward pass computes again, and what is kept for it, follow from the traced pr
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 
 from gspmd_lm import mesh as meshes
@@ -26,7 +25,7 @@ from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.kernels.attention import splash_block
 from gspmd_lm.plan.traces import Trace, Traces
 from gspmd_lm.plan.work import Kept, Kernel, Operation, Places, Work
-from gspmd_lm.rules import Remat, Rules
+from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 
 # How much of a loop's compute hides what is sent beside it, and the share that is exposed however long it computes.
@@ -104,7 +103,7 @@ class Pricer:
         layout = self._layout(rules)
         kept = layout.work.kept(rules.remat)
         moves = self._moves(layout, rules)
-        sent = collections.Counter[str]()
+        sent: dict[str, float] = collections.defaultdict(float)
         for move in moves:
             sent[move.axes] += move.bytes * move.times
         device_bytes = self._held(layout, kept.on_device)

@@ -47,6 +47,11 @@ class Candidate:
     failure: str = ""  # why it could not be compiled
 
     @property
+    def name(self) -> str:
+        """The layout in one line."""
+        return self.rules.path
+
+    @property
     def compiled(self) -> bool:
         return self.report is not None
 
@@ -217,7 +222,7 @@ class _Search:
 
     def _compile(self, chosen: Sequence[Candidate]) -> None:
         best = self.best
-        known = f"; best so far {best.step_time_s:.4g} s: {describe(best)}" if best else ""
+        known = f"; best so far {best.step_time_s:.4g} s: {best.name}" if best else ""
         self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{known}")
         try:
             found: list[Report | None] = [
@@ -228,7 +233,7 @@ class _Search:
                 for one in chosen:
                     self._compile([one])
                 return
-            self.say(f"left out: {describe(chosen[0])}: {error}")
+            self.say(f"left out: {chosen[0].name}: {error}")
             self._done(dataclasses.replace(chosen[0], failure=str(error)), chosen[0])
             return
         for one, report in zip(chosen, found, strict=True):
@@ -308,26 +313,6 @@ def known_error(chip: Chip | None) -> float:
     """The mean error of predictions for a chip, where published step times could be compared; else UNKNOWN_ERROR."""
     errors = (chip.step_errors or chip.fitted_step_errors) if chip else ()
     return statistics.mean(map(abs, errors)) if errors else UNKNOWN_ERROR
-
-
-def describe(one: Candidate) -> str:
-    """A layout in one line: fsdp 4 x tensor 2 · residual.seq · ZeRO-1 · save attention_out · 2 microbatches."""
-    raw, mesh = one.raw, " x ".join(f"{name} {size}" for name, size in one.rules.mesh.items())
-    parts = [mesh]
-    if one.rules.dcn:
-        parts.append(" x ".join(f"{name} {size}" for name, size in one.rules.dcn.items()) + " across")
-    parts += [key for key in raw.get("rules", {}) if "." in key]
-    if "optimizer" in raw:
-        parts.append("ZeRO-1 over data")
-    remat = one.rules.remat
-    if remat.policy == "names":
-        parts += [f"{verb} {', '.join(names)}" for verb, names in (("save", remat.save), ("offload", remat.offload))
-                  if names]  # fmt: skip
-    else:
-        parts.append({"none": "no remat"}.get(remat.policy, f"remat {remat.policy}"))
-    if one.rules.microbatches > 1:
-        parts.append(f"{one.rules.microbatches} microbatches")
-    return " · ".join(parts)
 
 
 def _no_mesh(task: Task, target: Target, refused: int) -> InputError:

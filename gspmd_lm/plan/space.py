@@ -31,7 +31,6 @@ from gspmd_lm.task import Task
 
 MOST_TENSOR = 16  # pieces of a matrix: beyond that, products are thin on every chip
 MOST_MICROBATCHES = 16
-PATH = "plan"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Roles:
     width: tuple[str, ...]
     hidden: tuple[str, ...]
     between: tuple[str, ...]  # rows of the table `rules`, such as residual.seq
-    sizes: Mapping[str, tuple[int, ...]]  # axis -> the sizes that it has in weights and activations
+    sizes: Mapping[str, tuple[int, ...]]  # axis, or array.axis -> its sizes in weights and activations
 
     def divides(self, axis: str, pieces: int) -> bool:
         return all(size % pieces == 0 for size in self.sizes.get(axis, ()))
@@ -56,7 +55,7 @@ class Space:
         self.config, self.task, self.target = self.traces.config, self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
         self.notes: list[str] = []  # what the user should know of the choice
-        single = rules_file.from_dict({"mesh": {"data": 1}}, PATH, vocabulary=self.task.vocabulary)
+        single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
         self.trace = self.traces.of(single)
         self.roles = _roles(self.traces, self.trace.traced)
         self.asked = self.trace.recorded.asked
@@ -77,7 +76,7 @@ class Space:
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
         """The rules of plain values, filled."""
-        found = rules_file.from_dict(raw, PATH, vocabulary=self.task.vocabulary)
+        found = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
         return found.fill(self.target.devices)
 
     # Meshes and tables
@@ -95,7 +94,7 @@ class Space:
                     continue
                 sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
                 mesh = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
-                between = [row for row in roles.between if roles.divides(row.rpartition(".")[2], tensor)]
+                between = [row for row in roles.between if roles.divides(row, tensor)]
                 for dcn, split, state in itertools.product(
                     self._across(mesh),
                     (False, True) if tensor > 1 and between else (False,),
@@ -195,6 +194,24 @@ def candidates(
     return iter(Space(task_or_config, target, traces))
 
 
+def describe(raw: Mapping[str, Any]) -> str:
+    """A layout in one line: fsdp 4 x tensor 2, residual.seq, ZeRO-1, save attention_out, 2 microbatches."""
+    parts = [" x ".join(f"{name} {size}" for name, size in raw["mesh"].items())]
+    if dcn := raw.get("dcn"):
+        parts.append(" x ".join(f"{name} {size}" for name, size in dcn.items()) + " across")
+    parts += [row for row in raw.get("rules", {}) if "." in row]
+    if "optimizer" in raw:
+        parts.append("ZeRO-1")
+    remat = raw.get("remat", "none")
+    if isinstance(remat, str):
+        parts.append({"none": "no remat"}.get(remat, f"remat {remat}"))
+    else:
+        parts += [f"{verb} {' '.join(names)}" for verb, names in remat.items()]
+    if (microbatches := raw.get("microbatches", 1)) > 1:
+        parts.append(f"{microbatches} microbatches")
+    return ", ".join(parts)
+
+
 def _roles(traces: Traces, traced: Traced) -> Roles:
     rows = traces.task.vocabulary.rows
     used = {path: nodes[0] for path, nodes in traced.used.items()}
@@ -225,14 +242,10 @@ def _roles(traces: Traces, traced: Traced) -> Roles:
     )  # fmt: skip
     sizes: dict[str, set[int]] = collections.defaultdict(set)
     for node in (*used.values(), *traced.activations):
-        if node.placed:
+        if node.placed:  # the loss takes a sequence apart, so that its axis has several sizes
             for axis, size in zip(node.placed.axes, node.shape, strict=True):
                 sizes[axis].add(size)
-    looped = {home.placed.array for home in homes if home.placed}
-    for row in between:  # of the array itself: the loss takes a sequence apart
-        array, _, axis = row.rpartition(".")
-        sizes[axis] = {size for node in traced.activations if node.placed and node.placed.array == array and array in looped
-                       for name, size in zip(node.placed.axes, node.shape, strict=True) if name == axis}  # fmt: skip
+                sizes[f"{node.placed.array}.{axis}"].add(size)
     return Roles(
         rows, tuple(width), tuple(hidden), tuple(between), {axis: tuple(found) for axis, found in sizes.items()}
     )

@@ -31,7 +31,7 @@ class Trace:
 
 
 class Traces:
-    """The traces of what is computed. A trace depends on the microbatches, and on which splits the model finds equal."""
+    """The traces of a config or task. One depends on the microbatches, and on which splits the model finds equal."""
 
     def __init__(self, config: Config | Task):
         self.config, self.task = config, decoder.task(config)

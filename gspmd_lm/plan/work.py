@@ -1,7 +1,7 @@
 """What a step does, from its traced forward pass: products, attention kernels and the rest, and what each touches.
 
-A price needs to know of an operation how many FLOPs it does, which arrays it reads and writes, and which mesh axes share
-it out. The trace knows them all but the last, which follow from where the nearest arrays with a name are placed.
+A price needs to know of an operation how many FLOPs it does, which arrays it reads and writes, and which mesh axes
+share it out. The trace knows all but the last, which follows from where the nearest arrays with a name are placed.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Places = tuple[Node, ...]  # nodes that are placed; an array or operation is spl
 _FREE = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
 _LINEAR = (*_FREE, "add", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "concatenate", "pad", "carry",
-           "select_n", "gather", "dynamic_slice", "dynamic_update_slice", "add_any", "custom_vjp_call", "while")  # fmt: skip
+           "select_n", "gather", "dynamic_slice", "dynamic_update_slice", "add_any")  # fmt: skip
 _BETWEEN = (
     "dot_general",
     "conv_general_dilated",
@@ -161,8 +161,9 @@ class Work:
                 if node.floats and not (node.users and all(user in within for user in node.users)):
                     touched[node] = float(node.bytes)
             if touched:
-                yield Operation("other", 0.0, "", (), tuple((size, self.places(near)) for near, size in touched.items()),
-                                nodes[0].times, 2.0, frozenset(nodes), any(map(self.in_block, nodes)))  # fmt: skip
+                moved = tuple((size, self.places(near)) for near, size in touched.items())
+                in_block = any(map(self.in_block, nodes))
+                yield Operation("other", 0.0, "", (), moved, nodes[0].times, 2.0, frozenset(nodes), in_block)
 
     def _kernels(self) -> list[Kernel]:
         found = []
