@@ -30,7 +30,6 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.paths import ROOT
 from gspmd_lm.plan import search
 from gspmd_lm.plan.price import Price, Pricer
 from gspmd_lm.plan.space import Space, describe
@@ -256,7 +255,7 @@ def shipped(name: str, minutes: float) -> None:
     bench = Bench(name, "plan_shipped")
     plan = search.plan(bench.config, bench.target, minutes=minutes, say=print)
     assert plan.best
-    for path in sorted((ROOT / "rules").glob("*.yaml")):
+    for path in sorted((measure.RESULTS.parents[1] / "rules").glob("*.yaml")):
         rules = rules_file.load(str(path))
         if any(row["file"] == path.stem for row in bench.rows()):
             continue
