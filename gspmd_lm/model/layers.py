@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.weights import adapted, bias, matrix, project, weight
-from gspmd_lm.placing import remat, shard, use
+from gspmd_lm.placing import cheap, shard, use
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -22,14 +22,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-
-
-def cheap(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
-
-    Elementwise steps are computed again faster than their results are read back from memory.
-    """
-    return function if remat() else jax.checkpoint(function, prevent_cse=False)
 
 
 class Norm(nn.Module):
@@ -85,11 +77,11 @@ class Mlp(nn.Module):
             in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
         @cheap
-        def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
-            return math.prod(rest, start=ACTIVATIONS[cfg.activation](first))
+        def down(first_BTF: jax.Array, *rest_BTF: jax.Array) -> Any:
+            hidden_BTF = math.prod(rest_BTF, start=ACTIVATIONS[cfg.activation](first_BTF))
+            return project("BTF,FD->BTD", shard(hidden_BTF, HIDDEN), self.w_down)
 
-        hidden_BTF = shard(activated(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
-        y_BTD = project("BTF,FD->BTD", hidden_BTF, self.w_down)
+        y_BTD = down(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF))
         return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
 
 
