@@ -77,11 +77,11 @@ class Mlp(nn.Module):
             in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
         @cheap
-        def down(first_BTF: jax.Array, *rest_BTF: jax.Array) -> Any:
-            hidden_BTF = math.prod(rest_BTF, start=ACTIVATIONS[cfg.activation](first_BTF))
-            return project("BTF,FD->BTD", shard(hidden_BTF, HIDDEN), self.w_down)
+        def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
+            return math.prod(rest, start=ACTIVATIONS[cfg.activation](first))
 
-        y_BTD = down(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF))
+        hidden_BTF = shard(activated(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
+        y_BTD = project("BTF,FD->BTD", hidden_BTF, self.w_down)
         return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
 
 
