@@ -176,6 +176,14 @@ def remat() -> Callable[..., Any] | None:
     return place.remat if place else None
 
 
+def cheap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
+
+    Elementwise steps are computed again faster than their results are read back from memory.
+    """
+    return function if remat() else jax.checkpoint(function, prevent_cse=False)
+
+
 def attention_kernel() -> str:
     """The attention kernel that the rules choose for the platform at hand."""
     place = placement()
