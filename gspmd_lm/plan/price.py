@@ -9,7 +9,9 @@ backward pass computes again, and what is kept for it, follow from the traced pr
 import collections
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from gspmd_lm import mesh as meshes
 from gspmd_lm.arrays import pairs
@@ -28,13 +30,28 @@ from gspmd_lm.plan.work import Kept, Kernel, Operation, Places, Work
 from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 
-# How much of a loop's compute hides what is sent beside it, and the share that is exposed however long it computes.
-# What activations wait for stands on the critical path: the next operation reads it.
-HIDING = {"tpu": 0.7, "gpu": 0.7}
-NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.1}
-ACTIVATIONS_EXPOSED = {"tpu": 0.65, "gpu": 1.0}
+# What follows was read from compiled programs (`python -m benchmarks.plan show` sets them beside prices).
+#
+# The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
+# pass, and gradients. GPU programs gather all weights of a layer at once before its first product.
+HIDING = {"tpu": (0.7, 0.7, 0.7), "gpu": (0.0, 0.1, 0.7)}
+# The share that is exposed however long compute takes.
+NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.0}
+# The share of activations' transfers that is exposed: the next operation reads them.
+ACTIVATIONS_EXPOSED = {"tpu": 0.65, "gpu": 0.75}
+# How often the bytes of what is kept for the backward pass go through memory. On GPUs the stack is filled with zeros
+# first, and its slices are copied.
+KEPT_PASSES = {"tpu": 2.0, "gpu": 3.2}
+# Kernels of a loop's turn that handle scalars and scales.
+SMALL_KERNELS = {"tpu": 0, "gpu": 35}
 # The share of the forward and backward compute behind which copies to and from the host hide.
 HOST_HIDING = 0.8
+_NOWHERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
 _FUSED_PASSES = (("fwd", 2), ("dkv", 5))  # of splash attention; matmuls of cuDNN's
 
 
@@ -94,7 +111,7 @@ class Pricer:
     def __init__(self, config: Config | Task, target: Target, traces: Traces | None = None):
         self.traces = traces or Traces(config)
         self.config, self.target, self.chip = self.traces.config, target, target.chip
-        self._devices = targets.devices(target) if target.chip else []
+        self._devices = _devices(target) if target.chip else []
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
         self._layouts: dict[tuple, _Layout] = {}
 
@@ -145,9 +162,10 @@ class Pricer:
             if timed.looped:
                 forward_s += times * timed.forward_s
                 backward_s += times * back_s
-        # What is kept is written to a stack and read back.
-        kept_s = 2 * microbatches * device_bytes / self._bandwidth(chip)
-        spent["other"] += kept_s + layout.update_s
+        kept_s = KEPT_PASSES[chip.platform] * microbatches * device_bytes / self._bandwidth(chip)
+        turns = 2 * microbatches * sum(layout.work.loops)
+        turns_s = turns * SMALL_KERNELS[chip.platform] * prices.LAUNCH_S[chip.platform]
+        spent["other"] += kept_s + turns_s + layout.update_s
         return spent, (forward_s + kept_s / 2, backward_s + kept_s / 2)
 
     def _timed(self, chip: Chip, rules: Rules, work: Work, pieces: dict[Places, int]) -> Iterable[_Timed]:
@@ -207,26 +225,26 @@ class Pricer:
         """
         network, groups = self._network(layout.rules)
         exposed: dict[str, float] = collections.defaultdict(float)
-        passes: list[dict[str, float]] = [collections.defaultdict(float), collections.defaultdict(float)]
+        parts: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(3)]
         total_s = 0.0
-        for move in moves:
-            among = groups[move.axes]
-            pieces = len(among[0])
-            seconds = move.times * network.time_s("all-gather", move.bytes * pieces / (pieces - 1), among)
+        for what, axes, times, looped, size_bytes in _together(moves):
+            pieces = len(groups[axes][0])
+            seconds = times * network.time_s("all-gather", size_bytes * pieces / (pieces - 1), groups[axes])
             total_s += seconds
-            if move.what == "activations":
-                exposed[move.axes] += ACTIVATIONS_EXPOSED[chip.platform] * seconds
-            elif not move.looped:
-                exposed[move.axes] += seconds
-            elif move.what == "weights":
-                passes[0][move.axes] += seconds / 2
-                passes[1][move.axes] += seconds / 2
+            if what == "activations":
+                exposed[axes] += ACTIVATIONS_EXPOSED[chip.platform] * seconds
+            elif not looped:
+                exposed[axes] += seconds
+            elif what == "weights":
+                parts[0][axes] += seconds / 2
+                parts[1][axes] += seconds / 2
             else:
-                passes[1][move.axes] += seconds
-        for sent, compute_s in zip(passes, loops, strict=True):
+                parts[2][axes] += seconds
+        computed_s = (loops[0], loops[1], loops[1])
+        for sent, share, compute_s in zip(parts, HIDING[chip.platform], computed_s, strict=True):
             for link in self._links(network, groups, sent):
                 seconds = sum(sent[axes] for axes in link)
-                waits_s = max(NEVER_HIDDEN[chip.platform] * seconds, seconds - HIDING[chip.platform] * compute_s)
+                waits_s = max(NEVER_HIDDEN[chip.platform] * seconds, seconds - share * compute_s)
                 for axes in link:
                     exposed[axes] += waits_s * sent[axes] / seconds if seconds else 0.0
         return {axes: seconds for axes, seconds in exposed.items() if seconds}, total_s
@@ -327,6 +345,36 @@ class Pricer:
                 names |= {name for split in rules.resolve(table, array, axes, node.shape)[0] for name in split}
             known[places] = rules.piece_count(names)
         return known[places]
+
+
+def _together(moves: Iterable[Move]) -> Iterable[tuple[str, str, int, bool, float]]:
+    """What is sent, and the bytes each time. What a turn of a loop sends of weights, or of gradients, goes at once.
+
+    Weights that are gathered for both passes are sent twice a turn.
+    """
+    joined: dict[tuple[str, str, int, bool], float] = collections.defaultdict(float)
+    for move in moves:
+        if move.what == "activations":
+            yield move.what, move.axes, move.times, move.looped, move.bytes
+        else:
+            joined[move.what, move.axes, move.times, move.looped] += move.bytes
+    for (what, axes, times, looped), size_bytes in joined.items():
+        passes = 2 if what == "weights" and looped else 1
+        yield what, axes, times * passes, looped, size_bytes / passes
+
+
+def _devices(target: Target) -> list[Any]:
+    """The compile-only devices of a target, which no program is compiled for here: they know where they are.
+
+    libtpu looks for the machine that it is on and complains where there is none, unless it is told one.
+    """
+    told = {name: value for name, value in _NOWHERE.items() if name not in os.environ}
+    os.environ.update(told)
+    try:
+        return targets.devices(target)
+    finally:
+        for name in told:
+            del os.environ[name]
 
 
 class _Groups(dict[str, Groups]):

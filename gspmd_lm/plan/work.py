@@ -81,6 +81,11 @@ class Work:
         self.blocks = {product.node.name.modules[0] for product in traced.products if product.node.name.modules}
         self.operations = [*self._products(trained), *self._rest()]
 
+    @functools.cached_property
+    def loops(self) -> list[int]:
+        """The turns of each loop that has products."""
+        return sorted({(node.name.modules[:1], node.times): node.times for node in self.products}.values())
+
     # Where arrays live
 
     @functools.cache  # noqa: B019  # one for each trace, and gone with it
@@ -230,7 +235,7 @@ class Work:
         if node in self.inside or node not in self._active:
             return ()
         if node.placed and node.placed.array == _OUT and self.kernels:
-            return (node,)
+            return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", "dot_general"):
             first, second = node.inputs[0], node.inputs[-1]
             return [one for one, other in ((first, second), (second, first)) if other in self._active]
