@@ -18,7 +18,7 @@ Places = tuple[Node, ...]  # nodes that are placed; an array or operation is spl
 # Operations that make nothing new.
 _FREE = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
-_LINEAR = (*_FREE, "add", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "concatenate", "pad", "carry",
+_LINEAR = (*_FREE, "add", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate", "pad", "carry",
            "select_n", "gather", "dynamic_slice", "dynamic_update_slice", "add_any")  # fmt: skip
 _BETWEEN = (
     "dot_general",
@@ -93,6 +93,8 @@ class Work:
         """What tells where an array lives: itself, what it is next placed as, or what was placed last."""
         if node.placed:
             return (node,)
+        if node.primitive == "name":  # another name of what was placed
+            return self.places(node.inputs[0])
         if product := self.products.get(node):
             return tuple(filter(None, (product.x, product.weight, product.y)))
         for forward in (True, False):
@@ -180,12 +182,12 @@ class Work:
                 node = waiting.pop()
                 if node in inside or node.times < out.times:
                     continue
-                if node.placed and node.placed.array in (*_READ, _OUT):
+                if node.label in (*_READ, _OUT):  # what a remat policy knows it by
                     read.append(node)
                     continue
                 inside.add(node)
                 waiting += node.inputs
-            queries = [node for node in read if node.placed and node.placed.array == _QUERIES]
+            queries = [node.inputs[0] for node in read if node.label == _QUERIES]
             if queries and inside:
                 found.append(Kernel(queries[0], out.times, frozenset(inside)))
         return found
