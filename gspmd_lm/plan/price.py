@@ -9,7 +9,9 @@ backward pass computes again, and what is kept for it, follow from the traced pr
 import collections
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from gspmd_lm import mesh as meshes
 from gspmd_lm.arrays import pairs
@@ -25,16 +27,35 @@ from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.kernels.attention import splash_block
 from gspmd_lm.plan.traces import Trace, Traces
 from gspmd_lm.plan.work import Kept, Kernel, Operation, Places, Work
-from gspmd_lm.rules import Rules
+from gspmd_lm.rules import Remat, Rules
 from gspmd_lm.task import Task
 
-# How much of a loop's compute hides what is sent beside it, and the share that is exposed however long it computes.
-# What activations wait for stands on the critical path: the next operation reads it.
-HIDING = {"tpu": 0.7, "gpu": 0.7}
-NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.1}
-ACTIVATIONS_EXPOSED = {"tpu": 0.65, "gpu": 1.0}
+# What follows was read from compiled programs (`python -m benchmarks.plan show` sets them beside prices).
+#
+# The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
+# pass, gradients, and activations in both.
+HIDING = {"tpu": (0.7, 0.7, 0.7, 0.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
+# The share that is exposed however long compute takes: of weights and gradients; of activations that are reduced, that
+# are gathered where the sequence is split, and that are gathered again for what is computed again.
+NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.0}
+ACTIVATIONS_EXPOSED = {"tpu": (0.65, 0.65, 0.65), "gpu": (0.3, 0.45, 0.65)}
+# The bytes of weights that are gathered before the first product of a layer, which waits for them.
+AT_ONCE_BYTES = {"tpu": 0.0, "gpu": 128e6}
+# The share that is exposed of what is sent outside of loops.
+OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.5}
+# How often the bytes of what is kept for the backward pass go through memory. On GPUs the stack is filled with zeros
+# first, and its slices are copied.
+KEPT_PASSES = {"tpu": 2.0, "gpu": 3.2}
+# Kernels of a loop's turn that handle scalars and scales.
+SMALL_KERNELS = {"tpu": 0, "gpu": 35}
 # The share of the forward and backward compute behind which copies to and from the host hide.
 HOST_HIDING = 0.8
+_NOWHERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
 _FUSED_PASSES = (("fwd", 2), ("dkv", 5))  # of splash attention; matmuls of cuDNN's
 
 
@@ -85,6 +106,7 @@ class _Layout:
     state_bytes: float
     layer_bytes: float  # the most that one layer, or the loss, holds at once
     pieces: dict[Places, int]
+    gathers: bool  # whether activations are gathered before products read them: the sequence is split between
     moves: dict[tuple[bool, ...], list[Move]]
 
 
@@ -94,7 +116,7 @@ class Pricer:
     def __init__(self, config: Config | Task, target: Target, traces: Traces | None = None):
         self.traces = traces or Traces(config)
         self.config, self.target, self.chip = self.traces.config, target, target.chip
-        self._devices = targets.devices(target) if target.chip else []
+        self._devices = _devices(target) if target.chip else []
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
         self._layouts: dict[tuple, _Layout] = {}
 
@@ -112,7 +134,7 @@ class Pricer:
         spent, exposed, host_s, communication_s = {}, {}, 0.0, 0.0
         if self.chip:
             spent, loops = self._computed(self.chip, layout, kept, device_bytes)
-            exposed, communication_s = self._waited(self.chip, layout, moves, loops)
+            exposed, communication_s = self._waited(self.chip, layout, moves, loops, self._computes_again(rules.remat))
             host_s = self._host_s(self.chip, layout, host_bytes, loops)
         compute_s = sum(spent.values())
         return Price(
@@ -145,9 +167,10 @@ class Pricer:
             if timed.looped:
                 forward_s += times * timed.forward_s
                 backward_s += times * back_s
-        # What is kept is written to a stack and read back.
-        kept_s = 2 * microbatches * device_bytes / self._bandwidth(chip)
-        spent["other"] += kept_s + layout.update_s
+        kept_s = KEPT_PASSES[chip.platform] * microbatches * device_bytes / self._bandwidth(chip)
+        turns = 2 * microbatches * sum(layout.work.loops)
+        turns_s = turns * SMALL_KERNELS[chip.platform] * prices.LAUNCH_S[chip.platform]
+        spent["other"] += kept_s + turns_s + layout.update_s
         return spent, (forward_s + kept_s / 2, backward_s + kept_s / 2)
 
     def _timed(self, chip: Chip, rules: Rules, work: Work, pieces: dict[Places, int]) -> Iterable[_Timed]:
@@ -198,38 +221,48 @@ class Pricer:
         return layout.moves[key]
 
     def _waited(
-        self, chip: Chip, layout: _Layout, moves: Iterable[Move], loops: tuple[float, float]
+        self, chip: Chip, layout: _Layout, moves: Iterable[Move], loops: tuple[float, float], again: bool
     ) -> tuple[dict[str, float], float]:
         """Mesh axes -> the seconds in which compute waits for what is sent over them; and all that sending takes.
 
         In a loop, weights and gradients travel beside the compute of its turns, on each link for itself: weights in
         both passes, gradients in the backward pass. Outside of loops nothing hides them.
         """
+        platform = chip.platform
         network, groups = self._network(layout.rules)
         exposed: dict[str, float] = collections.defaultdict(float)
-        passes: list[dict[str, float]] = [collections.defaultdict(float), collections.defaultdict(float)]
+        # Weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
+        parts: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
+        surely: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
+        waiting = ACTIVATIONS_EXPOSED[platform][layout.gathers * (2 if again else 1)]
         total_s = 0.0
-        for move in moves:
-            among = groups[move.axes]
-            pieces = len(among[0])
-            seconds = move.times * network.time_s("all-gather", move.bytes * pieces / (pieces - 1), among)
+        for what, axes, times, looped, size_bytes in _together(moves):
+            pieces = len(groups[axes][0])
+            seconds = times * network.time_s("all-gather", size_bytes * pieces / (pieces - 1), groups[axes])
             total_s += seconds
-            if move.what == "activations":
-                exposed[move.axes] += ACTIVATIONS_EXPOSED[chip.platform] * seconds
-            elif not move.looped:
-                exposed[move.axes] += seconds
-            elif move.what == "weights":
-                passes[0][move.axes] += seconds / 2
-                passes[1][move.axes] += seconds / 2
+            if what == "activations":
+                _add(parts[3], surely[3], axes, seconds, waiting)
+            elif not looped:
+                exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
+            elif what == "weights":
+                never = NEVER_HIDDEN[platform]
+                first = min(1.0, AT_ONCE_BYTES[platform] / size_bytes)
+                _add(parts[0], surely[0], axes, seconds / 2, max(never, first))
+                _add(parts[1], surely[1], axes, seconds / 2, never)
             else:
-                passes[1][move.axes] += seconds
-        for sent, compute_s in zip(passes, loops, strict=True):
+                _add(parts[2], surely[2], axes, seconds, NEVER_HIDDEN[platform])
+        computed_s = (loops[0], loops[1], loops[1], sum(loops))
+        for sent, least, share, compute_s in zip(parts, surely, HIDING[platform], computed_s, strict=True):
             for link in self._links(network, groups, sent):
                 seconds = sum(sent[axes] for axes in link)
-                waits_s = max(NEVER_HIDDEN[chip.platform] * seconds, seconds - HIDING[chip.platform] * compute_s)
+                waits_s = max(sum(least[axes] for axes in link), seconds - share * compute_s)
                 for axes in link:
                     exposed[axes] += waits_s * sent[axes] / seconds if seconds else 0.0
         return {axes: seconds for axes, seconds in exposed.items() if seconds}, total_s
+
+    def _computes_again(self, remat: Remat) -> bool:
+        """Whether products that read gathered activations are computed again."""
+        return remat.policy not in ("none", "dots")
 
     def _links(self, network: Network, groups: Mapping[str, Groups], sent: Iterable[str]) -> list[list[str]]:
         """Mesh axes that share links: on a torus those that overlap, elsewhere all that leave a device the same way."""
@@ -284,9 +317,26 @@ class Pricer:
             update_s = moved / self._bandwidth(self.chip) if self.chip else 0.0
             layer_bytes = self._layer_bytes(rules, work, pieces)
             self._layouts[key] = _Layout(
-                rules, trace, work, timed, update_s, self._state_bytes(rules), layer_bytes, pieces, {}
+                rules,
+                trace,
+                work,
+                timed,
+                update_s,
+                self._state_bytes(rules),
+                layer_bytes,
+                pieces,
+                self._gathers(rules, trace, pieces),
+                {},
             )
         return self._layouts[key]
+
+    def _gathers(self, rules: Rules, trace: Trace, pieces: dict[Places, int]) -> bool:
+        """Whether what products read was split finer before it was placed for them."""
+        return any(
+            self._pieces(rules, (home,), pieces) > self._pieces(rules, (product.x,), pieces)
+            for product in trace.traced.products
+            if (home := trace.traced.source(product.x))
+        )
 
     def _gradient_bytes(self, rules: Rules) -> float:
         """What a device holds of the gradients."""
@@ -327,6 +377,41 @@ class Pricer:
                 names |= {name for split in rules.resolve(table, array, axes, node.shape)[0] for name in split}
             known[places] = rules.piece_count(names)
         return known[places]
+
+
+def _add(sent: dict[str, float], surely: dict[str, float], axes: str, seconds: float, share: float) -> None:
+    sent[axes] += seconds
+    surely[axes] += share * seconds
+
+
+def _together(moves: Iterable[Move]) -> Iterable[tuple[str, str, int, bool, float]]:
+    """What is sent, and the bytes each time. What a turn of a loop sends of weights, or of gradients, goes at once.
+
+    Weights that are gathered for both passes are sent twice a turn.
+    """
+    joined: dict[tuple[str, str, int, bool], float] = collections.defaultdict(float)
+    for move in moves:
+        if move.what == "activations":
+            yield move.what, move.axes, move.times, move.looped, move.bytes
+        else:
+            joined[move.what, move.axes, move.times, move.looped] += move.bytes
+    for (what, axes, times, looped), size_bytes in joined.items():
+        passes = 2 if what == "weights" and looped else 1
+        yield what, axes, times * passes, looped, size_bytes / passes
+
+
+def _devices(target: Target) -> list[Any]:
+    """The compile-only devices of a target, which no program is compiled for here: they know where they are.
+
+    libtpu looks for the machine that it is on and complains where there is none, unless it is told one.
+    """
+    told = {name: value for name, value in _NOWHERE.items() if name not in os.environ}
+    os.environ.update(told)
+    try:
+        return targets.devices(target)
+    finally:
+        for name in told:
+            del os.environ[name]
 
 
 class _Groups(dict[str, Groups]):

@@ -1,6 +1,7 @@
 """The search for the best layout: everything is priced, few are compiled, and what they show corrects the prices."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -26,9 +27,12 @@ FAR_ABOVE = 1.3  # the share of the limit above which an estimate of memory is b
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
 GAIN = 0.01  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
-PRICE_ERROR = 0.08  # of prices before the first compilations tell
+PRICE_ERROR = 0.05  # of prices before the first compilations tell
 LIKENESS = 0.25  # how much less a compiled layout says of another for each feature in which they differ
-FEWEST = 4  # compilations before a plan may be content
+UNLIKE = 3  # features in which layouts differ that have nothing to say of each other
+FEWEST = 8  # compilations before a plan may be content
+FINALISTS = 2  # layouts with host offload that are compiled where that takes long
+SLOW_OFFLOAD = ("v6e",)  # chips for which the compiler takes 9 to 20 minutes for a program that offloads to the host
 
 Reports = Callable[..., list[Report]]
 RankBy = Literal["time", "bytes"]
@@ -80,7 +84,7 @@ class Candidate:
         """How many entries its rules file has: the fewer, the simpler."""
         return sum(len(value) if isinstance(value, Mapping) else 1 for value in self.raw.values())
 
-    @property
+    @functools.cached_property
     def features(self) -> tuple[Any, ...]:
         """What makes a layout like another."""
         tables = "weights" in self.raw, "optimizer" in self.raw
@@ -162,7 +166,9 @@ class _Search:
         self.config, self.target, self.say, self.reports = config, target, say, reports
         self.began, self.minutes, self.most = began, minutes, most
         self.searched = len(found)
-        self.open = sorted((one for one in found if one.fits is not False), key=lambda one: one.price.step_time_s)
+        may_fit = [one for one in found if one.fits is not False]
+        self.open = [one for one in may_fit if not self._slow(one)]
+        self.late = [one for one in may_fit if self._slow(one)]
         self.far = [one for one in found if one.fits is False]
         self.tried: list[Candidate] = []
         self.price_error = PRICE_ERROR
@@ -179,15 +185,19 @@ class _Search:
         equal = [one for one in fitting if one.step_time_s <= fastest * (1 + EQUAL)]
         return min(equal, key=lambda one: (round(one.peak_bytes / 2**28), one.entries, one.step_time_s))
 
+    def _slow(self, one: Candidate) -> bool:
+        """Whether the compiler takes too long for a layout that is no finalist."""
+        chip = self.target.chip
+        return bool(chip and chip.name in SLOW_OFFLOAD and one.rules.remat.offload)
+
     def run(self) -> None:
-        """Compiles until nothing is left that promises more than GAIN."""
+        """Compiles until nothing is left that promises more than GAIN; then, outside of the time, slow finalists."""
         while not self.stopped:
             chosen = self._next(compile.side_by_side(2))
             if not chosen:
-                self.stopped = self.stopped or "every layout that may fit was compiled"
                 break
-            spent = time.monotonic() - self.began
-            if self.tried and spent + self.longest_s / 2 > 60 * self.minutes:
+            spent_s = time.monotonic() - self.began
+            if self.tried and spent_s + self.longest_s / 2 > 60 * self.minutes:
                 self.stopped = f"the {self.minutes:g} minutes are over"
                 break
             before = time.monotonic()
@@ -196,28 +206,43 @@ class _Search:
             self._correct()
             if len(self.tried) >= self.most:
                 self.stopped = f"{self.most} layouts were compiled"
+        best = self.best
+        finalists = sorted(self.late, key=self._promised_s)[:FINALISTS]
+        for one in finalists:
+            if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
+                self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
+                self._compile([one])
+
+    def _promised_s(self, one: Candidate) -> float:
+        """The shortest time that a layout may have: the less like the compiled ones, the less its price is known.
+
+        A GPU program that does not fit takes as long to compile as one that does, so such layouts come later.
+        """
+        told = [other for other in self.tried if other.report]
+        unlike = min((_unlike(one, other) for other in told), default=UNLIKE)
+        seconds = one.step_time_s * math.exp(-self.price_error * min(unlike, UNLIKE) / 2)
+        if self.target.platform == "gpu" and one.limit_bytes:
+            seconds *= max(1.0, one.price.peak_bytes / one.limit_bytes) ** 2
+        return seconds
 
     def _next(self, count: int) -> list[Candidate]:
-        """What to compile next: of each family its best, and once families were seen, the best of all that is left."""
+        """What to compile next, best promise first, each of another family; nothing if no promise is worth it."""
+        if not self.open:
+            self.stopped = "every layout that may fit was compiled"
+            return []
+        promised = sorted(((self._promised_s(one), one) for one in self.open), key=lambda pair: pair[0])
         best = self.best
-        ranked = sorted(self.open, key=lambda one: one.step_time_s)
-        if best:
-            margin = 1 - 2 * self.price_error
-            worth = [one for one in ranked if one.step_time_s * margin < best.step_time_s * (1 - GAIN)]
-            if not worth and len(self.tried) >= FEWEST:
-                self.stopped = f"no other layout promises to be more than {GAIN:.0%} faster"
-                return []
-            ranked = worth or ranked
-        seen = {one.family for one in self.tried}
+        if best and len(self.tried) >= FEWEST and promised[0][0] >= best.step_time_s * (1 - GAIN):
+            self.stopped = f"no other layout promises to be more than {GAIN:.0%} faster"
+            return []
+        # At first one of each family: the top is flat, and its neighbours have nothing to tell.
+        seen = {one.family for one in self.tried} if len(self.tried) < FEWEST else set()
         chosen: list[Candidate] = []
-        # Every other compilation looks around the best ones, the others at families that were not seen.
-        for n in range(count):
-            taken = {id(one) for one in chosen}
-            left = [one for one in ranked if id(one) not in taken]
-            fresh = [one for one in left if one.family not in seen | {other.family for other in chosen}]
-            near = n % 2 == 1 and len(self.tried) >= FEWEST
-            if pick := next(iter(left if near or not fresh else fresh), None):
-                chosen.append(pick)
+        for wanted in (lambda one: one.family not in seen, lambda _: True):
+            for _, one in promised:
+                taken = {other.family for other in chosen}
+                if len(chosen) < count and wanted(one) and one.family not in taken and one not in chosen:
+                    chosen.append(one)
         return chosen
 
     def _compile(self, chosen: Sequence[Candidate]) -> None:
@@ -242,6 +267,7 @@ class _Search:
     def _done(self, tried: Candidate, before: Candidate) -> None:
         self.tried.append(tried)
         self.open = [one for one in self.open if one is not before]
+        self.late = [one for one in self.late if one is not before]
 
     def _correct(self) -> None:
         """Prices anew what is left: by the compiled layouts, those that are like it above all.
@@ -254,11 +280,14 @@ class _Search:
             errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
                       for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
             self.price_error = max(GAIN, statistics.mean(map(abs, errors)))
-        self.open = [
-            dataclasses.replace(one, corrected_s=one.price.step_time_s * math.exp(_likely(one, told, ratios)))
-            for one in self.open
-            if not self._hopeless(one)
-        ]
+        self.open, self.late = (
+            [
+                dataclasses.replace(one, corrected_s=one.price.step_time_s * math.exp(_likely(one, told, ratios)))
+                for one in those
+                if not self._hopeless(one)
+            ]
+            for those in (self.open, self.late)
+        )
 
     def _hopeless(self, one: Candidate) -> bool:
         """Whether a layout of the same kind that needs no more memory by its price did not fit."""
@@ -279,7 +308,7 @@ class _Search:
             fitting = [one for one in self.tried if one.fits and one.step_time_s < math.inf]
             others = [one for one in self.tried if one not in fitting]
             fitting.sort(key=lambda one: (one is not best, one.step_time_s))
-            ranked = [*fitting, *sorted(self.open, key=lambda one: one.step_time_s), *others]
+            ranked = [*fitting, *sorted([*self.open, *self.late], key=lambda one: one.step_time_s), *others]
             ties = [one for one in fitting if best and one.step_time_s <= best.step_time_s * (1 + error)]
         ranked += sorted(self.far, key=lambda one: one.peak_bytes)
         nearest = min(itertools.chain(self.tried, self.far), key=lambda one: one.peak_bytes, default=None)
@@ -305,8 +334,13 @@ def _likely(one: Candidate, told: Sequence[Candidate], ratios: Sequence[float]) 
     """The logarithm of prediction over price that compiled layouts make likely, each by its likeness."""
     if not told:
         return 0.0
-    weights = [LIKENESS ** sum(a != b for a, b in zip(one.features, other.features, strict=True)) for other in told]
+    weights = [LIKENESS ** _unlike(one, other) for other in told]
     return sum(map(operator.mul, weights, ratios)) / sum(weights)
+
+
+def _unlike(one: Candidate, other: Candidate) -> int:
+    """In how many features two layouts differ."""
+    return sum(a != b for a, b in zip(one.features, other.features, strict=True))
 
 
 def known_error(chip: Chip | None) -> float:

@@ -173,7 +173,7 @@ class Space:
         named: list[list[str]] = [list(itertools.chain(*groups[:n])) for n in range(1, len(groups) + 1)]
         produced = [node.placed.array for node in self.trace.traced.computed if node.placed]
         others = [name for name in dict.fromkeys(produced) if name in labels and name not in named[-1]]
-        named += [[*named[0], name] for name in others]
+        named += [[*named[0], name] for name in others] + [[*named[-1], *others]]
         found: list[Any] = ["none", "dots", "block"]
         found += [{"save": names} for names in named if names]
         inputs = [label for label in dict.fromkeys(labels) if label not in self.task.vocabulary.activations]

@@ -18,7 +18,7 @@ Places = tuple[Node, ...]  # nodes that are placed; an array or operation is spl
 # Operations that make nothing new.
 _FREE = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
-_LINEAR = (*_FREE, "add", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "concatenate", "pad", "carry",
+_LINEAR = (*_FREE, "add", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate", "pad", "carry",
            "select_n", "gather", "dynamic_slice", "dynamic_update_slice", "add_any")  # fmt: skip
 _BETWEEN = (
     "dot_general",
@@ -81,6 +81,11 @@ class Work:
         self.blocks = {product.node.name.modules[0] for product in traced.products if product.node.name.modules}
         self.operations = [*self._products(trained), *self._rest()]
 
+    @functools.cached_property
+    def loops(self) -> list[int]:
+        """The turns of each loop that has products."""
+        return sorted({(node.name.modules[:1], node.times): node.times for node in self.products}.values())
+
     # Where arrays live
 
     @functools.cache  # noqa: B019  # one for each trace, and gone with it
@@ -88,6 +93,8 @@ class Work:
         """What tells where an array lives: itself, what it is next placed as, or what was placed last."""
         if node.placed:
             return (node,)
+        if node.primitive == "name":  # another name of what was placed
+            return self.places(node.inputs[0])
         if product := self.products.get(node):
             return tuple(filter(None, (product.x, product.weight, product.y)))
         for forward in (True, False):
@@ -175,12 +182,12 @@ class Work:
                 node = waiting.pop()
                 if node in inside or node.times < out.times:
                     continue
-                if node.placed and node.placed.array in (*_READ, _OUT):
+                if node.label in (*_READ, _OUT):  # what a remat policy knows it by
                     read.append(node)
                     continue
                 inside.add(node)
                 waiting += node.inputs
-            queries = [node for node in read if node.placed and node.placed.array == _QUERIES]
+            queries = [node.inputs[0] for node in read if node.label == _QUERIES]
             if queries and inside:
                 found.append(Kernel(queries[0], out.times, frozenset(inside)))
         return found
@@ -230,7 +237,7 @@ class Work:
         if node in self.inside or node not in self._active:
             return ()
         if node.placed and node.placed.array == _OUT and self.kernels:
-            return (node,)
+            return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", "dot_general"):
             first, second = node.inputs[0], node.inputs[-1]
             return [one for one, other in ((first, second), (second, first)) if other in self._active]
