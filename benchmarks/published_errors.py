@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.step_times import Row
-from gspmd_lm.foresight.cost import attention, prices
+from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.machine import network
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.train import state
@@ -52,8 +52,7 @@ FITTED = (
     Constant("HBM share, GPU", f"{prices.HBM_SHARE['gpu']:g}", "a copy on one H200"),
     Constant("time between kernels, GPU", f"{prices.LAUNCH_S['gpu'] * 1e6:g} us", "a guess"),
     Constant("on-chip memory over HBM, TPU", f"{prices.ON_CHIP_SPEED}", "scaling book"),
-    Constant("cuDNN attention, of peak", " and ".join(f"{share:g}" for share in attention.CUDNN_SHARE),
-             "arXiv 2407.08608; the second, of the backward pass, is a guess"),
+    Constant("cuDNN attention, of peak", "a table by length", "arXiv 2407.08608"),
     Constant("splash attention", "cycles", "libtpu's schedules"),
     Constant("FLOPs per cycle, v6e and tpu7x", f"{CHIPS['v6e'].peak_bf16_flops_per_s / CHIPS['v6e'].clock_hz:,.0f}",
              "the compiler's cycles of matmuls"),

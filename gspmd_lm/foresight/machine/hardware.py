@@ -70,7 +70,9 @@ class Chip:
     die_link_bytes_per_s: float = 0  # between the two devices of a chip
     nvlink_bytes_per_s: float = 0  # from each GPU into the switches of its host
     gpu: Gpu | None = None
-    matmul_slowdown: float = 1.0  # the time of matmuls over the compiler's estimate
+    # The time of matmuls in a long run over the compiler's estimate (TPU) or over that of short benchmarks (GPU, and
+    # there of attention too).
+    matmul_slowdown: float = 1.0
     # Size of a head -> cycles of splash attention, forward and fused backward.
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict)
     step_errors: tuple[float, ...] = ()  # (predicted - published) / published, of each published step time
@@ -212,6 +214,7 @@ _TPUS = (
         wraps_multiples_of=4,  # inferred: cubes of 4 x 4 x 4, as v5p
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip; 6 links, as v5p, both directions
         die_link_bytes_per_s=600e9,  # cloud: six times a one-dimensional ICI link
+        matmul_slowdown=1.15,  # inferred: as v6e
         splash={
             64: (Cycles((507, 904, 3357), 255, 334), Cycles((723, 1466, 5276), 463, 183)),
             128: (Cycles((509, 904, 3361), 255, 324), Cycles((721, 1424, 5315), 460, 149)),
@@ -264,6 +267,9 @@ _GPUS = (
         host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
         network_bytes_per_s=400e9 / 8,  # DGX H100: one 400 Gbit/s port per GPU
         nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
+        # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
+        # h200:32x8, for both chips.
+        matmul_slowdown=1.24,
         gpu=Gpu(
             description="NVIDIA H100 80GB HBM3",
             core_count=132,  # xla, as the rest
@@ -290,6 +296,9 @@ _GPUS = (
         host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
         network_bytes_per_s=400e9 / 8,  # DGX H200: one 400 Gbit/s port per GPU
         nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
+        # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
+        # h200:32x8, for both chips.
+        matmul_slowdown=1.24,
         gpu=Gpu(
             description="NVIDIA H200 141GB HBM3e",
             core_count=132,  # xla, as the rest
