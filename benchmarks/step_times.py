@@ -23,13 +23,13 @@ TRAINED = PUBLISHED.with_name("trained.yaml")
 # MaxText's names of what a layer keeps, as ours. What a row calls attention_out is MaxText's `out_proj` in the recipes
 # for Trillium and A3 Ultra, the product that is added to the residual stream: as many bytes as the sum, our `residual`,
 # which spares the same computation. In later recipes it is `context`, what the attention kernel returns.
-_KEPT = {"block_input": "layer_input", "attention_out": "attention_out", "q": "q", "k": "k", "v": "v"}
+# torchtitan keeps every second matmul. Of the MLP that is its gate and its output, which have no names here: `hidden`,
+# the product that the gate goes into, and `residual`, the sum that the output goes into, are as large.
+_KEPT = {"block_input": "layer_input", "attention_out": "attention_out", "q": "q", "k": "k", "v": "v",
+         "mlp_gate": "hidden", "mlp_out": "residual"}  # fmt: skip
 _OUT_PROJ = ("training/trillium", "training/a3ultra")
 _POLICIES = {"full": "block", "minimal": "dots", "none": "none", "minimal flash": "dots"}
 _KERNELS = {"splash": "splash", "flash": "splash", "unfused": "xla", "cudnn": "cudnn"}
-# torchtitan keeps every second matmul. Of the MLP that is its gate and its output, which have no name of their own here:
-# `hidden`, the product that the gate goes into, and `residual`, the sum that the output goes into, are as large.
-_KEPT |= {"mlp_gate": "hidden", "mlp_out": "residual"}
 
 # What a run told the compiler otherwise than this project's defaults do, where it changes the program and today's
 # compiler takes it. Sources: the run_recipe.sh of AI-Hypercomputer/tpu-recipes, and AI-Hypercomputer/maxtext,
@@ -46,8 +46,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "xla_tpu_assign_all_reduce_scatter_layout": True,
     },
     # Its other thresholds are XLA's own.
-    "pax": {"xla_gpu_all_reduce_combine_threshold_bytes": 51200, "xla_gpu_all_gather_combine_threshold_bytes": None,
-            "xla_gpu_reduce_scatter_combine_threshold_bytes": None},
+    "pax": {
+        "xla_gpu_all_reduce_combine_threshold_bytes": 51200,
+        "xla_gpu_all_gather_combine_threshold_bytes": None,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": None,
+    },
     "ironwood": {
         "xla_tpu_scoped_vmem_limit_kib": 65536,
         "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
@@ -65,31 +68,20 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 _OPTIONS["trillium long"] = _OPTIONS["trillium"] | {"xla_tpu_scoped_vmem_limit_kib": 122880}
-JAX_FRAMEWORKS = ("MaxText", "Pax")
-
-
-def _combined(all_reduce_bytes: int, all_gather_bytes: int, reduce_scatter_bytes: int) -> dict[str, int]:
-    """Up to which sizes collectives of GPUs are combined."""
-    return {
-        "xla_gpu_all_reduce_combine_threshold_bytes": all_reduce_bytes,
-        "xla_gpu_all_gather_combine_threshold_bytes": all_gather_bytes,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": reduce_scatter_bytes,
-    }
-
-
-_MIB = 2**20
 # Options for loops over layers are left out where the run had no such loop.
-_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-_OPTIONS["a3 of 1"] = _CUBLAS
-_OPTIONS["a3 of 2"] = _combined(64 * _MIB, 128 * _MIB, 64 * _MIB) | _CUBLAS
-_OPTIONS["a3 of 8"] = _combined(1024 * _MIB, 128 * _MIB, 64 * _MIB) | _CUBLAS
-_OPTIONS["a3 ultra"] = _combined(2048 * _MIB - 1, 2048 * _MIB - 1, 16 * _MIB) | _CUBLAS | {
+for _name, _sizes_mib in {"a3 of 1": None, "a3 of 2": (64, 128, 64), "a3 of 8": (1024, 128, 64),
+                          "a3 ultra": (2047, 2047, 16)}.items():  # fmt: skip
+    _OPTIONS[_name] = {"xla_gpu_enable_triton_gemm": False}
+    for _kind, _mib in zip(("all_reduce", "all_gather", "reduce_scatter"), _sizes_mib or (), strict=False):
+        _OPTIONS[_name][f"xla_gpu_{_kind}_combine_threshold_bytes"] = _mib * 2**20
+_OPTIONS["a3 ultra"] |= {
     "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
     "xla_disable_hlo_passes": "rematerialization",
 }
+JAX_FRAMEWORKS = ("MaxText", "Pax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +193,7 @@ class Row:
         raw |= {"optimizer": {"embed": self.optimizer_over}} if self.optimizer_over else {}
         if options := _OPTIONS[self.options]:
             raw["compiler_options"] = {platform: options}
-        return rules_file.from_dict(raw, self.name)
+        return rules_file.from_dict(raw, self.name.replace("/", " at "))
 
     def _remat(self) -> str | dict[str, list[str]]:
         if isinstance(self.remat, str):

@@ -21,8 +21,9 @@ HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.86}
 # A GPU multiplies in tiles of a result. Tiles are dealt out to its cores in waves, and the last wave leaves some idle.
 # To begin and to store a tile takes as long as so many more bytes of the contracted dimension. Source: times of
-# DeepGEMM by shape on an H800 (its README of 2025-03): 590, 990, 1025, 1304 and 1358 TFLOP/s of fp8 where that dimension
-# has 512, 1536, 2048, 7168 and 16384 bytes. With these two rules all five are within 2% of one share of the peak.
+# DeepGEMM by shape on an H800 (its README of 2025-03): 590, 990, 1025, 1304 and 1358 TFLOP/s of fp8 where that
+# dimension has 512, 1536, 2048, 7168 and 16384 bytes. With these two rules all five are within 2% of one share of the
+# peak.
 GPU_TILES = (128 * 256, 128 * 128)
 GPU_TILE_BYTES = 780
 # Seconds between two kernels of a GPU.
@@ -128,17 +129,18 @@ def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: fl
 def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operations: float) -> float:
     share = MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
     if chip.gpu and not multiplied.cost_estimate:
-        share *= _tiled(module, multiplied, chip.gpu.core_count, operations)
+        elements = multiplied.shape.arrays[0].elements
+        width = bits(module.operand(multiplied).shape.arrays[0].dtype)
+        share *= tiled(elements, operations / (2 * elements) * width / 8, chip.gpu.core_count)
     return operations / (share * _peak(module, multiplied, chip))
 
 
-def _tiled(module: Module, multiplied: Instruction, cores: int, operations: float) -> float:
+def tiled(elements: float, depth_bytes: float, cores: int) -> float:
     """The share of a GPU's cores and time that a matmul uses: of the best of a few tilings, as libraries choose it.
 
-    The contracted dimension may be split too, which makes more and shorter tiles.
+    `elements` are those of its result, and `depth_bytes` is how long the contracted dimension is. That dimension may be
+    split too, which makes more and shorter tiles.
     """
-    elements = sum(array.elements for array in multiplied.shape.arrays[:1])
-    depth_bytes = operations / (2 * elements) * bits(module.operand(multiplied).shape.arrays[0].dtype) / 8
     found = 0.0
     for tile, pieces in itertools.product(GPU_TILES, (1, 2, 4, 8, 16)):
         waves = elements / tile * pieces / cores

@@ -9,7 +9,6 @@ Rates and memory are those of one jax device. Links are those of one chip. The s
   sheet: NVIDIA's data sheet of the SXM module, without sparsity
   xla: openxla/xla, xla/backends/gpu/target_config/specs
   schedules: cycles in libtpu 0.0.42.1's compiled schedules, which `python -m benchmarks.kernel_schedules` reads
-  benchmark: benchmarks/results/foresight_times.json, which `python -m benchmarks.foresight times --write` makes
 """
 
 import dataclasses
@@ -75,8 +74,6 @@ class Chip:
     matmul_slowdown: float = 1.0
     # Size of a head -> cycles of splash attention, forward and fused backward.
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict)
-    step_errors: tuple[float, ...] = ()  # (predicted - published) / published, of each published step time
-    fitted_step_errors: tuple[float, ...] = ()  # the same for step times to which a constant was fitted
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """The peak of matmuls whose operands have a dtype, as programs write it: bf16, f8e4m3fn, s4.
@@ -147,7 +144,6 @@ _TPUS = (
             128: (Cycles((510, 1192, 4886), 274, 688), Cycles((825, 2560, 10240), 406, 324)),
             256: (Cycles((620, 2179, 8721), 319, 841), Cycles((1280, 5120, 20480), 378, 644)),
         },  # schedules
-        step_errors=(0.190,),  # benchmark
     ),
     Chip(
         name="v5p",
@@ -167,8 +163,6 @@ _TPUS = (
         wraps_multiples_of=4,  # book
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip, 6 links, both directions
         splash=_SPLASH_V5P,
-        step_errors=(-0.091,),  # benchmark
-        fitted_step_errors=(-0.068,),  # benchmark
     ),
     Chip(
         name="v6e",
@@ -194,7 +188,6 @@ _TPUS = (
             128: (Cycles((563, 895, 3260), 379, 338), Cycles((779, 1507, 5734), 309, 163)),
             256: (Cycles((596, 948, 3311), 373, 418), Cycles((856, 1597, 5883), 417, 323)),
         },  # schedules
-        fitted_step_errors=(-0.001, -0.017, -0.023, -0.042),  # benchmark
     ),
     Chip(
         name="tpu7x",
@@ -220,7 +213,6 @@ _TPUS = (
             128: (Cycles((509, 904, 3361), 255, 324), Cycles((721, 1424, 5315), 460, 149)),
             256: (Cycles((558, 1296), 380, 403), Cycles((801, 1497), 484, 311)),
         },  # schedules
-        step_errors=(-0.120,),  # benchmark
     ),
 )
 
@@ -279,7 +271,6 @@ _GPUS = (
             l2_cache_bytes=52_428_800,
             compute_capability=(9, 0),
         ),
-        step_errors=(-0.180,),  # benchmark
     ),
     Chip(
         name="h200",
