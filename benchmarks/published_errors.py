@@ -57,22 +57,22 @@ FITTED = (
     Constant("slowdown, v6e", f"{CHIPS['v6e'].matmul_slowdown:g}", "fitted", (0,), (0, 1, 2, 3)),
     Constant("slowdown, v5p", f"{CHIPS['v5p'].matmul_slowdown:g}", "fitted", (4,), (4, 5, 26, 27)),
     Constant("slowdown, tpu7x", f"{CHIPS['tpu7x'].matmul_slowdown:g}", "that of v6e", (), (7,)),
-    Constant("slowdown, H100 and H200", f"{CHIPS['h100'].matmul_slowdown:g}", "fitted: the clock under a power limit",
+    Constant("slowdown, Hopper", f"{CHIPS['h100'].matmul_slowdown:g}", "fitted: the clock of H100 and H200 under a power limit",
              HOPPER, _GPUS),
     Constant("share of peak, TPU", f"{prices.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
              (), (0, 1, 2, 3)),
     Constant("share of peak, GPU", f"{prices.MATMUL_SHARE['gpu']:g}", "matmuls on one H200"),
-    Constant("tiles of matmuls, GPU", f"{prices.GPU_TILE_BYTES} bytes", "DeepGEMM's times by shape", (), _GPUS),
+    Constant("tiles, GPU", f"{prices.GPU_TILE_BYTES} bytes", "DeepGEMM's times by shape", (), _GPUS),
     Constant("HBM share, GPU", f"{prices.HBM_SHARE['gpu']:g}", "a copy on one H200"),
     Constant("time between kernels, GPU", f"{prices.LAUNCH_S['gpu'] * 1e6:g} us", "a guess"),
     Constant("on-chip memory over HBM, TPU", f"{prices.ON_CHIP_SPEED}", "scaling book"),
-    Constant("cuDNN attention, of peak", "a table by length", "arXiv 2407.08608", (), _GPUS),
+    Constant("cuDNN attention", "shares of peak by length", "arXiv 2407.08608", (), _GPUS),
     Constant("splash attention", "cycles", "libtpu's schedules"),
     Constant("FLOPs per cycle, v6e and tpu7x", f"{CHIPS['v6e'].peak_bf16_flops_per_s / CHIPS['v6e'].clock_hz:,.0f}",
              "the compiler's cycles of matmuls"),
     Constant("NVLink share", f"{network.NVLINK_SHARE:g}", "scaling book"),
-    Constant("network share, GPU", f"{network.NETWORK_SHARE:g}", "NVIDIA/nccl, issue 1218", (), _GPUS),
-    Constant("cores that collectives take, GPU", f"{network.NCCL_CORES}", "the same issue", (), _GPUS),
+    Constant("network share", f"{network.NETWORK_SHARE:g}", "NVIDIA/nccl, issue 1218", (), _GPUS),
+    Constant("cores of collectives", f"{network.NCCL_CORES}", "the same issue", (), _GPUS),
     Constant("protocols of NCCL", "a table", "NCCL's tuning.cc"),
     Constant("hop over ICI", f"{network.ICI_HOP_S * 1e6:g} us", "scaling book"),
 )  # fmt: skip
@@ -201,9 +201,10 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def doubts(rows: Sequence[Row]) -> str:
-    """What is not known of the runs, or done otherwise here, as a list in Markdown."""
-    found = []
-    for row in rows:
-        found += [f"- {row.name}, {what}: {'; '.join(said)}." for what, said in
-                  (("assumed", row.doubtful), ("otherwise here", row.differs)) if said]  # fmt: skip
-    return "\n".join(found)
+    """What is not known of the runs, or done otherwise here, each with the numbers of its rows: a list in Markdown."""
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        for what, said in (("assumed", row.doubtful), ("otherwise here", row.differs)):
+            for one in said:
+                found.setdefault(f"{what}: {one}.", []).append(number)
+    return "\n".join(f"- row{'s' * (len(of) > 1)} {', '.join(map(str, of))}, {said}" for said, of in found.items())

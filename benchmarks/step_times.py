@@ -69,7 +69,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _OPTIONS["trillium long"] = _OPTIONS["trillium"] | {"xla_tpu_scoped_vmem_limit_kib": 122880}
 # Options for loops over layers are left out where the run had no such loop.
-for _name, _sizes_mib in {"a3 of 1": None, "a3 of 2": (64, 128, 64), "a3 of 8": (1024, 128, 64),
+for _name, _sizes_mib in {"cublas": None, "a3 of 2": (64, 128, 64), "a3 of 8": (1024, 128, 64),
                           "a3 ultra": (2047, 2047, 16)}.items():  # fmt: skip
     _OPTIONS[_name] = {"xla_gpu_enable_triton_gemm": False}
     for _kind, _mib in zip(("all_reduce", "all_gather", "reduce_scatter"), _sizes_mib or (), strict=False):

@@ -130,7 +130,7 @@ def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operatio
     share = MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
     if chip.gpu and not multiplied.cost_estimate:
         elements = multiplied.shape.arrays[0].elements
-        width = bits(module.operand(multiplied).shape.arrays[0].dtype)
+        width = max(bits(module.operand(multiplied, n).shape.arrays[0].dtype) for n in (0, 1))
         share *= tiled(elements, operations / (2 * elements) * width / 8, chip.gpu.core_count)
     return operations / (share * _peak(module, multiplied, chip))
 
