@@ -71,13 +71,14 @@ IN_FORESIGHT = {
     "hlo": "",
     "machine": "hlo",
     "compile": "exported machine",
+    "known_errors": "machine",
     "memory": "hlo",
     "collectives": "traced names machine hlo",
     "floor": "traced machine",
     "cost": "collectives names machine hlo",
     "report": "cost floor collectives memory",
     "advice": "report cost floor collectives memory hlo",
-    "explain": "advice report cost floor collectives memory compile machine hlo traced exported",
+    "explain": "advice report cost floor collectives memory compile known_errors machine hlo traced exported",
     "show": "advice report cost collectives memory",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.

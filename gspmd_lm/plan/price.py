@@ -200,7 +200,9 @@ class Pricer:
             found = [attention.splash_s(call, chip) for call in calls]
         else:
             causal = count * seq * seq * size / 2
-            found = [attention.cudnn_s(2.0 * matmuls * causal, matmuls > 2, chip) for _, matmuls in _FUSED_PASSES]
+            found = [
+                attention.cudnn_s(2.0 * matmuls * causal, matmuls > 2, chip, seq, size) for _, matmuls in _FUSED_PASSES
+            ]
         return found[0] or 0.0, found[1] or 0.0
 
     def _bandwidth(self, chip: Chip) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.known_errors import kind_of, mean_error
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.plan.price import Price, Pricer
@@ -298,9 +298,15 @@ class _Search:
             for other in self.tried
         )  # fmt: skip
 
+    def _error(self) -> float:
+        """The known error of predictions for the target, as a share."""
+        chip, best = self.target.chip, self.best
+        found = mean_error(kind_of(self.target, best.rules)) if chip and best else None
+        return UNKNOWN_ERROR if found is None else found
+
     def result(self, tokens: int, refused: int, rank_by: RankBy) -> Plan:
         """The plan, as far as it has come."""
-        best, error = self.best, known_error(self.target.chip)
+        best, error = self.best, self._error()
         if rank_by == "bytes":
             ranked = sorted(self.open, key=lambda one: (one.price.sent_bytes, one.peak_bytes, one.entries))
             best, ties = (ranked[0] if ranked else None), []
@@ -341,12 +347,6 @@ def _likely(one: Candidate, told: Sequence[Candidate], ratios: Sequence[float]) 
 def _unlike(one: Candidate, other: Candidate) -> int:
     """In how many features two layouts differ."""
     return sum(a != b for a, b in zip(one.features, other.features, strict=True))
-
-
-def known_error(chip: Chip | None) -> float:
-    """The mean error of predictions for a chip, where published step times could be compared; else UNKNOWN_ERROR."""
-    errors = (chip.step_errors or chip.fitted_step_errors) if chip else ()
-    return statistics.mean(map(abs, errors)) if errors else UNKNOWN_ERROR
 
 
 def _no_mesh(task: Task, target: Target, refused: int) -> InputError:

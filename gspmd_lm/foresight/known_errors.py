@@ -1,0 +1,96 @@
+"""How wrong predictions were where they could be compared: by the kind of program, of published runs of JAX and XLA.
+
+`python -m benchmarks.foresight times` makes the errors, and docs/validation.md lists the runs.
+"""
+
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.rules import Rules
+
+NOT_COMPARED = "not compared with any measurement"
+
+
+class Kind(NamedTuple):
+    """What must be alike for the error of one prediction to tell something of another."""
+
+    chip: str
+    several: bool  # slices of TPUs, or hosts of GPUs
+    attention: str  # the kernel
+
+    def __str__(self) -> str:
+        gpu = self.chip.startswith(("a", "b", "h"))
+        where = ("several hosts" if gpu else "several slices") if self.several else ("one host" if gpu else "one slice")
+        return f"{self.chip}, {where}, {self.attention} attention"
+
+
+# (predicted - published) / published of each run, and whether it was in view when prices were chosen.
+ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
+    Kind("v6e", False, "splash"): (
+        (-0.001, True),
+        (-0.017, True),
+        (-0.023, True),
+        (-0.042, True),
+    ),
+    Kind("v5p", False, "splash"): (
+        (0.004, True),
+        (-0.021, True),
+    ),
+    Kind("v5e", False, "xla"): ((0.19, False),),
+    Kind("tpu7x", False, "splash"): ((-0.12, True),),
+    Kind("h100", False, "cudnn"): ((-0.009, True),),
+    Kind("h100", True, "cudnn"): (
+        (-0.06, True),
+        (-0.018, True),
+        (-0.003, True),
+    ),
+    Kind("h200", True, "cudnn"): ((0.045, True),),
+    Kind("a100", True, "cudnn"): (
+        (0.025, True),
+        (-0.066, True),
+    ),
+    Kind("v5e", True, "xla"): ((0.135, False),),
+    Kind("v5p", True, "splash"): (
+        (-0.022, True),
+        (-0.051, True),
+    ),
+}
+
+
+def is_several(target: Target) -> bool:
+    """Whether a target has several slices of TPUs, or several hosts of GPUs."""
+    return target.slices > 1 if target.platform == "tpu" else target.platform == "gpu" and target.topology[0] > 1
+
+
+def kind_of(target: Target, rules: Rules) -> Kind:
+    """The kind of a training step on a chip."""
+    assert target.chip
+    return Kind(target.chip.name, is_several(target), rules.attention[target.platform])
+
+
+def mean_error(kind: Kind) -> float | None:
+    """The mean error of this kind as a share, else of others on the chip; None if nothing was compared."""
+    runs = ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
+    return statistics.mean(abs(error) for error, _ in runs) if runs else None
+
+
+def known_error(kind: Kind) -> str:
+    """How wrong predictions of this kind were; of others on the chip if there are none. One run is no measure."""
+    runs = ERRORS.get(kind, ())
+    if not runs:
+        others = [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
+        return f"not known for {kind}; on this chip otherwise {_told(others)}" if others else NOT_COMPARED
+    if len(runs) == 1:
+        return f"not known: {_told(runs)} of this kind ({kind})"
+    return f"{_told(runs)} of this kind ({kind})"
+
+
+def _told(runs: "tuple[tuple[float, bool], ...] | list[tuple[float, bool]]") -> str:
+    seen = sum(in_view for _, in_view in runs)
+    if len(runs) == 1:
+        return f"{runs[0][0]:+.1%} for one published step time{', which was in view when prices were chosen,' * seen}"
+    mean = statistics.mean(abs(error) for error, _ in runs)
+    viewed = f", {'all' if seen == len(runs) else seen} of them in view when prices were chosen," if seen else ""
+    return f"{mean:.1%} in the mean of {len(runs)} published step times{viewed}"
