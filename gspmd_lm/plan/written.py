@@ -25,7 +25,8 @@ def prediction(plan: Plan, candidate: Candidate) -> str:
     """What is expected of a candidate: of its program where it was compiled, else by its price."""
     peak = human_bytes(candidate.peak_bytes)
     if plan.target.chip is None:
-        return f"{human_bytes(candidate.price.sent_bytes)} sent and about {peak} per device; simulated devices have no times"
+        sent = human_bytes(candidate.price.sent_bytes)
+        return f"{sent} sent and about {peak} per device; simulated devices have no times"
     seconds = human_seconds(candidate.step_time_s)
     if candidate.report is None or candidate.report.prediction is None:
         return f"priced at {seconds} a step, {peak} per device, not compiled"
