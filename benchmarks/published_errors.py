@@ -57,8 +57,8 @@ FITTED = (
     Constant("slowdown, v6e", f"{CHIPS['v6e'].matmul_slowdown:g}", "fitted", (0,), (0, 1, 2, 3)),
     Constant("slowdown, v5p", f"{CHIPS['v5p'].matmul_slowdown:g}", "fitted", (4,), (4, 5, 26, 27)),
     Constant("slowdown, tpu7x", f"{CHIPS['tpu7x'].matmul_slowdown:g}", "that of v6e", (), (7,)),
-    Constant("slowdown, Hopper", f"{CHIPS['h100'].matmul_slowdown:g}", "fitted: the clock of H100 and H200 under a power limit",
-             HOPPER, _GPUS),
+    Constant("slowdown, Hopper", f"{CHIPS['h100'].matmul_slowdown:g}",
+             "fitted: the clock of H100 and H200 under a power limit", HOPPER, _GPUS),
     Constant("share of peak, TPU", f"{prices.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
              (), (0, 1, 2, 3)),
     Constant("share of peak, GPU", f"{prices.MATMUL_SHARE['gpu']:g}", "matmuls on one H200"),
@@ -114,7 +114,7 @@ def compared(number: int, row: Row, kept: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: value for name, value in kept.items() if name not in found}
 
 
-def by_jax(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def by_jax(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The predicted rows whose programs were of JAX and XLA: what errors are told from."""
     return [row for row in rows if row["error"] and row["framework"] in JAX_FRAMEWORKS]
 
@@ -123,7 +123,7 @@ def _share(text: str) -> float:
     return float(text.rstrip("%")) / 100
 
 
-def errors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def errors(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean absolute errors of rows of JAX: by chip, of all TPUs, of all GPUs, of several slices or hosts, of all."""
     told = by_jax(rows)
     targets = [row["row"].rpartition(" on ")[2].partition(",")[0] for row in told]
@@ -155,7 +155,7 @@ def errors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def by_kind(rows: Sequence[Mapping[str, Any]], published: Sequence[Row]) -> dict[Kind, tuple[tuple[float, bool], ...]]:
+def by_kind(rows: Sequence[dict[str, Any]], published: Sequence[Row]) -> dict[Kind, tuple[tuple[float, bool], ...]]:
     """What known_errors.ERRORS must hold: the error of each row of JAX, and whether it was in view."""
     found: dict[Kind, tuple[tuple[float, bool], ...]] = {}
     named = {row.name: row for row in published}

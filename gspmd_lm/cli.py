@@ -109,8 +109,8 @@ def _flags(verb: str) -> flags.FlagValues:
         text("rules", None, "The rules file: a path, or a name in rules/. Commas separate several. "
              "It says where and how the config is computed.")  # fmt: skip
         text("target", None, "The hardware, which need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, "
-             "h100:4x8, ... Predicted step times are good for comparing layouts. On GPUs they are 24% too short in the "
-             "mean (docs/validation.md).")  # fmt: skip
+             "h100:4x8, h100:4x8/800 (hosts with a network of 800 Gbit/s), ... How wrong predicted step times were: "
+             "docs/validation.md.")  # fmt: skip
         text("phase", "train", "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
              "rows with data.seq slots each.")  # fmt: skip
         text("json", None, "Write all figures to this file (docs/explain_json.md).")

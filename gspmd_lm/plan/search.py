@@ -31,6 +31,7 @@ PRICE_ERROR = 0.05  # of prices before the first compilations tell
 LIKENESS = 0.25  # how much less a compiled layout says of another for each feature in which they differ
 UNLIKE = 3  # features in which layouts differ that have nothing to say of each other
 FEWEST = 8  # compilations before a plan may be content
+EXPLORED = 1.15  # of the first compilations, every other looks so far above the shortest promise
 FINALISTS = 2  # layouts with host offload that are compiled where that takes long
 SLOW_OFFLOAD = ("v6e",)  # chips for which the compiler takes 9 to 20 minutes for a program that offloads to the host
 
@@ -235,14 +236,18 @@ class _Search:
         if best and len(self.tried) >= FEWEST and promised[0][0] >= best.step_time_s * (1 - GAIN):
             self.stopped = f"no other layout promises to be more than {GAIN:.0%} faster"
             return []
-        # At first one of each family: the top is flat, and its neighbours have nothing to tell.
-        seen = {one.family for one in self.tried} if len(self.tried) < FEWEST else set()
         chosen: list[Candidate] = []
-        for wanted in (lambda one: one.family not in seen, lambda _: True):
-            for _, one in promised:
-                taken = {other.family for other in chosen}
-                if len(chosen) < count and wanted(one) and one.family not in taken and one not in chosen:
-                    chosen.append(one)
+        while len(chosen) < min(count, len(promised)):
+            number, taken = len(self.tried) + len(chosen), [*self.tried, *chosen]
+            left = [(promise, one) for promise, one in promised if one not in chosen]
+            if number < FEWEST:  # the top is flat: neighbours of what was compiled have little to tell
+                seen = {one.family for one in taken}
+                left = [(promise, one) for promise, one in left if one.family not in seen] or left
+            if number < FEWEST and number % 2:  # what is least like all that was compiled, and is not far behind
+                near = [one for promise, one in left if promise <= EXPLORED * left[0][0]]
+                chosen.append(max(near, key=lambda one: min(_unlike(one, other) for other in taken)))
+            else:
+                chosen.append(left[0][1])
         return chosen
 
     def _compile(self, chosen: Sequence[Candidate]) -> None:

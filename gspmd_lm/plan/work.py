@@ -18,8 +18,10 @@ Places = tuple[Node, ...]  # nodes that are placed; an array or operation is spl
 # Operations that make nothing new.
 _FREE = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
-_LINEAR = (*_FREE, "add", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate", "pad", "carry",
-           "select_n", "gather", "dynamic_slice", "dynamic_update_slice", "add_any")  # fmt: skip
+_LINEAR = (
+    *_FREE, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
+    "pad", "carry", "select_n", "gather", "dynamic_slice", "dynamic_update_slice",
+)  # fmt: skip
 _BETWEEN = (
     "dot_general",
     "conv_general_dilated",

@@ -97,7 +97,7 @@ def test_activations_of_tensor_parallelism_wait_and_weights_hide(priced):
     tensor = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
     price = priced({"mesh": {"tensor": 8}, "rules": tensor, "attention": {"gpu": "cudnn"}, "remat": "block"})
     assert set(price.exposed_by_axis) == {"tensor"}
-    assert price.exposed_by_axis["tensor"] > 0.7 * price.communication_s
+    assert price.exposed_by_axis["tensor"] > 0.5 * price.communication_s
     hidden = priced({**FSDP, "remat": "block"})
     assert sum(hidden.exposed_by_axis.values()) < 0.5 * hidden.communication_s
 
