@@ -90,7 +90,7 @@ def known_error(kind: Kind) -> str:
 def _told(runs: "tuple[tuple[float, bool], ...] | list[tuple[float, bool]]") -> str:
     seen = sum(in_view for _, in_view in runs)
     if len(runs) == 1:
-        return f"{runs[0][0]:+.1%} for one published step time{', which was in view when prices were chosen,' * seen}"
+        return f"{runs[0][0]:+.1%} for one published step time{' (in view when prices were chosen)' * seen}"
     mean = statistics.mean(abs(error) for error, _ in runs)
-    viewed = f", {'all' if seen == len(runs) else seen} of them in view when prices were chosen," if seen else ""
+    viewed = f" ({'all' if seen == len(runs) else seen} of them in view when prices were chosen)" if seen else ""
     return f"{mean:.1%} in the mean of {len(runs)} published step times{viewed}"

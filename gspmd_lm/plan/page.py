@@ -11,6 +11,7 @@ from gspmd_lm.plan.outcome import Outcome, front
 from gspmd_lm.units import human_bytes, human_seconds
 
 IN_FULL = 3  # layouts of which the page says everything
+LIMIT_SEEN = 5  # a limit so many times above all that is drawn is not drawn
 FARTHEST = 3  # times the best step: slower layouts are not drawn
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 340, 70, 40, 16  # of a picture, in pixels
 
@@ -28,7 +29,7 @@ def render(outcomes: Sequence[Outcome], helps: Sequence[Change], command: str) -
     chosen = [line.candidate for line in best.lines() if line.candidate.report][:IN_FULL]
     reports = [one.report for one in chosen if one.report]
     file = text(written.rules_file(best.plan, best.plan.best, command))
-    body += section("h2", "The rules file", "", f"<pre>{file}</pre>")
+    body += section("h2", "The rules file", "", f'<pre style="white-space:pre-wrap">{file}</pre>')
     if reports:
         names = "".join(
             f'<button type="button" class="pick" data-layout="{i}" aria-pressed="false">{text(one.name)}</button> '
@@ -60,8 +61,9 @@ def _memory(outcome: Outcome) -> str:
         return ""
     near = [line for line in lines if line.step_time_s <= FARTHEST * lines[0].step_time_s]
     most_s = max(line.step_time_s for line in near)
-    limit = chip.usable_hbm_bytes
-    most = 1.08 * max(limit, max(line.peak_bytes for line in near))
+    limit, most = chip.usable_hbm_bytes, 1.08 * max(line.peak_bytes for line in near)
+    limited = most > limit / LIMIT_SEEN  # a small model leaves nearly all of a chip's memory free
+    most = max(most, 1.08 * limit) if limited else most
     on_front = front([line for line in near if line.candidate.compiled]) or front(near)
 
     def at(peak_bytes: float, step_s: float) -> tuple[float, float]:
@@ -84,8 +86,9 @@ def _memory(outcome: Outcome) -> str:
         _axes([(at(most * n / 8, 0)[0], human_bytes(most * n / 8)) for n in range(0, 8, 2)],
               [(at(0, most_s * n / 4)[1], human_seconds(most_s * n / 4)) for n in range(5)],
               "memory of a device", "step time")
-        + f'<line x1="{x_limit:.1f}" x2="{x_limit:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--bad)"/>'
-        + f'<text x="{x_limit - 4:.1f}" y="{TOP + 10}" text-anchor="end">limit {human_bytes(limit)}</text>'
+        + (f'<line x1="{x_limit:.1f}" x2="{x_limit:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--bad)"/>'
+           f'<text x="{x_limit - 4:.1f}" y="{TOP + 10}" text-anchor="end">limit {human_bytes(limit)}</text>'
+           if limited else "")
         + f'<polyline points="{path}" fill="none" stroke="var(--accent)" stroke-dasharray="4 3"/>'
         + "".join(dots)
     )  # fmt: skip
