@@ -120,9 +120,9 @@ def _flags(verb: str) -> flags.FlagValues:
     else:
         text("config", None, "The config: a path, or a name in configs/. It says what is computed. The default is the "
              "workdir's config, else tiny.")  # fmt: skip
-        text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout for the "
-             "devices at hand. It says where and how the config is computed. The default is the workdir's rules file, "
-             "else none.")  # fmt: skip
+        text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout for "
+             "the devices at hand. It says where and how the config is computed. The default is the workdir's rules "
+             "file, else none.")  # fmt: skip
     several("set", "Lay section.key=value over the config. This flag may be repeated.")
     if verb != "plan":
         text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")

@@ -25,6 +25,7 @@ from gspmd_lm.task import Task
 
 FAR_ABOVE = 1.3  # the share of the limit above which an estimate of memory is believed without a compiler
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
+HOPELESS = "it needs more memory than a layout like it that does not fit"
 GAIN = 0.01  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
 PRICE_ERROR = 0.05  # of prices before the first compilations tell
@@ -285,6 +286,9 @@ class _Search:
             errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
                       for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
             self.price_error = max(GAIN, statistics.mean(map(abs, errors)))
+        self.far += [
+            dataclasses.replace(one, failure=HOPELESS) for one in (*self.open, *self.late) if self._hopeless(one)
+        ]
         self.open, self.late = (
             [
                 dataclasses.replace(one, corrected_s=one.price.step_time_s * math.exp(_likely(one, told, ratios)))
