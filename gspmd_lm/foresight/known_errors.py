@@ -4,7 +4,7 @@
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gspmd_lm.foresight.machine.target import Target
@@ -81,10 +81,19 @@ def known_error(kind: Kind) -> str:
     return f"{_told(runs)} of this kind ({kind})"
 
 
-def _told(runs: "tuple[tuple[float, bool], ...] | list[tuple[float, bool]]") -> str:
+def mean_error(kind: Kind) -> float | None:
+    """The mean absolute error of runs of this kind, or else of others on the chip; None if there are none."""
+    runs = ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
+    return _mean(runs) if runs else None
+
+
+def _mean(runs: Sequence[tuple[float, bool]]) -> float:
+    return statistics.mean(abs(error) for error, _ in runs)
+
+
+def _told(runs: Sequence[tuple[float, bool]]) -> str:
     seen = sum(in_view for _, in_view in runs)
     if len(runs) == 1:
         return f"{runs[0][0]:+.1%} for one published step time{', which was in view when prices were chosen,' * seen}"
-    mean = statistics.mean(abs(error) for error, _ in runs)
     viewed = f", {'all' if seen == len(runs) else seen} of them in view when prices were chosen," if seen else ""
-    return f"{mean:.1%} in the mean of {len(runs)} published step times{viewed}"
+    return f"{_mean(runs):.1%} in the mean of {len(runs)} published step times{viewed}"

@@ -110,6 +110,9 @@ def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
         "times, 3 of them in view when prices were chosen,",
         "not compared with any measurement",
     ]
+    for kind, mean in ((one, 0.03), (Kind("h100", True, "xla"), 0.03), (alone, 0.19), (two, 0.02)):
+        assert known_errors.mean_error(kind) == pytest.approx(mean)
+    assert known_errors.mean_error(Kind("b200", False, "xla")) is None
 
 
 @pytest.mark.parametrize(("text", "several"), [("h100:8", False), ("h100:2x8/800", True), ("v5p:4x4x4", False),
