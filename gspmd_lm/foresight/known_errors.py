@@ -72,28 +72,31 @@ def kind_of(target: Target, rules: Rules) -> Kind:
 
 def known_error(kind: Kind) -> str:
     """How wrong predictions of this kind were; of others on the chip if there are none. One run is no measure."""
-    runs = ERRORS.get(kind, ())
+    runs = _runs(kind)
+    seen = sum(in_view for _, in_view in runs)
+    were = {0: "", len(runs): "; all of them were in view when prices were chosen"}.get(
+        seen, f"; {seen} of them {'was' if seen == 1 else 'were'} in view when prices were chosen"
+    )
     if not runs:
-        others = [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
-        return f"not known for {kind}; on this chip otherwise {_told(others)}" if others else NOT_COMPARED
+        return NOT_COMPARED
+    if kind not in ERRORS:
+        others = f"{_mean(runs):.1%} in the mean of {len(runs)} other published step times on {kind.chip}"
+        return f"not known for {kind}: {others}{were}"
     if len(runs) == 1:
-        return f"not known: {_told(runs)} of this kind ({kind})"
-    return f"{_told(runs)} of this kind ({kind})"
+        were = were.replace("all of them were", "it was")
+        return f"not known: {runs[0][0]:+.1%} for one published step time on {kind}{were}"
+    return f"{_mean(runs):.1%} in the mean of {len(runs)} published step times on {kind}{were}"
 
 
 def mean_error(kind: Kind) -> float | None:
     """The mean absolute error of runs of this kind, or else of others on the chip; None if there are none."""
-    runs = ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
+    runs = _runs(kind)
     return _mean(runs) if runs else None
+
+
+def _runs(kind: Kind) -> Sequence[tuple[float, bool]]:
+    return ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
 
 
 def _mean(runs: Sequence[tuple[float, bool]]) -> float:
     return statistics.mean(abs(error) for error, _ in runs)
-
-
-def _told(runs: Sequence[tuple[float, bool]]) -> str:
-    seen = sum(in_view for _, in_view in runs)
-    if len(runs) == 1:
-        return f"{runs[0][0]:+.1%} for one published step time{', which was in view when prices were chosen,' * seen}"
-    viewed = f", {'all' if seen == len(runs) else seen} of them in view when prices were chosen," if seen else ""
-    return f"{_mean(runs):.1%} in the mean of {len(runs)} published step times{viewed}"
