@@ -4,7 +4,7 @@
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gspmd_lm.foresight.machine.target import Target
@@ -70,27 +70,33 @@ def kind_of(target: Target, rules: Rules) -> Kind:
     return Kind(target.chip.name, is_several(target), rules.attention[target.platform])
 
 
-def mean_error(kind: Kind) -> float | None:
-    """The mean error of this kind as a share, else of others on the chip; None if nothing was compared."""
-    runs = ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
-    return statistics.mean(abs(error) for error, _ in runs) if runs else None
-
-
 def known_error(kind: Kind) -> str:
     """How wrong predictions of this kind were; of others on the chip if there are none. One run is no measure."""
-    runs = ERRORS.get(kind, ())
-    if not runs:
-        others = [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
-        return f"not known for {kind}; on this chip otherwise {_told(others)}" if others else NOT_COMPARED
-    if len(runs) == 1:
-        return f"not known: {_told(runs)} of this kind ({kind})"
-    return f"{_told(runs)} of this kind ({kind})"
-
-
-def _told(runs: "tuple[tuple[float, bool], ...] | list[tuple[float, bool]]") -> str:
+    runs = _runs(kind)
     seen = sum(in_view for _, in_view in runs)
+    were = {0: "", len(runs): "; all of them were in view when prices were chosen"}.get(
+        seen, f"; {seen} of them {'was' if seen == 1 else 'were'} in view when prices were chosen"
+    )
+    if not runs:
+        return NOT_COMPARED
+    if kind not in ERRORS:
+        others = f"{_mean(runs):.1%} in the mean of {len(runs)} other published step times on {kind.chip}"
+        return f"not known for {kind}: {others}{were}"
     if len(runs) == 1:
-        return f"{runs[0][0]:+.1%} for one published step time{' (in view when prices were chosen)' * seen}"
-    mean = statistics.mean(abs(error) for error, _ in runs)
-    viewed = f" ({'all' if seen == len(runs) else seen} of them in view when prices were chosen)" if seen else ""
-    return f"{mean:.1%} in the mean of {len(runs)} published step times{viewed}"
+        were = were.replace("all of them were", "it was")
+        return f"not known: {runs[0][0]:+.1%} for one published step time on {kind}{were}"
+    return f"{_mean(runs):.1%} in the mean of {len(runs)} published step times on {kind}{were}"
+
+
+def mean_error(kind: Kind) -> float | None:
+    """The mean absolute error of runs of this kind, or else of others on the chip; None if there are none."""
+    runs = _runs(kind)
+    return _mean(runs) if runs else None
+
+
+def _runs(kind: Kind) -> Sequence[tuple[float, bool]]:
+    return ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
+
+
+def _mean(runs: Sequence[tuple[float, bool]]) -> float:
+    return statistics.mean(abs(error) for error, _ in runs)

@@ -100,16 +100,19 @@ def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
     assert [
         known_errors.known_error(kind) for kind in (*told, Kind("h100", True, "xla"), Kind("b200", False, "xla"))
     ] == [
-        "3.0% in the mean of 2 published step times (all of them in view when prices were chosen) of this kind "
-        "(h100, one host, cudnn attention)",
-        "3.0% in the mean of 2 published step times (1 of them in view when prices were chosen) of this kind "
-        "(h100, several hosts, cudnn attention)",
-        "not known: +19.0% for one published step time of this kind (v5e, one slice, xla attention)",
-        "2.0% in the mean of 2 published step times of this kind (v5p, several slices, splash attention)",
-        "not known for h100, several hosts, xla attention; on this chip otherwise 3.0% in the mean of 4 published step "
-        "times (3 of them in view when prices were chosen)",
+        "3.0% in the mean of 2 published step times on h100, one host, cudnn attention; all of them were in view when "
+        "prices were chosen",
+        "3.0% in the mean of 2 published step times on h100, several hosts, cudnn attention; 1 of them was in view "
+        "when prices were chosen",
+        "not known: +19.0% for one published step time on v5e, one slice, xla attention",
+        "2.0% in the mean of 2 published step times on v5p, several slices, splash attention",
+        "not known for h100, several hosts, xla attention: 3.0% in the mean of 4 other published step times on h100; "
+        "3 of them were in view when prices were chosen",
         "not compared with any measurement",
     ]
+    for kind, mean in ((one, 0.03), (Kind("h100", True, "xla"), 0.03), (alone, 0.19), (two, 0.02)):
+        assert known_errors.mean_error(kind) == pytest.approx(mean)
+    assert known_errors.mean_error(Kind("b200", False, "xla")) is None
 
 
 @pytest.mark.parametrize(("text", "several"), [("h100:8", False), ("h100:2x8/800", True), ("v5p:4x4x4", False),
