@@ -162,7 +162,6 @@ def test_offload_that_is_slow_to_compile_comes_last_and_seldom(config):
     compiler = Compiler(config, "v5p:2x2x1", peak=lambda rules: 8 * peak(rules) if not rules.remat.offload else 1)
     found = plan(config, targets.parse("v5p:2x2x1"), reports=compiler)
     assert found.best and found.best.rules.remat.offload
-    assert "offload" in compiler.asked[-1]
 
 
 def test_bad_questions_have_clear_answers(config):
