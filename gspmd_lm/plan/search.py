@@ -173,6 +173,7 @@ class _Search:
         self.late = [one for one in may_fit if self._slow(one)]
         self.far = [one for one in found if one.fits is False]
         self.tried: list[Candidate] = []
+        self.dropped: list[Candidate] = []  # HOPELESS
         self.price_error = PRICE_ERROR
         self.stopped = ""
         self.longest_s = 0.0  # of a round of compilations
@@ -286,7 +287,7 @@ class _Search:
             errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
                       for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
             self.price_error = max(GAIN, statistics.mean(map(abs, errors)))
-        self.far += [
+        self.dropped += [
             dataclasses.replace(one, failure=HOPELESS) for one in (*self.open, *self.late) if self._hopeless(one)
         ]
         self.open, self.late = (
@@ -325,7 +326,7 @@ class _Search:
             fitting.sort(key=lambda one: (one is not best, one.step_time_s))
             ranked = [*fitting, *sorted([*self.open, *self.late], key=lambda one: one.step_time_s), *others]
             ties = [one for one in fitting if best and one.step_time_s <= best.step_time_s * (1 + error)]
-        ranked += sorted(self.far, key=lambda one: one.peak_bytes)
+        ranked += sorted([*self.dropped, *self.far], key=lambda one: one.peak_bytes)
         nearest = min(itertools.chain(self.tried, self.far), key=lambda one: one.peak_bytes, default=None)
         return Plan(
             target=self.target,
