@@ -11,16 +11,22 @@ import re
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
 
-# The share of the peak that cuDNN's causal attention reaches, (forward, backward), rounded. Source: FlashAttention-3,
-# arXiv 2407.08608, which measures cuDNN on H100 at head size 128: about 600 TFLOP/s forward without a mask, and less
-# with one or backward.
-CUDNN_SHARE = (0.55, 0.45)
+# TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
+# mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.
+# The backward pass is taken to lose as much by a mask as the forward pass does, and other GPUs to reach the same shares
+# of their peaks.
+CUDNN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+CUDNN_FULL = (497, 574, 617, 609, 600, 595)
+CUDNN_CAUSAL = (315, 410, 484, 518, 529, 539)
+CUDNN_BACKWARD = (305, 408, 465, 499, 518, 516)
+CUDNN_SMALL = (0.67, 0.85)  # heads of 64 over heads of 128, forward and backward; the same figures
+_CUDNN_PEAK = 989  # H100's
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Splash:
+class Splash:
     """One call of splash attention: the heads of all rows, queries x keys, in blocks."""
 
     part: str  # fwd, dkv (which includes dq if they are fused) or dq
@@ -46,10 +52,35 @@ class _Splash:
 def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
     """The seconds of a fused attention kernel; None for another call, or if the chip's cycles are not known."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
-        share = CUDNN_SHARE["Backward" in call.custom_call_target]
-        return flops(module, call) / (share * chip.peak_bf16_flops_per_s)
+        config = call.config["cudnn_fmha_backend_config"]
+        return cudnn_s(
+            flops(module, call),
+            "Backward" in call.custom_call_target,
+            chip,
+            length=int(config["intermediate_tensor_shape"]["dimensions"][-1]),
+            size=module.operand(call).shape.arrays[0].dimensions[-1],
+            causal="CAUSAL" in config.get("mask_type", ""),
+        )
     splash = _splash(module, call)
-    if splash is None or not (sizes := chip.splash):
+    return splash_s(splash, chip) if splash else None
+
+
+def cudnn_s(operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True) -> float:
+    """The seconds of a pass of cuDNN's attention that does so many FLOPs, for heads of `size` over `length` tokens."""
+    # Between two lengths of the table along the logarithm of the length, and beyond it as at its ends.
+    at = min(max(math.log2(length / CUDNN_LENGTHS[0]), 0.0), len(CUDNN_LENGTHS) - 1.0)
+    low = min(int(at), len(CUDNN_LENGTHS) - 2)
+    full, masked, back = (
+        row[low] + (at - low) * (row[low + 1] - row[low]) for row in (CUDNN_FULL, CUDNN_CAUSAL, CUDNN_BACKWARD)
+    )
+    rate = (back if backward else full) * (masked / full if causal else 1.0)
+    rate *= CUDNN_SMALL[backward] if size <= 64 else 1.0
+    return chip.matmul_slowdown * operations / (rate / _CUDNN_PEAK * chip.peak_bf16_flops_per_s)
+
+
+def splash_s(splash: Splash, chip: Chip) -> float | None:
+    """The seconds of a call of splash attention; None if the chip's cycles are not known."""
+    if not (sizes := chip.splash):
         return None
     forward, backward = sizes[min((size for size in sizes if size >= splash.size), default=max(sizes))]
     cycles = forward if splash.part == "fwd" else backward
@@ -78,7 +109,7 @@ def flops(module: Module, call: Instruction) -> float:
     return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * splash.size
 
 
-def _splash(module: Module, call: Instruction) -> _Splash | None:
+def _splash(module: Module, call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
     named = _SPLASH.search(call.op_name)
     if call.custom_call_target != "tpu_custom_call" or not named:
@@ -88,7 +119,7 @@ def _splash(module: Module, call: Instruction) -> _Splash | None:
     queries, keys = [a for a in arrays if not a.dtype.startswith("s")][:2]
     count = integers[0].dimensions[-2:]  # the next block: heads, or 1, x blocks of queries x blocks of keys
     *heads, rows, size = queries.dimensions
-    return _Splash(
+    return Splash(
         part=named.group(1),
         heads=math.prod(heads),
         size=size,
