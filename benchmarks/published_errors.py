@@ -73,7 +73,7 @@ FITTED = (
     Constant("NVLink share", f"{network.NVLINK_SHARE:g}", "scaling book"),
     Constant("network share", f"{network.NETWORK_SHARE:g}", "NVIDIA/nccl, issue 1218", (), _GPUS),
     Constant("cores of collectives", f"{network.NCCL_CORES}", "the same issue", (), _GPUS),
-    Constant("protocols of NCCL", "a table", "NCCL's tuning.cc"),
+    Constant("protocols of NCCL", "a table", "NCCL's tuning.cc", (), _GPUS),
     Constant("hop over ICI", f"{network.ICI_HOP_S * 1e6:g} us", "scaling book"),
 )  # fmt: skip
 

@@ -44,12 +44,12 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
     Kind("h100", True, "cudnn"): (
         (-0.06, True),
         (-0.018, True),
-        (-0.003, True),
+        (-0.024, True),
     ),
     Kind("h200", True, "cudnn"): ((0.045, True),),
     Kind("a100", True, "cudnn"): (
-        (0.025, True),
-        (-0.066, True),
+        (-0.009, True),
+        (-0.069, True),
     ),
     Kind("v5e", True, "xla"): ((0.135, False),),
     Kind("v5p", True, "splash"): (
