@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules
 
@@ -21,7 +22,7 @@ class Kind(NamedTuple):
     attention: str  # the kernel
 
     def __str__(self) -> str:
-        gpu = self.chip.startswith(("a", "b", "h"))
+        gpu = CHIPS[self.chip].platform == "gpu"
         where = ("several hosts" if gpu else "several slices") if self.several else ("one host" if gpu else "one slice")
         return f"{self.chip}, {where}, {self.attention} attention"
 
