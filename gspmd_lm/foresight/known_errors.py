@@ -29,16 +29,36 @@ class Kind(NamedTuple):
 
 # (predicted - published) / published of each run, and whether it was in view when prices were chosen.
 ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
-    Kind("v6e", False, "splash"): ((-0.001, True), (-0.017, True), (-0.023, True), (-0.042, True), (-0.034, True),),
-    Kind("v5p", False, "splash"): ((0.004, True), (-0.021, True), (-0.02, False),),
+    Kind("v6e", False, "splash"): (
+        (-0.001, True),
+        (-0.017, True),
+        (-0.023, True),
+        (-0.042, True),
+        (-0.034, True),
+    ),
+    Kind("v5p", False, "splash"): (
+        (0.004, True),
+        (-0.021, True),
+        (-0.02, False),
+    ),
     Kind("v5e", False, "xla"): ((0.19, False),),
     Kind("tpu7x", False, "splash"): ((-0.02, True),),
     Kind("h100", False, "cudnn"): ((-0.009, True),),
-    Kind("h100", True, "cudnn"): ((-0.06, True), (-0.018, True), (-0.024, True),),
+    Kind("h100", True, "cudnn"): (
+        (-0.06, True),
+        (-0.018, True),
+        (-0.024, True),
+    ),
     Kind("h200", True, "cudnn"): ((0.045, True),),
-    Kind("a100", True, "cudnn"): ((-0.009, True), (-0.069, True),),
+    Kind("a100", True, "cudnn"): (
+        (-0.009, True),
+        (-0.069, True),
+    ),
     Kind("v5e", True, "xla"): ((0.135, False),),
-    Kind("v5p", True, "splash"): ((-0.022, True), (-0.051, True),),
+    Kind("v5p", True, "splash"): (
+        (-0.022, True),
+        (-0.051, True),
+    ),
 }
 
 
