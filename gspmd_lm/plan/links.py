@@ -17,7 +17,7 @@ from gspmd_lm.rules import Rules
 #
 # The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
 # pass, gradients, and activations in both.
-HIDING = {"tpu": (0.7, 0.7, 0.7, 0.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
+HIDING = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
 # The share that is exposed however long compute takes: of weights and gradients; of activations that are reduced, that
 # are gathered where the sequence is split, and that are gathered again for what is computed again.
 NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.0}
