@@ -164,9 +164,8 @@ class Pricer:
             seconds = moved / self._bandwidth(chip)
             if operation.flops:
                 flops = operation.flops / self._pieces(rules, operation.places, pieces)
-                seconds = PRODUCTS[chip.platform] * max(
-                    seconds, flops / (share * chip.matmul_flops_per_s(operation.dtype))
-                )
+                peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
+                seconds = PRODUCTS[chip.platform] * max(seconds, flops / (share * peak))
             else:
                 seconds *= ELEMENTWISE[chip.platform]
             seconds += launch_s
