@@ -19,13 +19,23 @@ FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "f
 DATA = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "attention": {"gpu": "cudnn"}}
 
 
-@pytest.mark.parametrize("layout", ["fsdp8", "tp8", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
-def test_what_is_sent_is_the_floors_count(llama, layout):
-    """One pricer for all remat policies: what they share must not be what sets them apart."""
-    pricer = Pricer(llama, targets.parse("cpu:8"))
+@pytest.fixture(scope="module")
+def simulated(llama):
+    """One pricer for all layouts and policies: what they share must not be what sets them apart."""
+    return Pricer(llama, targets.parse("cpu:8"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp8", "tp8", "whole keys", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
+def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
+    pricer = simulated
+    if layout == "whole keys":  # queries are split finer than the keys that they share
+        raw = {"mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}}
+        file = rules_file.from_dict(raw, layout)
+    else:
+        file = rules_file.load(layout)
     for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
-        for microbatches in (1, 1 if "tp8" in layout or "fsdp8" in layout else 2):
-            rules = dataclasses.replace(rules_file.load(layout), remat=remat, microbatches=microbatches).fill(8)
+        for microbatches in (1, 2):
+            rules = dataclasses.replace(file, remat=remat, microbatches=microbatches).fill(8)
             if 8 % (microbatches * rules.mesh.get("data", 1) * rules.mesh.get("fsdp", 1)):
                 continue
             arrays = pricer.traces.arrays
