@@ -198,7 +198,7 @@ class _Search:
         while not self.stopped:
             if len(self.tried) >= self.most:
                 self.stopped = f"{self.most} layouts were compiled"
-                return
+                break
             chosen = self._next(compile.side_by_side(2))
             if not chosen:
                 break
@@ -212,7 +212,7 @@ class _Search:
             self._correct()
         best = self.best
         finalists = sorted(self.late, key=self._promised_s)[:FINALISTS]
-        for one in finalists:
+        for one in finalists if self.most else ():
             if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
                 self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
                 self._compile([one])
