@@ -224,7 +224,7 @@ class _Search:
         """
         told = [other for other in self.tried if other.report]
         unlike = min((_unlike(one, other) for other in told), default=UNLIKE)
-        seconds = one.step_time_s * math.exp(-self.price_error * min(unlike, UNLIKE) / 2)
+        seconds = one.step_time_s * math.exp(-self.price_error * min(unlike, UNLIKE))
         if self.target.platform == "gpu" and one.limit_bytes:
             seconds *= max(1.0, one.price.peak_bytes / one.limit_bytes) ** 2
         return seconds
