@@ -195,19 +195,24 @@ def show_rank(bench: Bench) -> None:
 
 
 def recorded() -> None:
-    """The ten layouts of one 1B model whose predictions results/foresight_order.json holds."""
-    rows, points = measure.read("foresight_order"), {}
-    bench = Bench("1b-v5p:2x2x2", "plan_rank")
+    """The layouts whose predictions results/foresight_order.json holds, of all targets, beside their prices."""
+    rows, found = measure.read("foresight_order"), {}
     for pair in PAIRS:
         row = next(row for row in rows if (row["pair"], row["target"]) == (pair.name, pair.target))
-        for side, ms in ((pair.good, row["good_ms"]), (pair.bad, row["bad_ms"])):
-            if pair.target == bench.case.target and not side.sets and side.batch == 64:
-                points[str(side.raw)] = bench.price(side.raw).step_time_s, ms / 1e3, side.raw
-    print("\nrecorded layouts of 1b on v5p:2x2x2")
-    for priced, told, raw in sorted(points.values(), key=lambda point: point[1]):
-        print(f"{priced:8.4f} {told:8.4f} {priced / told - 1:+6.1%}  {describe(raw)}")
-    priced, told, _ = zip(*points.values(), strict=True)
-    print(f"Spearman {spearman(priced, told):.3f} over {len(points)}")
+        found |= {(pair.target, str(side)): (side, ms) for side, ms in ((pair.good, row["good_ms"]),
+                                                                       (pair.bad, row["bad_ms"]))}  # fmt: skip
+    of_target = collections.defaultdict(list)
+    for (target, _), (side, ms) in found.items():
+        if side.batch != 64:  # kept per token, not per step
+            continue
+        config, where = side.config(), targets.parse(target)
+        price = Pricer(config, where).price(side.rules().fill(where.devices))
+        of_target[target].append((price.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
+    for target, points in of_target.items():
+        print(f"\nrecorded layouts of 1b on {target}")
+        for priced, told, name in sorted(points, key=lambda point: point[1]):
+            print(f"{priced:8.4f} {told:8.4f} {priced / told - 1:+6.1%}  {name}")
+        print(f"Spearman {spearman(*zip(*(point[:2] for point in points), strict=True)):.3f} over {len(points)}")
 
 
 def pricing() -> dict[str, Any]:

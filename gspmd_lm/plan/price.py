@@ -32,6 +32,10 @@ from gspmd_lm.task import Task
 KEPT_PASSES = {"tpu": 2.0, "gpu": 3.2}
 # Kernels of a loop's turn that handle scalars and scales.
 SMALL_KERNELS = {"tpu": 0, "gpu": 35}
+# TPU programs fuse most elementwise operations into products, which then take longer: the share of their bytes that is
+# left to them, and the time of products.
+ELEMENTWISE = {"tpu": 0.62, "gpu": 1.0}
+PRODUCTS = {"tpu": 1.14, "v6e": 1.37, "gpu": 1.0}
 # The share of the forward and backward compute behind which copies to and from the host hide.
 HOST_HIDING = 0.8
 _FUSED_PASSES = (("fwd", 2), ("dkv", 5))  # of splash attention; matmuls of cuDNN's
@@ -154,12 +158,17 @@ class Pricer:
     def _timed(self, chip: Chip, rules: Rules, work: Work, pieces: dict[Places, int]) -> Iterable[_Timed]:
         share = prices.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
         launch_s = prices.LAUNCH_S[chip.platform]
+        longer = PRODUCTS.get(chip.name, PRODUCTS[chip.platform])
+        rounded = chip.platform == "tpu" and self.traces.task.matmul_precision == "default"  # float32 to bfloat16
         for operation in work.operations:
             moved = sum(size / self._pieces(rules, places, pieces) for size, places in operation.touched)
             seconds = moved / self._bandwidth(chip)
             if operation.flops:
                 flops = operation.flops / self._pieces(rules, operation.places, pieces)
-                seconds = max(seconds, flops / (share * chip.matmul_flops_per_s(operation.dtype)))
+                peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
+                seconds = longer * max(seconds, flops / (share * peak))
+            else:
+                seconds *= ELEMENTWISE[chip.platform]
             seconds += launch_s
             yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
         for kernel in work.kernels:
