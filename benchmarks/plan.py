@@ -37,6 +37,7 @@ from gspmd_lm.plan.traces import Traces
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
 OF_MEMORY = 0.9  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
+SPARED = 1.02  # the share of the limit that a layout may need by estimate to be compiled beside a plan
 PARTS = ("matmul_s", "attention_s", "other_s", "exposed_host_copy_s")
 
 
@@ -234,14 +235,15 @@ def regret(name: str, minutes: float, count: int = 40) -> None:
     for one in plan.candidates:
         if one.compiled:
             bench.compiled(dict(one.raw), by_plan=True)
-    for raw in _of_families(plan.candidates):
-        if len(bench.rows()) >= count:
-            break
-        bench.compiled(raw)
+    for raw in [None, *_of_families(plan.candidates)]:
+        if raw:
+            bench.compiled(raw)
         told = [row["step_time_s"] for row in bench.rows() if row["fits"] and row["step_time_s"]]
-        print(f"{len(told)} compiled: best {min(told):.5f} s, the plan's {plan.best.step_time_s:.5f} s, "
+        print(f"{len(told)} compiled that fit: best {min(told):.5f} s, the plan's {plan.best.step_time_s:.5f} s, "
               f"regret {plan.best.step_time_s / min(told) - 1:.2%}, found in {plan.seconds:.0f} s "
-              f"with {plan.compiled} compiled")  # fmt: skip
+              f"with {plan.compiled} compiled", flush=True)  # fmt: skip
+        if len(told) >= count:
+            break
 
 
 def _of_families(candidates: Iterable[search.Candidate]) -> list[dict[str, Any]]:
@@ -249,7 +251,7 @@ def _of_families(candidates: Iterable[search.Candidate]) -> list[dict[str, Any]]
     seen = collections.Counter[Any]()
     ranked = []
     for one in sorted(candidates, key=lambda one: one.price.step_time_s):
-        if one.fits is not False:
+        if one.fits is not False and one.limit_bytes and one.price.peak_bytes <= SPARED * one.limit_bytes:
             seen[one.family] += 1
             ranked.append((seen[one.family], one.price.step_time_s, dict(one.raw)))
     return [raw for _, _, raw in sorted(ranked, key=lambda item: item[:2])]

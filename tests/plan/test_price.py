@@ -50,8 +50,9 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
     rules = rules_file.from_dict({"mesh": {"data": 1}}, "one", vocabulary=mixer.vocabulary)
     work = traces.of(rules).work(False)
     total = sum(one.flops * (1 + one.backward) * one.times for one in work.operations)
-    first = next(one for one in work.operations if one.flops)  # the images have no gradient
-    assert total - first.flops == counted.flops_of_step(mixer, traces.arrays)
+    of_images = next(one.flops for one in work.operations if one.flops)  # they have no gradient
+    of_step = counted.flops_of_step(mixer, traces.arrays)
+    assert total - of_images == of_step
 
 
 def test_what_a_policy_computes_again(priced):
