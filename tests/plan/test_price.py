@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 from gspmd_lm import rules_file
+from gspmd_lm.foresight.cost import attention, prices
 from gspmd_lm.foresight.floor import counted, floor
 from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
@@ -58,7 +60,7 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
 def test_what_a_policy_computes_again(priced):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
     whole = {remat: priced({**FSDP, "remat": remat}).matmul_s for remat in ("none", "dots", "block")}
-    share, peak = 0.8, 989e12
+    share, peak = prices.MATMUL_SHARE["gpu"] / CHIPS["h100"].matmul_slowdown, 989e12
     again = D * (2 * N + 2 * K) * H + 2 * D * F
     launches = 6 * 3e-6 * L
     assert whole["dots"] == whole["none"]
@@ -70,8 +72,8 @@ def test_what_a_policy_computes_again(priced):
 def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
     once, again = (priced({**FSDP, "remat": remat}).attention_s for remat in ({"save": ["attention_out"]}, "block"))
     assert once == priced(FSDP).attention_s
-    forward_s = 2 * 2 * N * T * T * H / 2 * L / (0.55 * 989e12) + 3e-6 * L
-    assert again - once == pytest.approx(forward_s)
+    forward_s = attention.cudnn_s(2 * 2 * N * T * T * H / 2, False, CHIPS["h100"], length=T, size=H)
+    assert again - once == pytest.approx((forward_s + 3e-6) * L)
 
 
 def test_kept_activations_are_counted_once_and_cost_traffic(priced):
