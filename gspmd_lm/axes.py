@@ -41,7 +41,7 @@ WEIGHTS = {
     "scale": "scale of a norm (final_norm.scale, attention_norm.scale, ...)",
     "bias": "bias of a norm",
 }
-# What may have a low-rank adapter (LoRA, arXiv 2106.09685) beside it: x @ wq + scale * (x @ wq_a) @ wq_b.
+# Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 ADAPTERS = {
     f"{name}_{part}": f"{which} matrix of the adapter of {name}"
@@ -63,7 +63,7 @@ ACTIVATIONS = {
     "cache": "keys and values of the tokens so far, kept while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
-# What remat has a choice about. `residual`: a layer's input and the sum after attention; `layer_input`: the first only.
+# Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone.
 IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")))
 DECODER = Vocabulary(
     axes=AXES,

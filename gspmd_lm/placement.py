@@ -161,6 +161,7 @@ class Recorder:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.asked: set[str] = set()  # keys of the rules file, besides its tables, that the model asks about
+        self.compared: set[tuple[str, str]] = set()  # arrays and axes whose splits the model compares
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.problems: list[Problem] = []
@@ -193,6 +194,7 @@ class Recorder:
         return mark(x, spec)
 
     def split(self, array: str, axis: str) -> Split:
+        self.compared.add((array, axis))
         return _split(self.rules, array, axis)._replace(pieces=1)
 
     def pieces(self, array: str, axis: str) -> int:

@@ -1,6 +1,6 @@
 """The words with which a model says where its arrays live. On one device each of them is the identity.
 
-A model names arrays and axes and never sees a mesh. Whoever traces a step says with `placed_by` what names mean in it.
+A model names arrays and axes and never sees a mesh. Code that traces a step gives the names a placement by `placed_by`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from gspmd_lm.vocabulary import Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter as a layer holds it: its array, and what the rules and `use` need to know of it."""
+    """A parameter as a layer holds it: its array, and the facts that the rules and `use` need."""
 
     array: jax.Array  # at rest, or in use if `used`
     path: str  # "layers.attention.wq"
@@ -51,7 +51,7 @@ class Spec(NamedTuple):
 
 
 class Placement(Protocol):
-    """What rules and a mesh answer to the model's questions. The functions of this module ask them."""
+    """The answers of rules and a mesh to a model's questions. The functions of this module ask the questions."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -69,11 +69,11 @@ class Placement(Protocol):
         ...
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """`x` where the rules place the array that `spec` names."""
+        """`x`, placed where the rules place the array that `spec` names."""
         ...
 
     def split(self, array: str, axis: str) -> Split:
-        """How an axis of an array in use is split, where copies or addends are made for each piece."""
+        """How an axis of an array in use is split, for code that makes a copy or an addend for each piece."""
         ...
 
     def pieces(self, array: str, axis: str) -> int:
@@ -81,11 +81,11 @@ class Placement(Protocol):
         ...
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """[pieces, ...]: `x`, which lives as `spec` says, for each piece of `split`."""
+        """[pieces, ...]: a copy of `x`, which is placed as `spec` says, for each piece of `split`."""
         ...
 
     def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the first dimension, which has one addend for each piece of `split`, where `spec` says.
+        """The sum over the first dimension, which has one addend for each piece of `split`, placed as `spec` says.
 
         The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
         """
@@ -119,15 +119,15 @@ def placed_by(placement: Placement | None) -> Iterator[None]:
 
 
 def placement() -> Placement | None:
-    """What places arrays now; None on a single device."""
+    """The placement in effect; None on a single device."""
     return _current.get()
 
 
 def parse(text: str, rank: int) -> Spec:
     """Spec("residual", ("batch", "seq", "embed")) for 'residual: batch seq embed', an array of `rank` dimensions.
 
-    Raises InputError for another number of dimensions, and where something places arrays for a name that is not the
-    model's.
+    Raises InputError for another number of dimensions. Under a placement, it is also raised for a name that the model
+    does not have.
     """
     array, _, names = text.partition(": ")
     axes, place = tuple(names.split()), placement()
@@ -176,6 +176,14 @@ def remat() -> Callable[..., Any] | None:
     return place.remat if place else None
 
 
+def cheap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
+
+    Elementwise steps are computed again faster than their results are read back from memory.
+    """
+    return function if remat() else jax.checkpoint(function, prevent_cse=False)
+
+
 def attention_kernel() -> str:
     """The attention kernel that the rules choose for the platform at hand."""
     place = placement()
@@ -214,7 +222,7 @@ def parameter(
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:
-    """`x`, an activation, where the rules say it lives. Remat policies know it by its name.
+    """The activation `x`, placed as the rules say. Remat policies refer to it by its name.
 
     `spec` names the array and each of its dimensions: "residual: batch seq embed".
     """
@@ -222,18 +230,18 @@ def shard(x: jax.Array, spec: str) -> jax.Array:
 
 
 def like(x: jax.Array, spec: str) -> jax.Array:
-    """`x` where the activation lives that `spec` names, though `x` is not that activation.
+    """`x`, placed like the activation that `spec` names, although `x` is not that activation.
 
-    Said before a `shard` that gathers, it fixes the dtype that travels: that of `x`.
+    Before a `shard` that gathers, it fixes the dtype that is sent: the dtype of `x`.
     """
     place, found = placement(), parse(spec, x.ndim)
     return place.constrain(x, found) if place else x
 
 
 def use(weight: Weight, dtype: Any = None) -> jax.Array:
-    """The weight where the rules say it is in use. It is cast to its compute dtype first, and gathered after.
+    """The weight, placed as the rules say for use. It is cast to its compute dtype first and gathered afterwards.
 
-    A wider `dtype` changes neither its values nor what travels: only its gradients are added up in that dtype.
+    A wider `dtype` changes neither its values nor the bytes that are sent. Only its gradients are added up in `dtype`.
     """
     spec = Spec(weight.path, weight.axes)
     return _use(spec, weight.compute_dtype, jnp.dtype(dtype or weight.compute_dtype), weight.array)
@@ -250,7 +258,7 @@ def _use(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> jax.Array:
     with scope("rules", spec.array):
         w = w.astype(compute_dtype)
     if place:
-        # The cast weight is placed at rest too, since some compilers gather first and cast after: twice the bytes.
+        # The cast weight is placed at rest too. Otherwise some compilers gather before they cast: twice the bytes.
         w = place.constrain(place.constrain(w, spec._replace(table="weights")), spec)
     return w.astype(dtype)
 

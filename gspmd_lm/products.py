@@ -3,7 +3,7 @@
 A sum over devices that is still to be made is an array of addends, one for each device, along a new first dimension.
 Each device adds up its addends of several sums before one reduction pays for all of them. In the forward pass those
 are the products that a parallel block writes to the residual stream. In the backward pass they are the gradients of
-one input that several weights read. XLA does not find this out everywhere by itself.
+one input that several weights read. XLA does not do so everywhere by itself.
 
 In the equations here z stands for the pieces of the axis along which a weight is split, and r for those of the batch.
 """
@@ -67,7 +67,7 @@ def einsum(equation: str, x: Any, w: Weight | jax.Array) -> Any:
 
 
 def write(y: Any, spec: str, home: str) -> jax.Array:
-    """What `einsum` gave, or the sum of several, where `home` says: one reduction pays for all of it.
+    """A result of `einsum`, or a sum of several, placed as `home` says. One reduction pays for all of it.
 
     Its gradient is gathered as `spec` says.
     """
@@ -77,7 +77,7 @@ def write(y: Any, spec: str, home: str) -> jax.Array:
 
 
 def gradient(dw: Any, weight: Weight) -> jax.Array:
-    """The gradient of `weight` that `einsum` gave, where the rules say gradients live."""
+    """The gradient of `weight`, a result of `einsum`, placed where the rules keep gradients."""
     place, home = placement(), Spec(weight.path, weight.axes, "optimizer")
     if isinstance(dw, Partial):
         dw = dw.total(home, home)
@@ -87,7 +87,7 @@ def gradient(dw: Any, weight: Weight) -> jax.Array:
 
 
 def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array:
-    """The rows of `table` for `ids_BT`, [B, T, D], where `home` says. Gradients of a repeated id add up in float32.
+    """The rows of `table` for `ids_BT`, [B, T, D], placed as `home` says. Gradients of a repeated id add up in float32.
 
     A table that is whole along its rows is read where it rests: if it is split along `embed`, two small all-to-alls of
     the result cost less than gathering the table. A table that is split along its rows is gathered along `embed`. Each
@@ -124,7 +124,7 @@ class Sum(NamedTuple):
     of: tuple[str, ...] = ()  # the weights whose products are added
 
     def __or__(self, other: "Sum") -> "Sum":
-        """One sum of what both add."""
+        """One sum of the addends of both."""
         return Sum(self.over, self.axes + other.axes, self.of + other.of)
 
     def made(self, addends: jax.Array, home: Spec) -> jax.Array:
@@ -150,7 +150,7 @@ class Addends:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """A sum over devices that is still to be made: addends for each set of mesh axes, and what is added after."""
+    """A sum over devices that is still to be made: addends for each set of mesh axes, and arrays to add afterwards."""
 
     parts: tuple[Addends, ...]
     rest: tuple[jax.Array, ...] = ()
@@ -174,21 +174,21 @@ class Partial:
         return jax.tree.map(lambda x: factor * x, self)
 
     def total(self, home: Spec, spec: Spec) -> jax.Array:
-        """The sum where `home` says; its gradient is gathered as `spec` says."""
+        """The sum, placed as `home` says. Its gradient is gathered as `spec` says."""
         made: list[Any] = [_total(part.sum, home, spec, part.array) for part in self.parts]
         return sum((*made[1:], *self.rest), made[0])
 
 
 def _partial(addends: jax.Array, sum_: Sum) -> Any:
-    """The addends as a sum to be made; an array that has none, since nothing is split, as it is."""
+    """A sum of the addends that is still to be made. If nothing is split, the array is returned as it is."""
     return Partial((Addends(addends, sum_),)) if sum_.over.pieces > 1 else addends
 
 
 class Read:
-    """An activation that `einsum` reads, gathered.
+    """The gathered activation that `einsum` reads.
 
-    Its gradient is a sum over devices, one for each way in which the weights that read it are split. Autodiff adds up
-    the addends of such a sum as the gradient of a slot: zeros of their shape, whose values nobody uses.
+    Its gradient has one sum over devices for each way in which the weights that read it are split. Autodiff adds up the
+    addends of such a sum as the gradient of a slot. A slot is zeros of their shape, whose values are not used.
     """
 
     def __init__(self, x: jax.Array, home: str, spec: str):
@@ -200,7 +200,7 @@ class Read:
     def slot(self, sum_: Sum) -> jax.Array:
         """The slot of the products that read the activation with weights that are split alike."""
         if sum_.over not in self._slots:
-            sums: list[Sum] = []  # complete by the time the backward pass is traced, which names the one sum after all
+            sums: list[Sum] = []  # complete by the time the backward pass is traced, which names the sum after all
             self._slots[sum_.over] = _slot(sum_.over, self._home, sums, self._before), sums
         slot, sums = self._slots[sum_.over]
         sums.append(sum_)
@@ -251,7 +251,7 @@ class _How(NamedTuple):
     x: str
     y: str
     dx: str
-    letter: str  # of the axis along which the weight is split in use; "" if no axis that matters is
+    letter: str  # of the axis along which the weight is split in use; "" if none that matters is split
     sum: Sum  # over that axis; where `x` is addends, their sum
 
 
@@ -259,8 +259,8 @@ class _How(NamedTuple):
 def _product(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> jax.Array:
     """The product of `x` and a weight at rest. With a slot, the gradient of `x` is that of the slot.
 
-    Its derivatives are written here, because autodiff gives those of an axis that is cut in the forward pass too. That
-    costs TPU programs copies in attention: 4% of a step under fsdp2_tp4 on v5p.
+    Its derivatives are written here. For autodiff to give them as addends, the forward pass would have to cut the same
+    axis, which adds copies in attention to TPU programs: 4% of a step under fsdp2_tp4 on v5p.
     """
     return _forward(how, x, slot, w)[0]
 
@@ -270,15 +270,15 @@ def _forward(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> t
     used = w if weight.used else use(weight)
     with scope("of", *how.sum.of), scope("sum", *how.sum.axes if "z" in how.y else ()):
         y = _einsum(f"{how.x},{how.w}->{how.y}", x, used, z=(how.letter, how.sum.over))
-    # Where a block is computed again, what is gathered then serves its backward pass too. Elsewhere the weight is
-    # gathered a second time, so that no gathered weight outlives its product.
+    # Where a block is recomputed, the backward pass uses the weight that the recomputation gathered. Elsewhere the
+    # backward pass gathers it again, so that no gathered weight outlives its product.
     return y, (x, used if remat() else w, jnp.zeros((), w.dtype))
 
 
 def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, at_rest = saved
     weight, rows = how.weight.holding(at_rest), _rows()
-    if set(rows.over.over) & set(how.sum.over.over):  # a mesh axis splits one dimension of an array
+    if set(rows.over.over) & set(how.sum.over.over):  # a mesh axis splits only one dimension of an array
         rows = Sum(Split())
     with scope("of", weight.path):
         w = w if remat() else use(weight.holding(w))
@@ -300,7 +300,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]) -> jax.Array:
-    """`jnp.einsum` whose axes may be cut: z=("N", split) makes the axis N two, z for the piece and N within it.
+    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the piece and N within it.
 
     If the equation's result has z, the pieces stay apart: as addends, or as those of N. If it has N alone, they become
     one axis again. Nothing is cut where the equation has no z. Where the split has one piece, z is left out.

@@ -1,4 +1,4 @@
-"""Where a run happens: platform, devices, processes, compiler options, and being asked to stop."""
+"""The platform, devices and processes of a run, its compiler options, and requests to stop it."""
 
 import contextlib
 import dataclasses
@@ -25,15 +25,15 @@ from gspmd_lm.rules import PLATFORMS
 
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
 
-# How long simulated devices wait for each other before XLA warns, and before it ends the process (20 and 40 seconds by
-# default): other work on the machine may hold one of them up.
+# Seconds that simulated devices wait for each other before XLA warns, and before XLA ends the process. The defaults, 20
+# and 40, are too short where other work on the machine delays a device.
 PATIENT_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
 }
 
-# What the compiler is told unless a rules file says otherwise; null there removes a row. Each name was accepted by the
-# compilers that come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
+# Compiler options that a rules file may override; null there removes one. Each name was accepted by the compilers that
+# come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
 DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "cpu": {},
     # The initial state runs once, and the compiler takes longer than the run. Level 0 would give other values, because
@@ -57,8 +57,8 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_enable_async_all_reduce": True,
         "xla_jf_crs_combiner_threshold_in_bytes": 256 * 2**20,  # all-reduces
     },
-    # On a torus of three dimensions libtpu makes synchronous all-reduces, twice the bytes, of reduce-scatters and of
-    # the all-gathers over 64 chips and more. These keep them what they are, in the background.
+    # On a torus of three dimensions, libtpu turns reduce-scatters, and all-gathers over 64 chips or more, into
+    # synchronous all-reduces of twice the bytes. With these options the collectives stay what they are, asynchronous.
     "tpu 3d": {
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
@@ -99,12 +99,14 @@ def start(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Runtime:
-    """The devices of this run. Called once, before anything else touches a device.
+    """The devices of this run. It must be called once, before anything else touches a device.
 
-    `platform` wins over JAX_PLATFORMS, which wins over what is found. `simulated_devices` counts only on cpu, and per
-    process. Processes join as the three flags say, else as jax reads it from Slurm, Open MPI, an indexed Kubernetes
-    job or a TPU VM; `num_processes=1` alone keeps this process by itself. XLA aborts a process that waited 5 minutes
-    in vain for the others. Raises InputError if a flag is wrong, the platform is not there or jax cannot join them.
+    `platform` takes precedence over JAX_PLATFORMS, and both over the platform that is found. `simulated_devices` is per
+    process and counts only on cpu. Processes join as the three flags say. Without flags, jax finds the processes of
+    Slurm, Open MPI, an indexed Kubernetes job or a TPU VM; `num_processes=1` alone keeps this process by itself. XLA
+    aborts a process that waits for the others in vain for 5 minutes.
+
+    Raises InputError if a flag is wrong, if the platform cannot be used, or if jax cannot join the processes.
     """
     _check_flags(coordinator, num_processes, process_id)
     if simulated_devices < 1:
@@ -127,7 +129,7 @@ def start(
 
 
 def _choose_platform(asked: str | None) -> str:
-    """cpu, gpu or tpu, found without starting a backend: that would fix the devices before they are chosen.
+    """cpu, gpu or tpu, found without starting a backend, which would fix the devices before they are chosen.
 
     TPU chips need no search: on their hosts jax, when imported, sets jax_platforms to "tpu,cpu".
     """
@@ -146,7 +148,7 @@ def _choose_platform(asked: str | None) -> str:
     if not hidden and any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
         if any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins")):
             return "gpu"
-        _log.warning("an NVIDIA GPU is here, but not jax's plugin for it: pip install 'gspmd_lm[cuda]' to use it")
+        _log.warning("an NVIDIA GPU is here, but jax's plugin is not installed: pip install 'gspmd_lm[cuda]' to use it")
     if glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*") and not importlib.util.find_spec("libtpu"):
         _log.warning("this may be a TPU host, but libtpu is not installed: pip install 'gspmd_lm[tpu]' to use it")
     return "cpu"
@@ -154,8 +156,8 @@ def _choose_platform(asked: str | None) -> str:
 
 def prepare_cpu(device_count: int) -> None:
     """Sets up `device_count` simulated devices, before the first one is touched."""
-    # XLA:CPU gives a process as many threads as there are cores or devices. Those of two mesh axes can then all block
-    # in different collectives, waiting for devices that no thread is left to run; spare threads cannot be used up.
+    # XLA:CPU gives a process as many threads as there are cores or devices. All of them can then block in collectives
+    # over different mesh axes and wait for devices that no thread is left to run. Spare threads prevent this.
     threads = str(max(32, 4 * device_count))
     os.environ.setdefault("PJRT_NPROC", threads)
     os.environ.setdefault("NPROC", threads)
@@ -170,7 +172,7 @@ def prepare_cpu(device_count: int) -> None:
 
 
 def _xla_knows(flag: str) -> bool:
-    """Whether a flag stands in the library that parses it: an unknown one in XLA_FLAGS ends the process."""
+    """Whether the library that parses XLA_FLAGS has a flag. An unknown flag there ends the process."""
     library = Path(jaxlib.__file__).with_name("libjax_common.so")
     if not library.exists():
         return False
@@ -193,7 +195,7 @@ def _check_flags(coordinator: str | None, num_processes: int | None, process_id:
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise InputError(f"--coordinator={coordinator}: no port{fix}")
     if process_id is not None and num_processes is not None and not 0 <= process_id < num_processes:
-        raise InputError(f"--process_id={process_id} is not below --num_processes={num_processes}, or negative{fix}")
+        raise InputError(f"--process_id={process_id} must be at least 0 and below --num_processes={num_processes}{fix}")
 
 
 def _join(platform: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -219,7 +221,7 @@ def _join(platform: str, coordinator: str | None, num_processes: int | None, pro
 
 
 def _launched_in_parallel(platform: str) -> bool:
-    """Whether to let jax look for other processes: in a pod that is no indexed job, it would warn or raise."""
+    """Whether jax should look for other processes. In a pod without an indexed job, it would warn or raise."""
     counts = [os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     return platform == "tpu" or "JOB_COMPLETION_INDEX" in os.environ or any(count != "1" for count in counts)
 
@@ -247,12 +249,12 @@ def compiler_options(
     device_kind: str = "",
     once: bool = False,
 ) -> dict[str, bool | int | float | str]:
-    """The defaults of `platform` with the rows of the rules file, `compiler_options.<platform>`, laid over them.
+    """The compiler options of `platform`: its defaults, overridden by the rules file's `compiler_options.<platform>`.
 
     Some defaults are for TPUs of one `device_kind`, as jax calls it, and some for a program that runs only `once`.
 
-    null removes a default. Names and values are the compiler's to check, see `compile`; rows of other platforms are
-    checked only where they are used. Raises InputError, naming `place`, for a value that is no scalar.
+    null removes a default. The compiler checks names and values, see `compile`. Rows of other platforms are not
+    checked. Raises an InputError that names `place` for a value that is not a scalar.
     """
     torus = DEFAULT_OPTIONS["tpu 3d"] if device_kind in THREE_DIMENSIONS else {}
     single = DEFAULT_OPTIONS.get(f"{platform} once", {}) if once else {}
@@ -270,7 +272,7 @@ def compiler_options(
 
 
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: str, place: str) -> jax.stages.Compiled:
-    """The program compiled with `options`. Raises InputError naming the row of `place` that the compiler refuses."""
+    """The program compiled with `options`. Raises an InputError that names a row of `place` that is refused."""
     try:
         return lowered.compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:
@@ -295,15 +297,15 @@ def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, 
             f"  fix   add {name}: null to compiler_options.{platform}"
         )
     if refused["unknown"]:
-        return f"{row}: the compiler knows no such option{did_you_mean(name, defaults)}\n  fix   correct or remove it"
+        return f"{row}: the compiler has no such option{did_you_mean(name, defaults)}\n  fix   correct or remove it"
     reason = refused["kind"] or f"cannot be read. {refused['why']}".rstrip()
     return f"{row}: {options[name]!r} {reason}\n  fix   correct the value (true and false are written without quotes)"
 
 
 def check_room(compiled: jax.stages.Compiled, devices: Sequence[Any], what: str, fix: str) -> None:
-    """Raises InputError, saying `what` needs how much, where a program needs more memory than its devices have free.
+    """Raises InputError if a program needs more memory than its devices have free. `what` names it in the message.
 
-    Simulated devices share that of this machine.
+    Simulated devices share the memory of this machine.
     """
     analysis: Any = compiled.memory_analysis()
     needed = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -326,22 +328,22 @@ def _free_bytes() -> int | None:
         free = found["MemAvailable"] + found["SwapFree"]
     except (OSError, KeyError, ValueError):
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError):  # of a container; "max" where it has no limit of its own
+    with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit; "max" if it has none
         group = Path("/sys/fs/cgroup")
         held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(held["inactive_file"])  # which the system takes back
+        used = int((group / "memory.current").read_text()) - int(held["inactive_file"])  # which the system reclaims
         free = min(free, int((group / "memory.max").read_text()) - used)
     return free
 
 
-# Being asked to stop
+# Requests to stop
 
 
 class StopSignal:
     """Whether this run was asked, by Ctrl-C or SIGTERM, to save and end.
 
-    The second Ctrl-C interrupts at once, the third ends the process whatever it waits for. With several processes, a
-    signal to any one stops all of them at the same step.
+    The second Ctrl-C interrupts at once. The third ends the process, whatever the process waits for. With several
+    processes, a signal to any of them stops all of them at the same step.
     """
 
     def __enter__(self) -> "StopSignal":
@@ -351,8 +353,8 @@ class StopSignal:
         # Under jax.distributed jax itself notices SIGTERM and agrees on a step; a handler of ours would disable that.
         numbers = [signal.SIGINT] if self._together else [signal.SIGINT, signal.SIGTERM]
         self._previous = {number: signal.signal(number, self._notice) for number in numbers}
-        # Python calls handlers between its own instructions, so not while it waits in a library. This pipe is written
-        # to at once.
+        # Python calls handlers between its own instructions, so not while it waits in a library. A signal is written to
+        # this pipe at once.
         reading, self._written = os.pipe()
         os.set_blocking(self._written, False)
         self._previous_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
@@ -386,7 +388,7 @@ class StopSignal:
         os.close(reading)
 
     def requested(self, step: int) -> bool:
-        """Whether to stop after `step`. Every process asks once per step, of the same steps, in the same order."""
+        """Whether to stop after `step`. Every process asks about the same steps in the same order, once for each."""
         if self._together and not self._asked:
             self._asked = multihost_utils.reached_preemption_sync_point(step)
         return self._asked

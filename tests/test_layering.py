@@ -57,10 +57,11 @@ MAY_IMPORT = {
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
     "convert": "arrays model placement checkpoint rules axes data files config",
     "foresight": "train infer task arrays placement mesh rules axes vocabulary data runtime files versions config",
-    "verbs": "foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data runtime "
-    "compile_cache processes lock files versions core_yaml config",
+    "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
+    "verbs": "plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data "
+    "runtime compile_cache processes lock files versions core_yaml config",
     "cli": "verbs processes config",
-    "api": "verbs foresight train task checkpoint runtime rules_file rules axes config",
+    "api": "verbs plan foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
 IN_FORESIGHT = {
@@ -97,7 +98,7 @@ WITHOUT_DEVICES = (
 )  # fmt: skip
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
-    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp eval_shape vjp vmap",
+    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp eval_shape softmax_custom_jvp vjp vmap",
     "jax.lax": "dynamic_index_in_dim dynamic_update_slice optimization_barrier rsqrt scan stop_gradient",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",

@@ -132,7 +132,7 @@ def test_a_tpu_host_without_libtpu_is_pointed_out(undetermined, caplog):
         ({"num_processes": 2}, "--num_processes given without --coordinator and --process_id"),
         ({"coordinator": "a:1", "num_processes": 2}, "without --process_id"),
         ({"coordinator": "a", "num_processes": 2, "process_id": 0}, "--coordinator=a: no port"),
-        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "--process_id=2 is not below --num_processes=2"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "--process_id=2 must be at least 0 and below"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": -1}, "--process_id=-1"),
         ({"num_processes": 0}, "--num_processes=0: at least 1"),
         ({"simulated_devices": 0}, "--devices=0"),
@@ -217,7 +217,7 @@ def test_a_value_that_is_no_scalar():
 @pytest.mark.parametrize(
     "platform, row, error",
     [
-        ("cpu", {"xla_foo": True}, "^rules/x.yaml: compiler_options.cpu.xla_foo: the compiler knows no such option\n"),
+        ("cpu", {"xla_foo": True}, "^rules/x.yaml: compiler_options.cpu.xla_foo: the compiler has no such option\n"),
         ("gpu", {"xla_gpu_enable_latency_hiding": True}, "did you mean xla_gpu_enable_latency_hiding_scheduler"),
         (
             "cpu",
@@ -280,7 +280,7 @@ for row in {"xla_foo": True}, {"xla_tpu_scoped_vmem_limit_kib": "many"}:
         )
     )
     assert out.splitlines() == [
-        "r: compiler_options.tpu.xla_foo: the compiler knows no such option",
+        "r: compiler_options.tpu.xla_foo: the compiler has no such option",
         "r: compiler_options.tpu.xla_tpu_scoped_vmem_limit_kib: 'many' cannot be read.",
     ]
 

@@ -144,7 +144,7 @@ def test_a_key_that_the_model_does_not_ask_for_is_a_warning(tmp_path):
         tmp_path, "{mesh: {data: 8}, rules: {batch: data}, remat: block, attention: {cpu: xla, tpu: splash}}"
     )
     page = gspmd_lm.dry_run(mixer.TASK, rules)
-    assert page.startswith("warning: remat: the model does not ask for it, and the key does nothing\n  rule  ")
+    assert page.startswith("warning: remat: the model does not use this key, so the key has no effect\n  rule  ")
     assert page.count("warning") == 1  # splash is for another platform than this one
 
     def sums(params, batch, key):
@@ -155,7 +155,7 @@ def test_a_key_that_the_model_does_not_ask_for_is_a_warning(tmp_path):
 
 
 def test_rules_of_another_model_are_refused():
-    with pytest.raises(InputError, match=r"tp8\.yaml: was loaded for a model with other names than mixer"):
+    with pytest.raises(InputError, match=r"tp8\.yaml: was loaded with another vocabulary than that of mixer"):
         gspmd_lm.build(mixer.TASK, gspmd_lm.load_rules("tp8"))
 
 
@@ -211,7 +211,7 @@ def test_parameters_without_axes_inputs_without_rows_and_states_without_names_ar
     with pytest.raises(InputError, match="a batch has no arrays"):
         dataclasses.replace(mixer.TASK, inputs={})
     for given in (lambda *_: jnp.zeros(()), lambda *_: mixer.Sums(jnp.zeros(3), jnp.zeros(()))):
-        with pytest.raises(InputError, match=r"sums\(\) does not give a NamedTuple"):
+        with pytest.raises(InputError, match=r"sums\(\) must return a NamedTuple"):
             gspmd_lm.dry_run(dataclasses.replace(mixer.TASK, sums=given), layout("data"))
     flat = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda p: jnp.zeros(p.size), params),

@@ -163,4 +163,4 @@ def describe(model: config.Model, like: Mapping[str, Any] | None) -> tuple[Famil
 
 def _inexpressible(row: Family, differ: list[str]) -> str:
     lines = "\n".join(f"  model.{line}" for line in differ)
-    return f"no family of transformers has this model; the nearest is {row.name}, but for\n{lines}"
+    return f"no family of transformers has this model; the nearest is {row.name}, except for\n{lines}"

@@ -20,7 +20,7 @@ from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.pretrained import Place, places
 from gspmd_lm.errors import InputError
 
-GATHERED_BYTES = 64 * 2**20  # gathered at a time of an array that is spread over hosts
+GATHERED_BYTES = 64 * 2**20  # gathered at a time from an array that is spread over hosts
 Held = list[tuple[Place, Any, int | None]]  # the origin of a tensor: places, arrays, and the entry of a stacked array
 
 

@@ -249,7 +249,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-    """A sliding window for some layers: layer_types, or the older rules for which."""
+    """A sliding window for some layers: layer_types, or the older rules for which layers."""
 
     default: int | None  # window
     implied: Callable[[Source], Callable[[int], bool]]  # without layer_types: whether layer i has the window

@@ -237,7 +237,7 @@ def _checked(
     known = ", ".join(safetensors.DTYPES)
     lines += [
         f"  no number    {line}"
-        for line in _by_layer({name: f" is {kind}; read are {known}" for name, kind in kinds.items()})
+        for line in _by_layer({name: f" is {kind}; supported are {known}" for name, kind in kinds.items()})
     ]
     if not lines and model.tied_embeddings and head in stored:
         embedding = next(place.tensor.name for place in leaves if place.path == "embedding")

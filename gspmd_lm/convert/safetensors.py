@@ -116,7 +116,7 @@ def header(path: Path) -> dict[str, Stored]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-            raise InputError(damaged(path, f"the file has {size} bytes, its header should have {length}"))
+            raise InputError(damaged(path, f"the file has {size} bytes, but its header should have {length}"))
         text = file.read(length)
     try:
         raw = parse(text.decode("utf-8"), path)
@@ -151,7 +151,7 @@ def _checked(path: Path, name: str, entry: Any) -> tuple[int, int]:
     """The begin and the end of a tensor's bytes in the data, from its entry in the header. Raises InputError."""
     is_entry = isinstance(entry, dict) and entry.keys() == _ENTRY and isinstance(entry["dtype"], str)
     if not is_entry or not _are_sizes(entry["shape"]) or not _are_sizes(entry["data_offsets"], 2):
-        raise InputError(damaged(path, f"the header's entry of {name} is not one: {shown(entry)}"))
+        raise InputError(damaged(path, f"the header's entry of {name} is not valid: {shown(entry)}"))
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in BITS:
         raise InputError(damaged(path, f"{name} has a dtype that the format does not know, {shown(dtype)}"))

@@ -127,7 +127,7 @@ def programs(
                 "  fix   set GSPMD_LM_CACHE to a folder that you may write to"
             ) from error
         distinct = {request.key(): request for request in requests}
-        with ThreadPoolExecutor(_side_by_side(len(distinct))) as pool:
+        with ThreadPoolExecutor(side_by_side(len(distinct))) as pool:
             waiting = {key: pool.submit(_program, request, root / key, say) for key, request in distinct.items()}
             found = {key: future.result() for key, future in waiting.items()}
         _trim(root, keep=found)
@@ -139,7 +139,7 @@ def load(path: Path, request: CompileRequest, trust: bool = False) -> Any:
     return exported.load(path, request.key(), request.name, compilers(request.target), trust)
 
 
-def _side_by_side(wanted: int) -> int:
+def side_by_side(wanted: int) -> int:
     """How many compilations at once: as many as there are cores, and memory that is free."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(wanted, len(os.sched_getaffinity(0)), pages // PROCESS_BYTES))
@@ -222,6 +222,12 @@ def pickled(task: "Task") -> bytes:
     return found
 
 
+def cudnn() -> Path | None:
+    """The folder of cuDNN's libraries, which compiling its attention needs; None if they are not installed."""
+    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
+
+
 def _environment(modules: Sequence[str]) -> dict[str, str]:
     """The environment of the compiling process: nothing of an accelerator that may be here, no flags of the caller.
 
@@ -231,9 +237,8 @@ def _environment(modules: Sequence[str]) -> dict[str, str]:
     folders = [str(Path(name).absolute()) for name in modules]
     paths = [str(Path(__file__).parents[2]), *folders, environment.get("PYTHONPATH", "")]
     libraries = [environment.get("LD_LIBRARY_PATH", "")]
-    cudnn = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    if cudnn and cudnn.submodule_search_locations:
-        libraries.insert(0, str(Path(next(iter(cudnn.submodule_search_locations))) / "lib"))
+    if folder := cudnn():
+        libraries.insert(0, str(folder / "lib"))
     return environment | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),

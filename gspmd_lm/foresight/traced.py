@@ -31,6 +31,7 @@ class Node:
     times: int  # how often it runs: the lengths of the loops around it, multiplied
     placed: Spec | None = None
     label: str = ""  # what remat policies know it by
+    flops: float = 0.0  # of one run
     inputs: list["Node"] = dataclasses.field(default_factory=list)
     users: list["Node"] = dataclasses.field(default_factory=list)
 
@@ -127,6 +128,7 @@ class Traced:
             else:
                 like = eqn.outvars[0].aval if eqn.outvars else None
                 node = self._node(eqn.primitive.name, own, like, times, given)
+                node.flops = flops(eqn)
                 if eqn.primitive.name == "name":
                     node.label = eqn.params["name"]
                     node.placed = marked(node.label)
@@ -309,6 +311,18 @@ class Traced:
                     elif not near.placed:
                         waiting.append(near)
         return found
+
+
+def flops(equation: Any) -> float:
+    """2 for each multiplication and addition of a product or convolution; 0 for another operation."""
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2.0 * equation.outvars[0].aval.size * math.prod(left[dimension] for dimension in contracted)
+    if equation.primitive.name == "conv_general_dilated":
+        kernel, features = equation.invars[1].aval, equation.params["dimension_numbers"].rhs_spec[0]
+        return 2.0 * equation.outvars[0].aval.size * kernel.size / kernel.shape[features]
+    return 0.0
 
 
 def _alike(inside: Iterable[Any], outside: Iterable[Any]) -> int:

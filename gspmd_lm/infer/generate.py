@@ -39,7 +39,7 @@ class Piece:
 
 @dataclasses.dataclass
 class Figures:
-    """What generation took so far; compilation is not in it."""
+    """Counts and times of generation so far, without compilation."""
 
     cache_bytes_per_device: int
     prompt_tokens: int = 0
@@ -71,17 +71,16 @@ def plan(
     config: Config, rules: Rules, devices: Sequence[Any], platform: str, prompts: Sequence[Sequence[int]],
     *, new_tokens: int, batch: int, tokenizer: Tokenizer | None = None, places: Sequence[str] = (),
 ) -> tuple[Programs, list[str]]:  # fmt: skip
-    """The programs that generate `new_tokens` tokens after each of `prompts`, `batch` at a time, and what the user is
-    told of them. Nothing is compiled or allocated.
+    """The programs that generate `new_tokens` tokens after each of `prompts`, `batch` at a time, and notes to print.
 
-    `places` says where each prompt stands, for messages. Raises InputError for prompts, a tokenizer or rules that do
-    not fit.
+    Nothing is compiled or allocated. `places` says where each prompt stands, for messages. Raises InputError for
+    prompts, a tokenizer or rules that do not fit.
     """
     check_prompts(config, prompts, new_tokens, places)
     if tokenizer:
         check_tokenizer(config, tokenizer)
     if batch < 1:
-        raise InputError(f"batch={batch}: at least one prompt at a time\n  fix   --batch=8")
+        raise InputError(f"batch={batch}: must be at least 1\n  fix   --batch=8")
     longest = max(map(len, prompts))
     asked = min(batch, len(prompts))
     sizes = programs.sizes(rules, asked, longest, new_tokens, rules.attention[platform])
@@ -90,7 +89,7 @@ def plan(
     if sizes.rows > asked:
         split = ", ".join(dict.fromkeys(row.place for row in rules.rows if row.axis == "batch" and row.mesh_axes))
         notes.append(
-            f"a batch of {asked} is padded to {sizes.rows} rows, whose results are thrown away ({split}); "
+            f"a batch of {asked} is padded to {sizes.rows} rows, and results of padding are dropped ({split}); "
             f"{sizes.rows} prompts at a time cost the same"
         )
     alone = platform == "cpu" and rules.devices == 1
@@ -106,7 +105,7 @@ def check_prompts(
     if new_tokens < 1:
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for 1 or more")
     if not prompts:
-        raise InputError("there is no prompt\n  fix   give one, or a file with some")
+        raise InputError("there is no prompt\n  fix   give a prompt, or a file with prompts")
     wrong = [f"{place}: empty" for place, prompt in zip(places, prompts, strict=True) if not len(prompt)]
     fixes = ["give at least one token to go on from"] * bool(wrong)
     long = [(place, len(prompt)) for place, prompt in zip(places, prompts, strict=True)
@@ -202,11 +201,11 @@ class Generator:
                 figures.prompt_tokens += sum(map(len, batch))
             yield choice
             if all(text.result for text in texts):
-                return  # what `following` holds is not needed
+                return  # `following` is not needed
             choice, began = following, time.perf_counter()
 
     def _placed(self, batch: Sequence[Sequence[int]], number: int) -> Prompts:
-        """The prompts on the devices; rows that nobody asked for hold one token of padding."""
+        """The prompts on the devices. Each row that pads the batch holds one token of padding."""
         sizes, abstract = self.programs.sizes, self.programs.abstract_prompts
         tokens_BT = np.zeros((sizes.rows, sizes.prompt), np.int32)
         start_B = np.full(sizes.rows, sizes.prompt - 1, np.int32)
@@ -219,7 +218,7 @@ class Generator:
 
 
 def place(x: np.ndarray, sharding: Any) -> jax.Array:
-    """An array that every process has all of, on the devices of all of them."""
+    """An array that every process holds in full, placed on the devices of all processes."""
     return jax.make_array_from_callback(x.shape, sharding, lambda piece: x[piece])
 
 

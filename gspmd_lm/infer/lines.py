@@ -26,9 +26,9 @@ class Line(NamedTuple):
 
 
 def objects(path: Path, wrong: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place and the object of each line that is not blank; what is no object is noted in `wrong`.
+    """The place and the object of each line that is not blank. Lines without an object are added to `wrong`.
 
-    Raises InputError where the file cannot be read or is not UTF-8.
+    Raises InputError if the file cannot be read or is not UTF-8.
     """
     for number, line in enumerate(read_text(path).split("\n"), 1):
         place = f"{path}:{number}"
@@ -56,7 +56,7 @@ def _is_text(text: str) -> bool:
 
 
 def refuse(path: Path, wrong: Sequence[str], found: Sequence[Any], fix: str) -> None:
-    """Raises InputError where lines are wrong or there are none."""
+    """Raises InputError if lines are wrong, or if there are none."""
     if wrong:
         more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         raise InputError("\n".join([*wrong[:SHOWN], *more, f"  fix   {fix}"]))
@@ -65,8 +65,8 @@ def refuse(path: Path, wrong: Sequence[str], found: Sequence[Any], fix: str) -> 
 
 
 def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None, chat: bool = False) -> list[Line]:
-    """The prompts of a file. `render` makes prompts of "messages"; without it they are an error. chat: a "prompt" is a
-    user's message too.
+    """The prompts of a file. `render` makes prompts of "messages"; without `render`, they are an error. chat: a
+    "prompt" is a user's message too.
 
     Raises InputError that lists every line without a prompt that can be used.
     """
@@ -100,7 +100,7 @@ def _ids(ids: Sequence[int] | np.ndarray) -> list[int]:
 
 def write(lines: Sequence[Line], pieces: Iterable[Piece], out: TextIO) -> None:
     """Writes each line's fields with its text, finish_reason and number of tokens, in order and as soon as they are
-    there. `pieces`: what Generator.generate gives for the lines' tokens."""
+    known. `pieces`: the pieces that Generator.generate yields for the lines' tokens."""
     waiting: dict[int, Piece] = {}
     at = 0
     for piece in pieces:

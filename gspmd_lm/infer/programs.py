@@ -31,7 +31,7 @@ CACHE_AXES = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is fixed when the programs are built."""
+    """The sizes that are fixed when the programs are built."""
 
     rows: int  # of a batch, padding included
     prompt: int  # slots of the longest prompt
@@ -47,17 +47,17 @@ class Prompts(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What one decode step hands to the next one, which uses it up."""
+    """The arrays that one decode step passes on to the next one. They are donated."""
 
     cache: Cache
-    tokens_B: Any  # int32: chosen last, not in the cache yet
-    slot: Any  # int32: where they go
+    tokens_B: Any  # int32: the tokens chosen last, which are not in the cache yet
+    slot: Any  # int32: their slot in the cache
     start_B: Any
     number_B: Any
 
 
 def sizes(rules: Rules, rows: int, prompt: int, new: int, kernel: str = "xla") -> Sizes:
-    """The sizes for `rows` prompts of up to `prompt` tokens and `new` tokens more, rounded up to what mesh axes split.
+    """The sizes for `rows` prompts of up to `prompt` tokens and `new` tokens more, rounded up for mesh axes to divide.
 
     The last new token needs no slot: nothing attends to it.
     """
@@ -67,13 +67,13 @@ def sizes(rules: Rules, rows: int, prompt: int, new: int, kernel: str = "xla") -
 
 
 def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str) -> tuple[int, int]:
-    """A batch of `rows` rows of `seq` tokens, each rounded up to what mesh axes and the attention kernel divide."""
+    """`rows` and `seq`, each rounded up so that the mesh axes and the attention kernel divide it."""
     block = math.lcm(_pieces(rules, "seq"), _pieces(rules, "kv_seq"), LANES if kernel == "splash" else 1)
     return _up(rows, _pieces(rules, "batch")), _up(seq, block)
 
 
 def _pieces(rules: Rules, axis: str) -> int:
-    """Into how many pieces, at least, the size of an axis must divide for all activations to be split."""
+    """The number that must divide the size of an axis, so that all activations can be split along it."""
     splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
     return math.lcm(*map(rules.piece_count, splits))
 
@@ -83,8 +83,10 @@ def _up(size: int, multiple: int) -> int:
 
 
 def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
-    """The weights' shapes and shardings where nothing is trained: in the dtype in which they are multiplied, if that is
-    smaller than their own, so that they are cast once. Norms compute with their own dtype.
+    """The shapes and shardings of weights that are not trained.
+
+    They rest in the dtype in which they are multiplied if it is smaller than their own, so that they are cast only
+    once. Norms keep their own dtype.
     """
     used = jnp.dtype(model.compute_dtype)
 
@@ -98,7 +100,7 @@ def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> An
 
 
 def whole_context(config: Config) -> Sizes:
-    """The sizes for `data.batch` rows whose cache holds `data.seq` tokens, as prompts of that length fill it."""
+    """The sizes for `data.batch` rows whose cache holds `data.seq` tokens and is filled by prompts of that length."""
     return Sizes(config.data.batch, config.data.seq, config.data.seq)
 
 
@@ -109,7 +111,7 @@ def prefill(cfg: configs.Model, params: Any, prompts: Prompts, slots: int) -> tu
     batch = {
         "tokens": prompts.tokens_BT,
         "positions": jnp.maximum(ahead_BT, 0),
-        "segment_ids": (ahead_BT >= 0).astype(jnp.int32),  # padding is a text of its own
+        "segment_ids": (ahead_BT >= 0).astype(jnp.int32),  # padding is a segment of its own
         "row": prompts.number_B,
         "slot": jnp.zeros((), jnp.int32),
         "start": prompts.start_B,
@@ -119,7 +121,7 @@ def prefill(cfg: configs.Model, params: Any, prompts: Prompts, slots: int) -> tu
 
 
 def decode(cfg: configs.Model, params: Any, carried: Carried) -> tuple[jax.Array, Cache]:
-    """The logits after `carried.tokens_B`, [B, V], and the cache that then holds them too."""
+    """The logits after `carried.tokens_B`, [B, V], and the cache with these tokens added."""
     batch = {
         "tokens": carried.tokens_B[:, None],
         "positions": (carried.slot - carried.start_B)[:, None],
@@ -133,11 +135,11 @@ def decode(cfg: configs.Model, params: Any, carried: Carried) -> tuple[jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Forward(Program):
-    """What programs that only run forward share."""
+    """The part that all programs without a backward pass share."""
 
     @functools.cached_property
     def placement(self) -> MeshPlacement:
-        """Without remat: nothing runs backward."""
+        """The placement without remat, because nothing runs backward."""
         return MeshPlacement(dataclasses.replace(self.rules, remat=Remat()), self.mesh)
 
     @functools.cached_property
@@ -148,17 +150,17 @@ class Forward(Program):
 
 @dataclasses.dataclass(frozen=True)
 class Programs(Forward):
-    """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of what they take.
+    """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of their inputs.
 
-    Each is one program however many tokens are generated.
+    Each is a single program, however many tokens are generated.
     """
 
     sizes: Sizes
-    unrolled: bool = False  # layers one after the other instead of in a loop, with weights of their own: see `split`
+    unrolled: bool = False  # layers one after the other, not in a loop, with weights of their own: see `unstacked`
 
     @functools.cached_property
     def model(self) -> configs.Model:
-        """What is run: the config's model, a pattern as long as its depth where the layers are unrolled."""
+        """The model that is run: the config's, with a pattern as long as its depth if the layers are unrolled."""
         model, kinds = self.config.model, self.config.model.layer_kinds
         if not self.unrolled:
             return model
@@ -166,7 +168,7 @@ class Programs(Forward):
         return dataclasses.replace(model, layer_pattern=tuple(pattern[i % len(kinds)] for i in range(model.layers)))
 
     def unstacked(self, params: Any) -> Any:
-        """The weights as the programs take them: a copy with one array per layer where the layers are unrolled.
+        """The weights as the programs take them: a copy with one array per layer if the layers are unrolled.
 
         XLA:CPU copies the weights of a layer out of the stack of all layers before it multiplies with them, which
         costs more than the product itself when there are few tokens.
@@ -191,14 +193,14 @@ class Programs(Forward):
 
     @functools.cached_property
     def abstract_unstacked(self) -> Any:
-        """The shapes and shardings of what `split` gives."""
+        """The shapes and shardings of the weights that `unstacked` returns."""
         if not self.unrolled:
             return self.abstract_params
         return resting(parameters(self.model), self.placement, self.model)
 
     @property
     def param_shardings(self) -> Any:
-        """Where the weights rest."""
+        """The shardings of the weights at rest."""
         return jax.tree.map(lambda like: like.sharding, self.abstract_params)
 
     @functools.cached_property
@@ -211,12 +213,12 @@ class Programs(Forward):
 
     @functools.cached_property
     def abstract_carried(self) -> Carried:
-        """The shapes and shardings of what decode carries."""
+        """The shapes and shardings of Carried."""
         cache, *rest = _carried(self.config.model, self.sizes)
         at = self.placement.sharding("rules", "cache", CACHE_AXES, cache.k_LBSKH.shape)
         where: Any = at
         if self.mesh.devices.flat[0].platform == "tpu":
-            # [L, S, K, B, H] in memory, as the loop over layers writes a token: else it is copied in and out each step.
+            # [L, S, K, B, H] in memory, as the loop over layers writes a token. Otherwise each step copies the cache.
             where = Format(Layout((0, 2, 3, 1, 4)), at)
         halves: Any = jax.tree.map(lambda half: placed(half, where), cache)
         return Carried(halves, *(placed(like, self.whole) for like in rest))
@@ -228,7 +230,7 @@ class Programs(Forward):
 
     @property
     def cache_bytes_per_device(self) -> int:
-        """What keys and values of all slots take."""
+        """The bytes on each device for the keys and values of all slots."""
         return sum(
             math.prod(half.sharding.shard_shape(half.shape)) * half.dtype.itemsize
             for half in self.abstract_carried.cache
@@ -236,7 +238,7 @@ class Programs(Forward):
 
     @property
     def held(self) -> dict[str, Any]:
-        """What a device holds between steps: trees of shapes and shardings, by what they are for."""
+        """The arrays that devices hold between steps: trees of shapes and shardings, by purpose."""
         cache, *batch = self.abstract_carried
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
 
@@ -246,7 +248,7 @@ class Programs(Forward):
         return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings).lower()
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """(params, Carried, Settings) -> (Carried, Choice); what is carried is used up, the cache changed in place."""
+        """(params, Carried, Settings) -> (Carried, Choice). Carried is donated, and the cache changes in place."""
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
         return jitted.trace(self.abstract_unstacked, self.abstract_carried, self.abstract_settings).lower()
 
@@ -256,7 +258,7 @@ class Programs(Forward):
 
     @functools.cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-        """Prefill and decode, compiled. Raises InputError where they need more memory than there is."""
+        """Prefill and decode, compiled. Raises InputError if they need more memory than there is."""
         sizes = self.sizes
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
@@ -309,7 +311,7 @@ def recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[
 
 
 def parameters(model: configs.Model) -> Arrays:
-    """The weights of a model of which nothing is trained."""
+    """The weights of a model that is not trained."""
     return arrays(functools.partial(init, model), DECODER)
 
 
@@ -324,12 +326,12 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
 
 
 def _carried(model: configs.Model, sizes: Sizes) -> Carried:
-    """The shapes of what decode carries."""
+    """The shapes of Carried."""
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
     return Carried(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
 
 
 def _where(like: jax.ShapeDtypeStruct) -> Any:
-    """The format of an array that has one of its own, else its sharding."""
+    """The format of an array if it has one, else its sharding."""
     return like.sharding if like.format.layout is None else like.format

@@ -14,7 +14,7 @@ from gspmd_lm.errors import InputError
 
 
 class Settings(NamedTuple):
-    """Scalars that a compiled program is given: arrays, or what stands for them in a tree of shapes or shardings."""
+    """The scalars that a compiled program takes: arrays, shapes or shardings."""
 
     seed: Any  # uint32
     temperature: Any  # float32; 0 is greedy
@@ -24,10 +24,11 @@ class Settings(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The token of each row, int32 [B], and by how much it won, float32 [B].
+    """The token chosen for each row, int32 [B], and its lead over the second best one, float32 [B].
 
-    That is the gap between the two best logits or, for a drawn token, between what decided: the logits that the
-    filters left, each with its noise. Below about 1e-3 another order of float32 sums can decide otherwise.
+    For a greedy choice, the lead is the gap between the two best logits. For a drawn token, it is the gap between the
+    two best of the logits that the filters left, each with its noise. Below about 1e-3, another order of float32 sums
+    can change the choice.
     """
 
     tokens_B: Any
@@ -63,7 +64,7 @@ class Sampling:
 
     @property
     def settings(self) -> Settings:
-        """What a compiled program takes."""
+        """The settings as a compiled program takes them."""
         return Settings(
             np.uint32(self.seed),
             np.float32(self.temperature),
@@ -97,18 +98,18 @@ def best(scores_BV: jax.Array) -> Choice:
     """The first of the highest scores of each row, and how far the next one is below it."""
     places_V = jnp.arange(scores_BV.shape[-1], dtype=jnp.int32)
     highest_B = scores_BV.max(-1)
-    # Two plain reductions; argmax carries pairs, which CPUs do one by one.
+    # Two plain reductions, because argmax reduces pairs, which CPUs do one by one.
     tokens_B = jnp.where(scores_BV == highest_B[:, None], places_V, jnp.int32(2**31 - 1)).min(-1)
     others_BV = jnp.where(places_V == tokens_B[:, None], -jnp.inf, scores_BV)
     return Choice(tokens_B, highest_B - others_BV.max(-1))
 
 
 def filtered(scores_BV: jax.Array, settings: Settings) -> jax.Array:
-    """The scores that top-k, top-p and min-p leave, -inf elsewhere; of equal scores at a border all are kept."""
+    """The scores that top-k, top-p and min-p leave, -inf elsewhere. Of equal scores at a border, all are kept."""
     V = scores_BV.shape[-1]
 
     def ranked(scores_BV: jax.Array) -> jax.Array:
-        """What top-k and top-p leave, from one sort."""
+        """The scores that top-k and top-p leave, from one sort."""
         sorted_BV = jnp.sort(scores_BV, axis=-1, descending=True)
         k = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, V), V)
         kth_B1 = jax.lax.dynamic_slice_in_dim(sorted_BV, k - 1, 1, axis=1)
@@ -128,7 +129,7 @@ def filtered(scores_BV: jax.Array, settings: Settings) -> jax.Array:
 
 
 def noise(seed: jax.Array, number_B: jax.Array, position_B: jax.Array, vocab: int) -> jax.Array:
-    """Gumbel noise, [B, V]: the best of log-probabilities with it is a draw from the probabilities."""
+    """Gumbel noise, [B, V]: the argmax of log-probabilities plus this noise is a draw from the probabilities."""
 
     def row(number: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)

@@ -53,7 +53,7 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Of one request."""
+    """The score of one request."""
 
     log_likelihood: float
     tokens: int
@@ -61,7 +61,7 @@ class Score(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Of a whole text."""
+    """The measures of a whole text."""
 
     loss: float  # nats per token
     perplexity: float
@@ -119,7 +119,7 @@ class Scoring(Forward):
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The program, compiled. Raises InputError where it needs more memory than there is."""
+        """The program, compiled. Raises InputError if it needs more memory than there is."""
         what = f"scoring {self.rows:,} rows of {self.seq:,} tokens at a time"
         fix = "--batch=1, for a text a smaller --seq, or rules that split more"
         return self.compile(self.lower(), what, fix)
@@ -154,7 +154,7 @@ class Scorer:
         self._run = built.compiled
 
     def scores(self, requests: Sequence[Request]) -> Iterator[Score]:
-        """The score of each request, in order. The next batch is on its way while one is read."""
+        """The score of each request, in order. The devices score the next batch while one is read."""
         pending: tuple[Sequence[Request], Scores] | None = None
         for first in range(0, len(requests), self.program.rows):
             batch = requests[first : first + self.program.rows]
@@ -169,8 +169,8 @@ class Scorer:
         """Loss, perplexity and bits per byte of a text of `size_bytes`, in windows of the program's length that do not
         overlap.
 
-        Every token is scored once: the first one given what the tokenizer begins texts with, else its end-of-text
-        token, the first one of each later window given the token before it.
+        Every token is scored once. The first one is given the token with which the tokenizer begins texts, or else its
+        end-of-text token. The first one of each later window is given the token before it.
         """
         lead = [self.tokenizer.end, *self.tokenizer.encode_prompt("").tolist()][-1]
         return measures(list(self.scores(windows(ids, lead, self.program.seq))), size_bytes)
@@ -193,13 +193,13 @@ def _read(batch: Sequence[Request], scores: Scores) -> Iterator[Score]:
 
 
 def windows(ids: Sequence[int] | np.ndarray, lead: int, seq: int) -> list[Request]:
-    """Requests that score each of `ids` once, `seq` at a time, the first one given `lead`."""
+    """Requests that score each of `ids` once, `seq` at a time. The first one is given `lead`."""
     whole = [lead, *np.asarray(ids).tolist()]
     return [Request(piece := whole[at : at + seq + 1], len(piece) - 1) for at in range(0, len(ids), seq)]
 
 
 def measures(scores: Sequence[Score], size_bytes: int) -> Text:
-    """What the scores of a text's windows add up to."""
+    """The measures of a text, from the scores of its windows."""
     tokens = sum(one.tokens for one in scores)
     nats = -math.fsum(one.log_likelihood for one in scores)
     return Text(nats / tokens, math.exp(min(nats / tokens, 700)), nats / math.log(2) / size_bytes, tokens, size_bytes)
@@ -215,8 +215,9 @@ class Line(NamedTuple):
 def read(path: str | Path, tokenizer: Tokenizer, context: int) -> list[Line]:
     """The requests of a JSONL file of {"prompt": ..., "continuation": ...}.
 
-    Both are encoded together, spaces at the end of a prompt as part of the continuation, as EleutherAI's evaluation
-    harness has it. An empty prompt is what the tokenizer begins texts with, else its end-of-text token.
+    A prompt and its continuation are encoded together. As in EleutherAI's evaluation harness, spaces at the end of a
+    prompt belong to the continuation. An empty prompt is the token with which the tokenizer begins texts, or else its
+    end-of-text token.
 
     Raises InputError that lists every wrong line.
     """

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 
-_CUT = "\ufffd"  # what stands for bytes that are no character, or not yet
+_CUT = "\ufffd"  # the replacement of bytes that are not a character, or not yet
 _LONGEST_CUT = 3  # bytes of a character that lacks its last one
 _CONTEXT = 6  # tokens of the prompt that decide how the first new one is spelled (a space before it, or none)
 
@@ -21,7 +21,7 @@ class Pieces:
         self._given = len(self._text(self._ids))
 
     def add(self, token: int) -> str:
-        """What the token adds to the text; "" while a character is incomplete."""
+        """The text that the token adds; "" while a character is incomplete."""
         self._ids.append(token)
         text = self._text(self._ids[self._first :])
         whole = text.rstrip(_CUT)
@@ -35,7 +35,7 @@ class Pieces:
         return piece
 
     def rest(self) -> str:
-        """What is left when no token follows: U+FFFD for a character that never became whole."""
+        """The rest of the text when no token follows: U+FFFD for a character that never became whole."""
         return self._text(self._ids[self._first :])[self._given :]
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -53,7 +53,7 @@ class Stops:
         self._held = ""
 
     def add(self, piece: str) -> tuple[str, bool]:
-        """The text that is certain now, and whether it ends here. What may begin a stop string is held back."""
+        """The text that is certain now, and whether it ends here. Text that may begin a stop string is held back."""
         self._held += piece
         found = [at for at in (self._held.find(string) for string in self._strings) if at >= 0]
         if found:
@@ -64,11 +64,11 @@ class Stops:
         return certain, False
 
     def rest(self) -> str:
-        """What was held back and turned out to be text."""
+        """The text that was held back and did not become a stop string."""
         return self._held
 
 
 def _overlap(text: str, string: str) -> int:
-    """The length of the longest beginning of `string`, not all of it, that `text` ends with."""
+    """The length of the longest proper prefix of `string` that `text` ends with."""
     most = min(len(text), len(string) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)

@@ -3,6 +3,7 @@
 The fused kernels never hold a T x T array. None of them changes what is computed.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.placing import attention_kernel, per_device, shard, split
+from gspmd_lm.placing import attention_kernel, cheap, per_device, shard, split
 
 Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"
@@ -54,7 +55,9 @@ def attend(
     seen_BTS = _before(positions_1T, positions_1T, cfg.sliding_window)
     if segments_BT is not None:
         seen_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
-    return shard(_xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, positions_1T, positions_1T, cfg), OUT)
+    attention = cheap(functools.partial(_xla, cfg=cfg))
+    with jax.softmax_custom_jvp(True):  # its derivative needs the weights alone, not also what they are made of
+        return shard(attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, positions_1T, positions_1T), OUT)
 
 
 def attend_to_cache(

@@ -61,10 +61,10 @@ class Attention(nn.Module):
     def __call__(
         self, x_BTD: Any, batch: dict[str, jax.Array], cache: Cache | None = None, layer: jax.Array | int = 0
     ) -> tuple[Any, Cache | None]:
-        """What attention adds to the residual stream, still to be written, and the cache. `x_BTD` comes from `read`.
+        """The output of attention, still to be passed to `write`, and the cache. `x_BTD` comes from `read`.
 
-        With a cache, k and v of the layer, counted from 0, are written to it. One token per row is the next one: it
-        attends to what the cache holds. Several are the first ones: they attend to each other.
+        With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
+        it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other.
         """
         cfg = self.cfg
         q = project("BTD,DNH->BTNH", x_BTD, self.wq)
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         if cfg.positions == "rope":
-            # Named once more, so that a remat policy that keeps them keeps what attention reads.
+            # Both are named again, so that a remat policy that saves them saves the inputs of attention.
             q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg), Q)
             k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg), K)
         if cache:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.weights import adapted, bias, matrix, project, weight
-from gspmd_lm.placing import remat, shard, use
+from gspmd_lm.placing import cheap, shard, use
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -22,14 +22,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-
-
-def cheap(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
-
-    Elementwise steps are computed again faster than their results are read back from memory.
-    """
-    return function if remat() else jax.checkpoint(function, prevent_cse=False)
 
 
 class Norm(nn.Module):

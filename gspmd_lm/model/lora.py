@@ -1,4 +1,4 @@
-"""The adapters in a tree shaped like the parameters: apart from the weights, put back, or merged into them."""
+"""Trees of parameters with adapters: the adapters apart, joined with the weights, or merged into them."""
 
 import dataclasses
 from typing import Any
@@ -24,18 +24,19 @@ def weights(params: Tree) -> Tree:
 
 
 def joined(left: Tree, right: Tree) -> Tree:
-    """One tree of two; what both have is the right one's."""
+    """One tree of two. Where both have a leaf, it is the leaf of `right`."""
     return unflatten_dict(_flat(left) | _flat(right))
 
 
 def partition(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
-    """What training leaves alone, and what it changes: the adapters of a model that has some, else everything."""
+    """The frozen and the trained parameters. A model with adapters trains only them."""
     return (weights(params), adapters(params)) if cfg.lora else ({}, params)
 
 
 def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
-    """Parameters without adapters that compute the same, and their model: each adapter's product is added to its
-    weight, in float32, and the sum cast to the weight's dtype.
+    """Parameters without adapters that compute the same, and their model.
+
+    Each adapter's product is added to its weight in float32. The sum is cast to the weight's dtype.
     """
     if not cfg.lora:
         return params, cfg
@@ -46,7 +47,7 @@ def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
         if (*module, f"{name}_a") not in flat:
             return weight
         a, b = (flat[*module, f"{name}_{part}"].astype(jnp.float32) for part in "ab")
-        layers = a.shape[: a.ndim + b.ndim - 2 - weight.ndim]  # of weights that are stacked
+        layers = a.shape[: a.ndim + b.ndim - 2 - weight.ndim]  # () if weights are not stacked
         a, b = a.reshape(*layers, -1, a.shape[-1]), b.reshape(*layers, a.shape[-1], -1)
         added = scale * jnp.matmul(a, b, precision="highest").reshape(weight.shape)
         return (weight.astype(jnp.float32) + added).astype(weight.dtype)

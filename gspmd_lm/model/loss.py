@@ -1,8 +1,8 @@
 """Cross-entropy in chunks of the sequence, over a vocabulary that may be split, without ever holding all logits.
 
-The gradients are computed in the forward pass (as in arXiv 2410.10989): a chunk's logits live only while its own
-part of them is worked out. The table is put in place once, before the loop; its gradient is accumulated as one
-partial sum per piece of the batch and reduced once, after it.
+The gradients are computed in the forward pass (as in arXiv 2410.10989): a chunk's logits live only while the chunk's
+share of the gradients is computed. The table is put in use once, before the loop. Its gradient is accumulated as one
+partial sum per piece of the batch, and reduced once, after the loop.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ CHUNK_TOKENS = 1024  # per device; enough to keep a matrix unit busy, 0.5 GB of 
 
 
 class Sums(NamedTuple):
-    """Sums over target tokens, float32 scalars. `loss` is cross-entropy, plus the z-loss where there is one."""
+    """Sums over target tokens, float32 scalars. `loss` is cross-entropy, plus the z-loss if there is one."""
 
     loss: jax.Array
     cross_entropy: jax.Array
@@ -31,8 +31,8 @@ class Sums(NamedTuple):
 def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax.Array, cfg: config.Model) -> Sums:
     """Sums of the losses of all tokens whose target is not negative.
 
-    x_BTD: what the decoder returns. table: [V, D]. bias: [V]. targets_BT: int32, -1 where there is no target.
-    Logits, softmax and sums are float32. Rows of padding (cfg.vocab and up) have no probability.
+    x_BTD: the output of the decoder. table: [V, D]. bias: [V]. targets_BT: int32, -1 where there is no target.
+    Logits, softmax and sums are float32. Rows of padding (cfg.vocab and up) have probability 0.
     """
 
     of = scope("of", "loss")
@@ -60,9 +60,9 @@ def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax
 
 
 def _scan(x_BTD, weights, targets_BT, cfg, gradients):
-    """The sums, and with `gradients` also those of sums.loss by x_BTD and each of `weights`; None for a frozen one.
+    """The sums and, if `gradients`, the gradients of sums.loss with respect to x_BTD and `weights` (None if frozen).
 
-    A chunk's share of the gradients is worked out while its logits are there.
+    A chunk's share of the gradients is computed while its logits are there.
     """
     chunks = chunk_count(*x_BTD.shape[:2])
     x_CBTD = chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
@@ -101,7 +101,7 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
 
 
 def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.Model) -> tuple[jax.Array, Sums]:
-    """The loss and all sums of one chunk, from its logits as the table gives them."""
+    """The loss and all sums of one chunk, from its raw logits."""
     logits_BTV = _finished(raw_BTV, cfg)
     has_target_BT = targets_BT >= 0
     highest_BT = jax.lax.stop_gradient(logits_BTV.max(-1))
@@ -115,7 +115,7 @@ def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.Model) -> tuple
 
 
 def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Model) -> jax.Array:
-    """The logits of what the decoder returned, [B, T, V] in float32; -inf for rows of padding (cfg.vocab and up)."""
+    """The logits of the decoder's output, [B, T, V] in float32; -inf for rows of padding (cfg.vocab and up)."""
     with scope("of", "logits"):
         x_BTD = shard(like(x_BTD, RESIDUAL), BLOCK_INPUT)
         return logits_of(x_BTD, use(table), None if bias is None else use(bias), cfg)
@@ -132,7 +132,7 @@ def _raw_logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None 
 
 
 def _finished(raw_BTV: jax.Array, cfg: config.Model) -> jax.Array:
-    """Logits with their cap, and without any for rows of padding."""
+    """The logits, capped if the model has a cap, and -inf for rows of padding."""
     cap = cfg.logit_softcap
     capped_BTV = cap * jnp.tanh(raw_BTV / cap) if cap else raw_BTV
     if cfg.vocab == cfg.vocab_rows:
@@ -141,7 +141,7 @@ def _finished(raw_BTV: jax.Array, cfg: config.Model) -> jax.Array:
 
 
 def chunk_count(rows: int, length: int) -> int:
-    """Into how many equal chunks sequences are cut so that one has at most CHUNK_TOKENS tokens on a device."""
+    """The number of equal chunks into which sequences are cut, each of at most CHUNK_TOKENS tokens on a device."""
     most = length // _seq_pieces(length)
     wanted = -(-rows * most // (pieces("logits", "batch") * CHUNK_TOKENS))
     return next((n for n in range(wanted, most) if most % n == 0), most)
@@ -153,15 +153,15 @@ def chunked(x: jax.Array, chunks: int) -> jax.Array:
 
 
 def unchunked(x: jax.Array) -> jax.Array:
-    """What `chunked` was before: [chunks, ..., T / chunks, D] as [..., T, D]."""
+    """The inverse of `chunked`: [chunks, ..., T / chunks, D] as [..., T, D]."""
     length = x.shape[0] * x.shape[-2]
     return rearrange(x, "C ... (P T) D -> ... (P C T) D", P=_seq_pieces(length))
 
 
 def _seq_pieces(length: int) -> int:
-    """Into how many equal pieces the rules split the sequence of the logits; a loop cuts each of them further.
+    """The number of equal pieces into which the rules split the sequence of the logits. A loop cuts each piece further.
 
-    Rules that split it unequally are refused. For them it is one piece per token, so that nothing is cut.
+    Rules that split the sequence unequally are refused. For them there is one piece per token, so that nothing is cut.
     """
     found = pieces("logits", "seq")
     return length if length % found else found

@@ -30,7 +30,7 @@ class Block(nn.Module):
     ):
         cfg = self.cfg
         x_BTD, cache = carried
-        # Without a name of its own here, a scan keeps what it carries on the device whatever the remat policy says.
+        # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         attention, mlp = Attention(cfg, name="attention"), Mlp(cfg, name="mlp")
         if row_keys_B is not None:
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 
         `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
         dropout) and, where documents are packed, segment_ids [B, T]. Without `dropout_key` nothing is dropped.
-        With a cache also slot [], where the T tokens begin in it, and start [B], the slot of each row's first token.
+        With a cache, it also holds slot [], where the T tokens begin, and start [B], where each row's first token is.
         """
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         if cfg.positions == "learned":
             rows = cfg.position_offset + cfg.context
             table = matrix(self, "position_embedding", "positions embed", (rows, cfg.embed), cfg)
-            # Looked up in float32, so that the gradients of a position, of which every row has one, add up in it.
+            # The look-up is in float32, so that a position's gradients, one for each row, are added up in float32.
             table_PD = use(table, jnp.float32)
             x_BTD += table_PD[cfg.position_offset + batch["positions"]].astype(dtype)
         elif cfg.positions == "sinusoidal":
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
         one = nn.scan(_block(), **scanned)(kinds[0], name="layers") if len(kinds) == 1 else None
         layers: Any = one or nn.scan(Pattern, **scanned)(cfg, name="layers")
         carried, _ = layers(carried, jnp.arange(turns), batch, row_keys_B)
-        for i, kind in enumerate(kinds[:left]):  # what is left of a pattern that does not divide the depth
+        for i, kind in enumerate(kinds[:left]):  # the layers left if the pattern does not divide the depth
             layer = turns * len(kinds) + i
             carried, _ = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, row_keys_B)
         x_BTD, cache = carried
@@ -131,11 +131,11 @@ class Decoder(nn.Module):
 
 
 def _block(alone: bool = True) -> type[nn.Module]:
-    """Block, computed again in the backward pass where the rules say so.
+    """Block, recomputed in the backward pass if the rules say so.
 
-    A block that is alone in a scan needs no barrier against common subexpressions. One beside others does: without it
-    the compiler takes what the forward pass computed, or computes all blocks again at once and holds the gathered
-    weights of all.
+    A block that is alone in a scan needs no barrier against common subexpressions. A block beside others does: without
+    the barrier, the compiler reuses the results of the forward pass, or it recomputes all blocks at once and holds the
+    gathered weights of all of them.
     """
     policy = remat()
     return nn.remat(Block, prevent_cse=not alone, policy=policy) if policy else Block
@@ -152,19 +152,19 @@ def decode(
 def extend(
     cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache
 ) -> tuple[jax.Array, Weight, Weight | None, Cache]:
-    """`decode` for the first tokens of each row, or for one more, with the cache that then holds them too."""
+    """`decode` for the first tokens of each row, or for one more, with the cache to which they were added."""
     return Decoder(cfg).apply({"params": params}, batch, None, cache)  # type: ignore[return-value]
 
 
 def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:
-    """A cache without tokens: for `rows` rows of up to `slots` tokens."""
+    """An empty cache for `rows` rows of up to `slots` tokens."""
     shape = (cfg.layers, rows, slots, cfg.kv_head_rows, cfg.head_dim)
     k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
     return Cache(k, v)
 
 
 def init(cfg: config.Model, key: jax.Array) -> Any:
-    """The parameters, a nested dict of LogicallyPartitioned arrays; the same values wherever they are placed."""
+    """The parameters, a nested dict of LogicallyPartitioned arrays, with the same values under every placement."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     batch = {"tokens": tokens, "positions": tokens, "row": tokens[0]}
     return Decoder(cfg).init(key, batch)["params"]

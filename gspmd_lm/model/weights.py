@@ -23,7 +23,7 @@ def weight(
     cfg: config.Model,
     init: nn.initializers.Initializer,
 ) -> Weight:
-    """A parameter of `module`, annotated with one logical axis per dimension; with adapters, only these are trained."""
+    """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters."""
     found = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
     frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] == ("layers",)
     array = jax.lax.stop_gradient(found.array) if frozen else found.array
@@ -31,14 +31,14 @@ def weight(
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
-    """A matrix drawn from a normal distribution. The deeper the model, the smaller start those that write to its
-    residual stream."""
+    """A matrix drawn from a normal distribution. Matrices that write to the residual stream start smaller in a deeper
+    model."""
     shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down") else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 
 class Adapted(NamedTuple):
-    """A matrix, and the two of its low-rank adapter where it has one (arXiv 2106.09685)."""
+    """A matrix, and the two matrices of its low-rank adapter if it has one (arXiv 2106.09685)."""
 
     weight: Weight
     adapter: tuple[Weight, ...] = ()
@@ -48,13 +48,13 @@ class Adapted(NamedTuple):
 def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
     """The matrix, with an adapter if the config gives it one. An adapter adds nothing at first.
 
-    Adapters rest in float32, because a step changes them by less than bfloat16 can tell.
+    Adapters rest in float32, because a step changes them by less than bfloat16 can resolve.
     """
     name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
     lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
     if lora is None or name not in lora.targets:
         return Adapted(weight_)
-    inner, rank = 1 if names[0] == "embed" else len(names) - 1, lora.rank  # how many of the weight's axes are read
+    inner, rank = 1 if names[0] == "embed" else len(names) - 1, lora.rank  # how many of the weight's axes are inputs
     start, zeros = nn.initializers.normal(math.prod(sizes[:inner]) ** -0.5), nn.initializers.zeros
     a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
     b = weight(module, f"{name}_b", " ".join(("rank", *names[inner:])), (rank, *sizes[inner:]), cfg, zeros)

@@ -21,7 +21,7 @@ initial = jax.jit(init, static_argnums=0)
 
 
 def task(config: Config | Task) -> Task:
-    """What a config computes; a task as it is."""
+    """The task that a config describes. A task is returned as it is."""
     if isinstance(config, Task):
         return config
     model, data = config.model, config.data
@@ -47,7 +47,7 @@ def task(config: Config | Task) -> Task:
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
-    """The int32 arrays of a batch; segment_ids only where documents are kept apart."""
+    """The int32 arrays of a batch, with segment_ids only if documents are kept apart."""
     data = config.data
     names = ["tokens", "targets", "positions"] + ["segment_ids"] * (data.packing == "documents")
     found = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}

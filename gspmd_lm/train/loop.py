@@ -1,4 +1,4 @@
-"""A run: restore or start, step by step, write down, evaluate, save, stop cleanly."""
+"""A run: restores or starts, trains step by step, logs, evaluates, saves and stops cleanly."""
 
 import collections
 import contextlib
@@ -31,7 +31,7 @@ from gspmd_lm.units import human_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Foreseen:
-    """What is known of a compiled step before it runs."""
+    """What is known about a compiled step before it runs."""
 
     paragraph: str
     step_time_s: float | None  # None on a platform that is not predicted
@@ -46,10 +46,10 @@ Foresee = Callable[[Any, Mapping[str, Any], float, float], Foreseen]
 
 @dataclasses.dataclass
 class Run:
-    """One run on one process: what it computes, where it writes, how it speaks."""
+    """One run on one process: what it computes, and where its files and messages go."""
 
     step: Step
-    open_rows: Callable[[], tuple[Loader, Loader | None]]  # to train on, and to evaluate with; asked for once
+    open_rows: Callable[[], tuple[Loader, Loader | None]]  # to train on, and to evaluate on; called once
     workdir: epath.Path
     machine: runtime.Runtime
     console: Console
@@ -57,8 +57,8 @@ class Run:
     profile: tuple[int, int] | None = None
     foresee: Foresee | None = None
     foreseen: Foreseen | None = None
-    executable: Any = None  # the compiled train step, where it was compiled elsewhere
-    check_lock: Callable[[], None] = lambda: None  # raises RunFailed where another run writes to the workdir by now
+    executable: Any = None  # the compiled train step, if it was compiled elsewhere
+    check_lock: Callable[[], None] = lambda: None  # raises RunFailed if another run now writes to the workdir
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -67,17 +67,17 @@ class Run:
 
     @functools.cached_property
     def rows(self) -> tuple[Loader, Loader | None]:
-        """The rows to train on, and those that are held out. Every process has the same."""
+        """The rows to train on, and those that are held out. Every process has the same rows."""
         train_rows, held_out_rows = self.open_rows()
         processes.compare({"data": train_rows.fingerprint}, self.say)
         return train_rows, held_out_rows
 
     def train(self, stop: int, step: int | None = None) -> dict[str, float]:
-        """Trains to step `stop` from the newest checkpoint that is good, or from that of `step`; without one from
-        train.init_from, or from scratch.
+        """The values that were logged last, after training to step `stop`.
 
-        Returns the last logged values; none where the checkpoint stands at `stop` already, and then nothing is changed,
-        read or compiled.
+        Training begins from the checkpoint of `step`, by default the newest good one. Without a checkpoint, it begins
+        from train.init_from or from scratch. If the checkpoint is already at `stop`, nothing is changed, read or
+        compiled, and no values come back.
 
         Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
         """
@@ -87,7 +87,7 @@ class Run:
             chosen = checkpoints.choose(step, self.step.abstract_state)
             if chosen and chosen.step >= stop:
                 self.say(
-                    f"the checkpoint stands at step {chosen.step}, nothing to do up to {stop} (--steps, train.steps)"
+                    f"the checkpoint is at step {chosen.step}: nothing to do up to step {stop} (--steps, train.steps)"
                 )
                 return last
             init_from = source.find(self.config) if train.init_from and not chosen else None
@@ -95,7 +95,7 @@ class Run:
             self.say(train_rows.description)
             compiling = beside.submit(self._program, "train step", self.step.lower_train)
             for tracker in train.trackers if self.machine.is_main else ():
-                metrics.import_tracker(tracker)  # here, beside the compiler
+                metrics.import_tracker(tracker)  # now, while the compiler works
             if not self.machine.simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
             start, state = self._start(checkpoints, chosen, init_from)
@@ -146,7 +146,7 @@ class Run:
         return last
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
-        """Loss of the held-out rows under the newest checkpoint of the workdir, or that of `step`."""
+        """The metrics of the held-out rows under the checkpoint of `step`, by default the newest of the workdir."""
         with self.checkpoints() as checkpoints:
             if self.config.data.held_out == 0:
                 raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")
@@ -186,7 +186,7 @@ class Run:
         return 0, self._ready(self._program("initial state", self.step.lower_init))()
 
     def _ready(self, program: Any) -> Any:
-        """`program`, once every process has compiled it: a collective on the CPU is given up after 30 seconds."""
+        """`program`, once every process has compiled it. A collective on the CPU fails after a wait of 30 seconds."""
         processes.compare({}, self.say)
         return program
 
@@ -231,7 +231,7 @@ class Run:
         return f"compile cache {cache.directory}: {cache.hits} found, {cache.misses} new{saved}"
 
     def _compare(self, step_time_s: float) -> None:
-        """Says what was foreseen beside what was measured, as far as there is both."""
+        """Prints predictions beside measurements, where there are both."""
         found, parts = self.foreseen, []
         if found and found.step_time_s:
             times = f"predicted {found.step_time_s * 1e3:.0f} ms, measured {step_time_s * 1e3:.0f} ms"
@@ -246,7 +246,7 @@ class Run:
         checkpoints.save(step, state, {"data": self.rows[0].fingerprint, "rules": self.step.rules.path})
 
     def _evaluated(self, params: Any, step: int) -> dict[str, float]:
-        """Mean loss over the held-out rows, at most train.eval_batches batches of them."""
+        """The metrics of the held-out rows, of which at most train.eval_batches batches are read."""
         _, held_out_rows = self.rows
         assert held_out_rows is not None
         program = self._ready(self._program("evaluation", self.step.lower_evaluate))
@@ -266,7 +266,7 @@ class Run:
         return found
 
     def _failed(self, failed: tuple[int, int], checkpoints: Checkpoints) -> RunFailed:
-        """What is said when too many steps in a row were not finite; later starts use no checkpoint of theirs."""
+        """The error for too many steps in a row that were not finite, whose checkpoints later starts do not use."""
         step, skipped = failed
         good, steps = checkpoints.give_up(), checkpoints.steps()
         if good is not None:
@@ -288,7 +288,7 @@ class Run:
 
     @contextlib.contextmanager
     def _trace(self) -> Iterator[Callable[[int], None]]:
-        """A function that is told each step before it runs, and writes a trace of those in `profile`."""
+        """A function to call with each step before the step runs. It writes a trace of the steps in `profile`."""
         start, stop = self.profile or (-1, -1)
         tracing = False
 
@@ -309,7 +309,7 @@ class Run:
 
     @contextlib.contextmanager
     def _bar(self, start: int, stop: int) -> Iterator[Callable[[], None]]:
-        """A function that moves a progress bar by one step; the bar is there only where somebody watches."""
+        """A function that moves a progress bar by one step. The bar is shown only on a terminal."""
         columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
         watched = self.machine.is_main and self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=not watched) as progress:
@@ -323,7 +323,7 @@ class Run:
         return metrics.Log(self.workdir, start, trackers, configs.to_dict(self.config), self.say)
 
     def _write_description(self) -> None:
-        """config.yaml and rules.yaml as resolved, versions.json: enough to do it again."""
+        """Writes config.yaml and rules.yaml as resolved, and versions.json: enough to repeat the run."""
         if not self.machine.is_main:
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
@@ -340,10 +340,10 @@ class Run:
 
 
 class _Streak:
-    """How many steps in a row were not finite, read while later steps are on their way.
+    """The number of steps in a row that were not finite, read while later steps run.
 
-    What a step returned is read IN_FLIGHT steps later, of the same step on every process, so that the device never
-    waits for the reading and all processes stop at the same step.
+    The result of a step is read IN_FLIGHT steps later, so that the device never waits for the read. Every process reads
+    the result of the same step, so that all processes stop at the same step.
     """
 
     IN_FLIGHT = 2
@@ -355,14 +355,14 @@ class _Streak:
         self.failed: tuple[int, int] | None = None  # the step by which too many were skipped, and how many
 
     def add(self, step: int, skipped_in_a_row: jax.Array) -> None:
-        """Notes what `step`, just dispatched, returns."""
+        """Adds the result of `step`, which was just dispatched."""
         skipped_in_a_row.copy_to_host_async()
         self.unread.append((step, skipped_in_a_row))
         while len(self.unread) > self.IN_FLIGHT:
             self._read()
 
     def skipped_before(self, step: int) -> int:
-        """How many steps in a row, the last one being `step`, were skipped. Waits for them."""
+        """The number of skipped steps in a row, the last one being `step`. Waits for their results."""
         while self.unread and self.unread[0][0] <= step:
             self._read()
         return self.skipped

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, trackers, and the line that people watch."""
+"""The metrics of a run: metrics.jsonl, trackers, and the line that is printed."""
 
 import importlib
 import importlib.util
@@ -33,7 +33,7 @@ def flops_per_token(model: Model, parameter_count: int, seq: int, trained_count:
 
 
 class Meter:
-    """Turns what a step returned and the clock into logged values and the line that people watch."""
+    """Turns the results of steps and the clock into logged values and the line that is printed."""
 
     def __init__(self, data: Data, flops_per_token: float, peak_flops_per_s: float | None, start: int):
         """`peak_flops_per_s`: of all devices together; None where it is not known."""
@@ -47,7 +47,7 @@ class Meter:
         self.began, self.at, self.wait_s = time.perf_counter(), step, 0.0
 
     def waiting(self, batches: Any) -> Any:
-        """The batches, with the time spent waiting for them noted."""
+        """The batches. The time spent waiting for them is recorded."""
         batches = iter(batches)
         while True:
             before = time.perf_counter()
@@ -58,7 +58,7 @@ class Meter:
             yield batch
 
     def read(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
-        """The values of the step just dispatched, which are waited for, and the speed since the last reading."""
+        """The values of the step just dispatched, and the speed since the last read. Waits for the step."""
         found = {name: float(value) for name, value in jax.device_get(values).items()}
         steps = step - self.at
         step_time_s = (time.perf_counter() - self.began) / steps
@@ -73,7 +73,7 @@ class Meter:
 
     @staticmethod
     def line(step: int, stop: int, values: Mapping[str, float]) -> str:
-        """What people watch."""
+        """The line that is printed for a step."""
         mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
         skipped = f"  skipped {values['skipped_steps']:.0f}" if values["skipped_steps"] else ""
         return (
@@ -84,7 +84,7 @@ class Meter:
 
 
 class Tracker(Protocol):
-    """Somewhere that scalars go."""
+    """A destination for scalars."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -106,9 +106,9 @@ def check_trackers(trackers: Sequence[str]) -> None:
 
 
 def import_tracker(tracker: str) -> Any:
-    """The package of a tracker, imported. Some take seconds.
+    """The imported package of a tracker. Some imports take seconds.
 
-    tensorboardX would import torch, where that is installed, only to name a type of it; here it finds none.
+    tensorboardX would import torch, if torch is installed, only to name one of its types. Here it does not find torch.
     """
     hidden = tracker == "tensorboard" and "torch" not in sys.modules
     if hidden:
@@ -157,13 +157,14 @@ class Log:
         config: dict[str, Any],
         say: Callable[[str], None] = lambda _: None,
     ):
-        """Opens the log of a run that stands at `start_step`; rows of later steps belong to a course that was left.
+        """Opens the log of a run that is at `start_step`. Rows of later steps are dropped.
 
-        Rows that cannot be read are left out, and `say` hears of them, but for the last one, which a kill may have cut.
+        Rows that cannot be read are left out, and `say` reports them. The last row is not reported, because a process
+        that was killed may have cut it.
         """
         self.path = workdir / "metrics.jsonl"
         if self.path.is_dir():
-            raise InputError(f"{self.path}: a folder, where a file of rows belongs\n  fix   move it away")
+            raise InputError(f"{self.path}: is a folder, but must be a file\n  fix   move it away")
         old = self.path.read_bytes() if self.path.exists() else b""
         rows = old.splitlines()
         steps = [_step_of(row) for row in rows]

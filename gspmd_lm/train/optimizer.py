@@ -1,8 +1,8 @@
-"""Optax update rules whose choice of matrices, and whose state's placement, come from logical axes.
+"""Optax update rules that find the matrices, and the placement of their state, by logical axes.
 
-The number of dimensions says nothing here: layers are stacked, so a norm's scale has two, and heads have an axis of
-their own, so a projection has three or four. A matrix is a parameter that maps `embed` or, in an adapter,
-`rank` to or from something else.
+The number of dimensions does not tell which parameters are matrices: layers are stacked, so a norm's scale has two, and
+heads have an axis of their own, so a projection has three or four. A matrix is a parameter that maps `embed` or, in an
+adapter, `rank` to or from something else.
 """
 
 import math
@@ -51,7 +51,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
 
 
 def build(cfg: config.Optimizer, steps: int, named: Any) -> optax.GradientTransformation:
-    """Gradients to updates: clipping by global norm, the update rule, decay of matrices, the schedule.
+    """The transformation of gradients to updates: clipping by global norm, the rule, decay of matrices, the schedule.
 
     named: a tree of placement.Named with the parameters' structure.
     """
@@ -93,16 +93,16 @@ def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
 
 
 def _adafactor(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    """Adafactor (arXiv 1804.04235), each layer's matrix factored as [left, right] (see `sides`).
+    """Adafactor (arXiv 1804.04235), which factors each layer's matrix as [left, right] (see `sides`).
 
-    optax factors the two largest dimensions it is shown, so it is shown one layer's matrix at a time.
+    optax factors the two largest dimensions of an array, so it is given one layer's matrix at a time.
     """
 
     def label(names: tuple[str, ...]) -> str:
         return f"{'stacked ' if 'layers' in names else ''}{'matrices' if is_matrix(names) else 'vectors'}"
 
     def rule(stacked: bool, matrix: bool) -> optax.GradientTransformation:
-        # No learning rate here; like every optax rule it then ends in a sign change, which is undone.
+        # The schedule comes later. Without a learning rate, optax still changes the sign, which is undone here.
         inner = optax.chain(
             optax.adafactor(None, factored=matrix, min_dim_size_to_factor=1, decay_rate=0.8), optax.scale(-1.0)
         )
@@ -124,7 +124,7 @@ def _over_layers(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _as_matrices(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
-    """`inner` shown two-dimensional views: the axes of each side flattened."""
+    """`inner` applied to two-dimensional views, in which the axes of each side are flattened."""
 
     def view(path: Any, x: jax.Array) -> jax.Array:
         left = sides(tuple(name for name in _at(axes, path) if name != "layers"))
@@ -141,9 +141,9 @@ def _as_matrices(inner: optax.GradientTransformation, axes: Any) -> optax.Gradie
 
 
 def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
-    """A tree of Named for the optimizer state: which parameter's axes each of its arrays has.
+    """A tree of Named for the optimizer state: each array has the path and the axes of its parameter.
 
-    Raises InputError for an array whose axes cannot be told, so that none is replicated unnoticed.
+    Raises InputError for an array whose axes are not known, so that no array is replicated unnoticed.
     """
     by_path = {leaf.path: leaf.axes for leaf in jax.tree.leaves(named, is_leaf=_is_named)}
     shapes = {_dotted(path): like.shape for path, like in jax.tree_util.tree_leaves_with_path(abstract_params)}
@@ -177,9 +177,9 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
 
 def _untold(where: str, like: Any) -> InputError:
     return InputError(
-        f"the optimizer's state {where}, {list(like.shape)}, does not have the shape of its parameter, so that its "
-        "logical axes are not known\n  fix   use an optimizer whose state has the shapes of the parameters, as adamw, "
-        "lion and sgd have"
+        f"the optimizer's state {where}, {list(like.shape)}, does not have the shape of its parameter, so its "
+        "logical axes are not known\n  fix   use an optimizer whose state has the shapes of the parameters, such as "
+        "adamw, lion or sgd"
     )
 
 

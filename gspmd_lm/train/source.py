@@ -18,15 +18,15 @@ from gspmd_lm.train.step import Step
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A workdir that has checkpoints, whose newest weights are to be those of a run."""
+    """A workdir with whose newest weights a run begins."""
 
     workdir: epath.Path
     config: Config  # the run's, but with the adapters that the workdir's weights have
 
     def restore(self, step: Step) -> tuple[int, Any]:
-        """The number of the checkpoint and its weights where the run will hold them, its adapters merged into them.
+        """The number of the checkpoint and its weights, placed as the run holds them, with adapters merged in.
 
-        Raises InputError where they are not weights of the run's model, with every difference.
+        Raises an InputError that lists every difference if they are not weights of the run's model.
         """
         model, arrays = self.config.model, state.arrays(self.config)
         shardings = step.placement.shardings("weights", arrays.named_params, arrays.params)
@@ -47,7 +47,7 @@ class Source:
 def find(config: Config) -> Source:
     """The workdir that train.init_from names. No arrays are read.
 
-    Raises InputError where it has no checkpoint to use, or the newest is of another architecture.
+    Raises InputError if it has no checkpoint to use, or if the newest one is of another architecture.
     """
     path = config.train.init_from
     workdir = epath.Path(path).expanduser()

@@ -17,18 +17,18 @@ from gspmd_lm.train import decoder, optimizer
 
 
 class State(NamedTuple):
-    """One step's result and the next one's input: arrays, or what stands for them in a tree of shapes or shardings."""
+    """One step's result and the next step's input. The leaves are arrays, shapes or shardings."""
 
     step: Any  # int32: steps done, which is also the position in the data
     params: Any
     optimizer: Any
-    key: Any  # of dropout; folded with the step
+    key: Any  # for dropout; folded with the step
     skipped: Any  # int32: steps so far whose loss or gradient was not finite
     skipped_in_a_row: Any
 
 
 def arrays(config: Config | Task) -> Arrays:
-    """The parameters and the optimizer state of what is computed. Raises InputError for a state that has no names."""
+    """The parameters and the optimizer state of what is computed. Raises InputError if a state's axes are not known."""
     task = decoder.task(config)
     found = model_arrays.arrays(task.init, task.vocabulary, lambda params: task.partition(params)[1])
     transform = task.optimizer(found.named_trained)
@@ -43,7 +43,7 @@ def activations(config: Config | Task, found: Arrays, microbatches: int, rules: 
 
 
 def recorded(config: Config | Task, found: Arrays, microbatches: int, rules: Rules) -> Recorder:
-    """What the model places in one microbatch under `rules`, its inputs included."""
+    """A record of the arrays that the model places in one microbatch under `rules`, inputs included."""
     task = decoder.task(config)
     specs = task.specs()
 
@@ -54,7 +54,7 @@ def recorded(config: Config | Task, found: Arrays, microbatches: int, rules: Rul
         sums = task.sums(params, batch, None)
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
             raise InputError(
-                f"task {task.name}: sums() does not give a NamedTuple of which one field is loss, a scalar\n"
+                f"task {task.name}: sums() must return a NamedTuple with a scalar field named loss\n"
                 "  fix   class Sums(NamedTuple): loss: jax.Array; and return Sums(losses.sum())"
             )
         return sums.loss
@@ -75,7 +75,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
     task = decoder.task(config)
     if rules.vocabulary != task.vocabulary:
         raise InputError(
-            f"{rules.path}: was loaded for a model with other names than {task.name}\n"
+            f"{rules.path}: was loaded with another vocabulary than that of {task.name}\n"
             "  fix   load it with the vocabulary of the task"
         )
     found, more = arrays(config), []
@@ -96,6 +96,6 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform]}
     for key, value in chosen.items():
         if value not in ("none", "xla") and key.partition(".")[0] not in named.asked:
-            message = f"{key}: the model does not ask for it, and the key does nothing"
+            message = f"{key}: the model does not use this key, so the key has no effect"
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
     return found, model_arrays.checked(found, rules, [named], more)

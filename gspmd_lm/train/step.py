@@ -27,11 +27,11 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Step(Program):
-    """The functions of a config or task under rules on a mesh, ready to be jitted, and where what they take lives."""
+    """The functions of a config or task under rules on a mesh, ready to be jitted, and where their inputs live."""
 
     @functools.cached_property
     def task(self) -> Task:
-        """What is computed."""
+        """The task that the step computes."""
         return decoder.task(self.config)
 
     @property
@@ -40,12 +40,12 @@ class Step(Program):
 
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
-        """The placement of what one replica of the weights computes; the others are a batch dimension of it."""
+        """The placement for the work of one replica of the weights. The others are a batch dimension of this work."""
         return MeshPlacement(self.rules.of_a_replica, self.mesh)
 
     @functools.cached_property
     def state_shardings(self) -> State:
-        """Where each array of the state lives between steps."""
+        """The sharding of each array of the state between steps."""
         return State(
             step=self.whole,
             params=self.placement.shardings("weights", self.arrays.named_params, self.arrays.params),
@@ -73,31 +73,31 @@ class Step(Program):
 
     @functools.cached_property
     def batch_shardings(self) -> dict[str, Any]:
-        """Where each array of a batch lives."""
+        """The sharding of each array of a batch."""
         return {name: like.sharding for name, like in self.abstract_batch.items()}
 
     @property
     def held(self) -> dict[str, Any]:
-        """What a device holds between steps: trees of shapes and shardings, by what they are for."""
+        """The arrays that devices hold between steps: trees of shapes and shardings, by purpose."""
         state = self.abstract_state
         return {"weights": state.params, "optimizer": state.optimizer, "batch": self.abstract_batch}
 
     def lower_init(self) -> jax.stages.Lowered:
-        """() -> State at step 0; the same values wherever they are placed."""
+        """() -> State at step 0, with the same values under every placement."""
         return jax.jit(self._init, out_shardings=self.state_shardings).lower()
 
     def lower_init_from(self) -> jax.stages.Lowered:
-        """(weights) -> State at step 0 with those weights, which are used up; adapters are drawn as by `lower_init`."""
+        """(weights) -> State at step 0 with these weights, which are donated. Adapters are drawn as by `lower_init`."""
         jitted = jax.jit(self._init_from, out_shardings=self.state_shardings, donate_argnums=0)
         return jitted.lower(lora.weights(self.abstract_state.params))
 
     def lower_train(self) -> jax.stages.Lowered:
-        """(State, batch) -> (State, metrics); the state given is used up."""
+        """(State, batch) -> (State, metrics). The given state is donated."""
         jitted = jax.jit(self._train, out_shardings=(self.state_shardings, None), donate_argnums=0)
         return jitted.trace(self.abstract_state, self.abstract_batch).lower()
 
     def lower_evaluate(self) -> jax.stages.Lowered:
-        """(params, batch) -> totals over the batch, nothing dropped."""
+        """(params, batch) -> totals over the batch, without dropout."""
         return jax.jit(self._evaluate).trace(self.abstract_state.params, self.abstract_batch).lower()
 
     def _init(self) -> State:
@@ -144,10 +144,10 @@ class Step(Program):
         }
 
     def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, count: jax.Array) -> tuple[Any, Any]:
-        """The sums and the gradients of loss / count by the trained parameters.
+        """The sums, and the gradients of loss / count with respect to the trained parameters.
 
-        Over the rules' microbatches they are accumulated in float32. Where devices hold replicas of all weights, each
-        adds up the gradients of its own rows, and they are summed over the replicas once, after the last microbatch.
+        Both are accumulated in float32 over the rules' microbatches. Where devices hold replicas of all weights, each
+        replica adds up the gradients of its own rows. Replicas are summed once, after the last microbatch.
         """
         key = jax.random.fold_in(state.key, state.step) if self.task.random else None
 
@@ -202,18 +202,18 @@ class Step(Program):
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
 
     def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
-        """A gradient from those of the replicas, [R, ...]."""
+        """The gradient of a parameter from the gradients of its replicas, [R, ...]."""
         first = next(iter(self.task.specs().values()))
         with scope("of", named.path), scope("sum", f"{first.array}.{first.axes[0]}"):
             return self.placement.total(addends, replicas, Spec(named.path, named.axes, "optimizer"))
 
     @functools.cached_property
     def _gradient_shardings(self) -> Any:
-        """Where the trained parameters' gradients and optimizer state live."""
+        """The shardings of the trained parameters' gradients and optimizer state."""
         return self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
 
     def _place(self, tree: Any) -> Any:
-        """A tree shaped like the trained parameters, where gradients and optimizer state live."""
+        """A tree shaped like the trained parameters, placed where gradients and optimizer state live."""
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._gradient_shardings)
 
     def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
@@ -222,7 +222,7 @@ class Step(Program):
 
 
 def build(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
-    """The step of what is computed under `rules`, which have been checked, on `devices`: real, simulated or
+    """The step of a config or task under `rules`, which have been checked, on `devices`: real, simulated or
     compile-only."""
     return Step(config, rules, arrays, meshes.build(rules, devices))
 

@@ -24,14 +24,14 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class PlacedArray:
-    """One array of a layout. Of a split, each dimension has its mesh axes, the outermost first."""
+    """One array of a layout. A Spec has the mesh axes that split each dimension, the outermost first."""
 
     path: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     at_rest: Spec | None  # None for an activation
     in_use: Spec
-    bytes_per_device: int  # at rest; of an activation, in use
+    bytes_per_device: int  # at rest; for an activation, in use
 
 
 def rows(config: Config | Task, rules: Rules, arrays: Arrays, named: Activations) -> Iterator[PlacedArray]:

@@ -123,7 +123,7 @@ def test_numbers_of_another_kind(folder):
     data = file.read_bytes()
     assert data.count(b'"model.norm.weight":{"dtype":"F32"') == 1
     file.write_bytes(data.replace(b'"model.norm.weight":{"dtype":"F32"', b'"model.norm.weight":{"dtype":"I32"'))
-    assert "no number    model.norm.weight is I32; read are F32, F16, BF16" in refused(path)
+    assert "no number    model.norm.weight is I32; supported are F32, F16, BF16" in refused(path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "opt"])

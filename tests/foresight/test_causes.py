@@ -12,6 +12,7 @@ from sample import network
 from gspmd_lm import rules_file
 from gspmd_lm.arrays import pairs
 from gspmd_lm.foresight import collectives, hlo, names
+from gspmd_lm.foresight.collectives.provenance import Provenance
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
@@ -329,3 +330,33 @@ def test_arguments_of_the_step():
     assert names.state("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
     assert names.state("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
     assert names.state("jit(_train)/jvp(Decoder)/mul") == ("", "")
+
+
+def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
+    """The inner loop's own turns lead back to it: through the outer loop, which begins with zeros."""
+    loops = """%ends (c: (f32[8], s32[])) -> pred[] {
+  %c = (f32[8], s32[]) parameter(0)
+  ROOT %no = pred[] constant(false)
+}
+
+%inner (i: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %i = (f32[8], s32[]) parameter(0)
+  %i0 = f32[8]{0} get-tuple-element(%i), index=0
+  %i1 = s32[] get-tuple-element(%i), index=1
+  ROOT %same = (f32[8], s32[]) tuple(%i0, %i1)
+}
+
+%outer (o: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %o = (f32[8], s32[]) parameter(0)
+  ROOT %turns = (f32[8], s32[]) while(%o), condition=%ends, body=%inner
+}
+"""
+    body = """  %p = f32[8]{0} parameter(0)
+  %zero = f32[8]{0} broadcast(%p), dimensions={0}
+  %n = s32[] constant(0)
+  %begin = (f32[8], s32[]) tuple(%zero, %n)
+  %all = (f32[8], s32[]) while(%begin), condition=%ends, body=%outer
+  ROOT %r = f32[8]{0} get-tuple-element(%all), index=0"""
+    module = hlo.parse(program(body, loops))
+    trail = Provenance(module).trail((module.entry.root, ()))
+    assert trail[-1].opcode == "parameter"

@@ -212,7 +212,7 @@ def test_rows_that_nobody_asked_for_are_padding_and_said_so(speaking, filled, pr
     built, notes = planned(speaking(), filled("fsdp2_tp4"), prompts[:1])
     assert built.sizes == programs.Sizes(rows=2, prompt=8, slots=17)
     assert notes == [
-        f"a batch of 1 is padded to 2 rows, whose results are thrown away ({filled('fsdp2_tp4').path}: rules.batch: "
-        "fsdp); 2 prompts at a time cost the same"
+        f"a batch of 1 is padded to 2 rows, and results of padding are dropped ({filled('fsdp2_tp4').path}: "
+        "rules.batch: fsdp); 2 prompts at a time cost the same"
     ]
     assert planned(speaking(), filled("fsdp2_tp4"), prompts[:2])[1] == []

@@ -108,3 +108,10 @@ def test_keeping_the_output_spares_the_second_forward_pass(qkv):
     want = jax.grad(lambda *qkv: kernel(*qkv).sum(), (0, 1, 2))(*qkv)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}])
+def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, changes):
+    _, back = jax.vjp(lambda *qkv: attention.attend(*qkv, segments, settings(**changes)), *qkv)
+    kept = [leaf for leaf in jax.tree.leaves(back) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert sorted(leaf.size for leaf in kept) == sorted(x.size for x in qkv)

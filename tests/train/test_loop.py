@@ -312,7 +312,7 @@ def test_a_damaged_row_of_metrics_is_left_out_and_said(run, straight, tmp_path):
     assert list(losses_of(tmp_path)) == [1, 2, *range(4, 14)]
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(InputError, match=r"metrics\.jsonl: a folder, where a file of rows belongs"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl: is a folder, but must be a file"):
         run(tmp_path).train(14)
 
 

@@ -27,6 +27,7 @@ class Provenance:
 
     def __init__(self, module: Module):
         self.module = module
+        self._asked: set[tuple[int, tuple[int, ...]]] = set()  # what loops carry whose beginning is being looked for
 
     def operand(self, instruction: Instruction, number: int = 0) -> Place:
         return self.module.operand(instruction, number), ()
@@ -167,5 +168,11 @@ class Provenance:
             inlined = role == "calls" or caller.opcode == "call"
             return (self.module.operand(caller, parameter.index), path) if inlined else None
         first: Place = self.module.operand(caller), path
-        body = self.module.computations[caller.called["body"][0]]
-        return (body.root, path) if self.trail(first)[-1].opcode in _EMPTY else first
+        body, carried = self.module.computations[caller.called["body"][0]], (id(parameter), path)
+        if carried in self._asked:  # of a loop in a loop, whose own turns are the way back to it
+            return None
+        self._asked.add(carried)
+        try:
+            return (body.root, path) if self.trail(first)[-1].opcode in _EMPTY else first
+        finally:
+            self._asked.remove(carried)

@@ -98,8 +98,8 @@ def memory_bytes(rules: Rules, arrays: Arrays, traced: Traced) -> float:
 def updated_bytes(rules: Rules, arrays: Arrays) -> float:
     """The bytes of trained weights, gradients and optimizer state that one device reads and writes in an update."""
     trained, optimizer = pairs(arrays.named_trained, arrays.trained), pairs(arrays.named_optimizer, arrays.optimizer)
-    once = sum(_held(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
-    once += sum(_held(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
+    once = sum(held(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
+    once += sum(held(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
     return 2 * once
 
 
@@ -110,10 +110,11 @@ def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: Traced) 
     """
     itemsize = traced.products[0].x.itemsize
     looked_up = set(traced.looked_up) - traced.multiplied
-    return sum(_held(rules, "rules", *leaf, itemsize) for leaf in params if leaf[0].path not in looked_up)
+    return sum(held(rules, "rules", *leaf, itemsize) for leaf in params if leaf[0].path not in looked_up)
 
 
-def _held(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
+def held(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
+    """The bytes that one device holds of an array where `table` puts it."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     return math.prod(like.shape) * itemsize / rules.piece_count(itertools.chain(*spec))
 

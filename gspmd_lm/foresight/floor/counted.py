@@ -4,13 +4,13 @@ What a split of the model must send is not known: `communication_bytes` is None.
 backward pass are not counted among the bytes either, so that the floor stays one.
 """
 
-import math
 from typing import Any
 
 import jax
 from jax.extend import core
 
 from gspmd_lm.arrays import Arrays
+from gspmd_lm.foresight import traced
 from gspmd_lm.foresight.floor import Floor, updated_bytes
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.rules import Rules
@@ -40,8 +40,8 @@ def flops_of_step(task: Task, arrays: Arrays) -> float:
         return task.sums(_over(params, trained), batch, key if task.random else None).loss
 
     key = jax.eval_shape(jax.random.key, 0)
-    traced = jax.make_jaxpr(jax.grad(loss))(arrays.trained, arrays.params, task.batch(task.rows), key)
-    return flops(traced.jaxpr)
+    program = jax.make_jaxpr(jax.grad(loss))(arrays.trained, arrays.params, task.batch(task.rows), key)
+    return flops(program.jaxpr)
 
 
 def flops(jaxpr: Any) -> float:
@@ -49,13 +49,7 @@ def flops(jaxpr: Any) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
-        if primitive == "dot_general":
-            (contracted, _), _ = params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            total += 2.0 * equation.outvars[0].aval.size * math.prod(left[dimension] for dimension in contracted)
-        elif primitive == "conv_general_dilated":
-            kernel, features = equation.invars[1].aval, params["dimension_numbers"].rhs_spec[0]
-            total += 2.0 * equation.outvars[0].aval.size * kernel.size / kernel.shape[features]
+        total += traced.flops(equation)
         inner = [flops(one) for one in _jaxprs(params)]
         if primitive == "cond":
             total += max(inner)

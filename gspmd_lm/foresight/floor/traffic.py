@@ -18,8 +18,10 @@ muon or adafactor sum over a split matrix.
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.foresight.traced import Node, Product, Traced
@@ -32,14 +34,24 @@ FLOAT32_BYTES = 4
 _INT32_BYTES = 4
 
 
-def _over(place: Place, *axes: str) -> set[str]:
+def axes_of(place: Place, *axes: str) -> set[str]:
     """The mesh axes that split some logical axes; all of them where none is named."""
     return {name for axis in axes or place for name in place.get(axis, ())}
 
 
-def _without(place: Place, *axes: str) -> set[str]:
+def without(place: Place, *axes: str) -> set[str]:
     """The mesh axes that split the other logical axes."""
     return {name for axis, names in place.items() if axis not in axes for name in names}
+
+
+class Move(NamedTuple):
+    """What one device sends again and again in a step."""
+
+    what: str  # weights, gradients or activations
+    axes: str  # mesh axes: fsdp, or fsdp+tensor
+    bytes: float  # sent each time
+    times: int  # in a step
+    looped: bool  # in a loop of the model, such as that over its layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +70,9 @@ class _Weight:
 
 
 class Traffic:
-    """What one device sends in a step, added up by mesh axes as the traced program is gone through once.
+    """What one device sends in a step: `moves`, and `sent`, which has their sums by mesh axes.
+
+    They are found as the traced program is gone through once.
 
     `trains` says whether the program runs backward too. If it does not, it is a step of generation. What is less wide
     than `narrowest`, in bytes of an element, is counted to be as wide.
@@ -69,7 +83,7 @@ class Traffic:
         self.microbatches = rules.microbatches if trains else 1
         # Mesh axes over which gradients are summed once, after the last microbatch.
         self.waiting = {*rules.replicas} if self.microbatches > 1 else set()
-        self.sent: dict[str, float] = collections.defaultdict(float)
+        self.moves: list[Move] = []
         self.weights: dict[str, _Weight] = {}
         trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)} if trains else set()
         for leaf, like in pairs(arrays.named_params, arrays.params):
@@ -78,26 +92,39 @@ class Traffic:
             rest, use, gradient = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
             sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), max(like.dtype.itemsize, narrowest)
             self.weights[leaf.path] = _Weight(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
+        self.model()
+        waiting, self.waiting = self.waiting, set()
+        for weight in self.weights.values():
+            if not weight.trained:
+                continue
+            gradient_bytes = weight.elements * FLOAT32_BYTES
+            self.add(self.cost(gradient_bytes, weight.gradient, weight.gradient, waiting), 1, "gradients")
+            # The update runs where the optimizer's state lives; its result goes where weights rest.
+            self.add(self.cost(weight.elements * weight.itemsize, weight.gradient, weight.rest), 1, "weights")
+
+    @functools.cached_property
+    def sent(self) -> dict[str, float]:
+        """Mesh axes -> the bytes that one device sends over them in a step."""
+        found: dict[str, float] = collections.defaultdict(float)
+        for move in self.moves:
+            found[move.axes] += move.bytes * move.times
+        return found
+
+    def model(self) -> None:
+        """All that the program does before its weights are updated."""
+        traced = self.traced
         # What blocks read is the residual stream, gathered: their inputs come from there, and their sums go there.
         self.block_input = next(product.x for product in traced.products if traced.source(product.x))
         self.residual = traced.source(self.block_input) or self.block_input
         self.blocks()
         for product in traced.products:
             if self.is_head(product):
-                self.loss(product) if trains else self.logits(product)
+                self.loss(product) if self.trains else self.logits(product)
         for path in traced.looked_up:
             if path not in traced.used or path in traced.multiplied:
                 self.look_up(self.weights[path])
         for path in set(traced.used) - traced.multiplied:
             self.small(self.weights[path])
-        waiting, self.waiting = self.waiting, set()
-        for weight in self.weights.values():
-            if weight.trained:
-                gradient_bytes = weight.elements * FLOAT32_BYTES
-                self.add(self.cost(gradient_bytes, weight.gradient, weight.gradient, waiting), 1)
-            # The update runs where the optimizer's state lives; its result goes where weights rest.
-            if weight.trained:
-                self.add(self.cost(weight.elements * weight.itemsize, weight.gradient, weight.rest), 1)
 
     # Counting
 
@@ -115,27 +142,27 @@ class Traffic:
         spec = self.rules.resolve("rules", array, axes, node.shape)[0]
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
-    def move(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = (), times: int = 1) -> None:
+    def move(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = (), times: int = 1,
+             what: str = "activations") -> None:  # fmt: skip
         """Adds what a device sends for an array of `size_bytes` in all to get from where it is to where it is wanted,
         `times` in each microbatch.
 
         `partial` are mesh axes over which it is still to be summed. Dropping what is not wanted costs nothing, and
         comes first.
         """
-        self.add(self.cost(size_bytes, have, want, partial), self.microbatches * times)
+        self.add(self.cost(size_bytes, have, want, partial), self.microbatches * times, what, times > 1)
 
     def cheaper(self, *ways: list[Cost], times: int = 1) -> None:
         """Adds the way that sends least."""
         for cost in min(ways, key=lambda way: sum(sum(cost.values()) for cost in way)):
-            self.add(cost, self.microbatches * times)
+            self.add(cost, self.microbatches * times, looped=times > 1)
 
-    def add(self, cost: Cost, times: int) -> None:
-        for axes, sent_bytes in cost.items():
-            self.sent[axes] += sent_bytes * times
+    def add(self, cost: Cost, times: int, what: str = "activations", looped: bool = False) -> None:
+        self.moves += [Move(what, axes, sent_bytes, times, looped) for axes, sent_bytes in cost.items() if sent_bytes]
 
     def cost(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = ()) -> Cost:
         """What `move` adds in one microbatch."""
-        has, wants = _over(have), _over(want)
+        has, wants = axes_of(have), axes_of(want)
         summed = set(partial) - has - self.waiting
         moved = {name for axis, names in have.items() for name in names if name in wants - set(want.get(axis, ()))}
         found: dict[str, float] = collections.defaultdict(float)
@@ -154,8 +181,9 @@ class Traffic:
 
     def gather(self, weight: _Weight, itemsize: int) -> None:
         """A weight goes from where it rests to where it is used. One that no loop uses stays for all microbatches."""
-        times = self.microbatches if any(node.times > 1 for node in self.traced.used.get(weight.path, ())) else 1
-        self.add(self.cost(weight.elements * itemsize, weight.rest, weight.use), times)
+        turns = max((node.times for node in self.traced.used.get(weight.path, ())), default=1)
+        cost = self.cost(weight.elements * itemsize / turns, weight.rest, weight.use)
+        self.add(cost, self.microbatches * turns if turns > 1 else 1, "weights", turns > 1)
 
     # The layers
 
@@ -239,12 +267,12 @@ class Traffic:
         rows_bytes = math.prod(near.shape[:2]) * self.itemsize(near)
         size_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in wide)
         have = {"batch": x["batch"], "seq": x["seq"], **{axis: weight.use[axis] for axis in wide}}
-        over_shared = _over(x, *shared)
+        over_shared = axes_of(x, *shared)
         if not self.trains:
             self.move(size_bytes, have, y, over_shared, times)
             return
         queries = self.queries(far)
-        apart_queries = _over(queries, "seq")
+        apart_queries = axes_of(queries, "seq")
         if apart_queries:  # each query reads all keys; their gradients come from everywhere
             whole = {**y, "seq": ()}
             self.move(size_bytes, have, whole, over_shared, times)
@@ -252,7 +280,7 @@ class Traffic:
         else:
             self.move(size_bytes, have, y, over_shared, times)
         matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
-        if apart := _over(weight.use, *shared) - over_shared:
+        if apart := axes_of(weight.use, *shared) - over_shared:
             # A mesh axis splits the weight in use, but not its input. Either the weight is gathered, or the sums over
             # embed are reduced and the result on the other side is gathered. Only the first is possible where that
             # mesh axis splits the rows.
@@ -260,11 +288,11 @@ class Traffic:
             reduced = [self.cost(size_bytes, have, y, apart)]
             result = [self.cost(self.bytes(near), {**x, shared[0]: tuple(apart)}, x)]
             for instead in (reduced, result):
-                self.cheaper(gathered, *([] if apart & _over(have) else [instead]), times=times)
+                self.cheaper(gathered, *([] if apart & axes_of(have) else [instead]), times=times)
         if weight.trained:
             has = {**{axis: x[axis] for axis in shared}, **{axis: y[axis] for axis in wide}}
-            self.move(matrix_bytes, has, weight.gradient, _over(x, "batch", "seq"), times)
-        if finer := _without(queries, "batch", "seq") - _without(y, "batch", "seq"):
+            self.move(matrix_bytes, has, weight.gradient, axes_of(x, "batch", "seq"), times, "gradients")
+        if finer := without(queries, "batch", "seq") - without(y, "batch", "seq"):
             # Heads are split finer than their keys: the gradients of a key's heads meet, in the keys or in the matrix.
             split = {wide[0]: (*y[wide[0]], *finer)}
             in_matrix = [self.cost(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
@@ -293,12 +321,13 @@ class Traffic:
         stream = self.place(self.block_input)
         for product in (first, second):
             weight = self.weights[product.path]
-            self.add(self.cost(weight.elements * self.itemsize(product.weight), weight.rest, weight.use), 1)
+            gathered = self.cost(weight.elements * self.itemsize(product.weight), weight.rest, weight.use)
+            self.add(gathered, 1, "weights", product.node.times > 1)
             own_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
-            wide = _without(weight.use, "layers", *stream)
+            wide = without(weight.use, "layers", *stream)
             if weight.trained:
-                rows = _over(stream, "batch", "seq")
-                self.move(own_bytes, weight.use, weight.gradient, rows | inner, product.node.times)
+                rows = axes_of(stream, "batch", "seq")
+                self.move(own_bytes, weight.use, weight.gradient, rows | inner, product.node.times, "gradients")
             if product is first:
                 inner = wide
             elif wide and self.trains:
@@ -307,7 +336,7 @@ class Traffic:
     def summed(self, near: Node, home: Node, products: list[Product], far: Iterable[Node | None]) -> None:
         """The sum over heads or hidden units, into the residual; products that are split alike are added up first."""
         pairs = [(self.place(end), self.wide(product, near)) for product, end in zip(products, far, strict=True) if end]
-        for partial in {frozenset(_over(place, *wide)) for place, wide in pairs}:
+        for partial in {frozenset(axes_of(place, *wide)) for place, wide in pairs}:
             self.move(self.bytes(near), self.place(near), self.place(home), partial, near.times)
 
     # Before and after the layers
@@ -321,7 +350,7 @@ class Traffic:
         ids, width = table.sizes
         itemsize = self.itemsize(self.block_input)
         residual, block_input = self.place(self.residual), self.place(self.block_input)
-        rows, batch, columns = table.use[ids], _over(residual, "batch", "seq"), _over(table.rest, width)
+        rows, batch, columns = table.use[ids], axes_of(residual, "batch", "seq"), axes_of(table.rest, width)
         if rows:
             self.gather(table, 0 if tied else itemsize)
             self.move(size_bytes, block_input, residual, rows)
@@ -337,7 +366,7 @@ class Traffic:
         gradients = [] if tied or not table.trained else [(table, FLOAT32_BYTES)]
         used = [self.weights[path] for path in self.traced.looked_up if path in self.traced.used and path != table.path]
         gradients += [(positions, itemsize) for positions in used if positions.trained]
-        meet = set() if rows else _over(table.gradient, width) & batch
+        meet = set() if rows else axes_of(table.gradient, width) & batch
         back = {axis: tuple(name for name in names if name not in meet) for axis, names in residual.items()}
         apart = {width: tuple(meet)}
         reduced = [
@@ -353,7 +382,7 @@ class Traffic:
     def ids(self, over: set[str]) -> Cost:
         """The token ids, gathered over some mesh axes."""
         ids_bytes = math.prod(self.residual.shape[:2]) * _INT32_BYTES
-        elsewhere = _over(self.place(self.residual), "batch", "seq") - over
+        elsewhere = axes_of(self.place(self.residual), "batch", "seq") - over
         return self.cost(ids_bytes, {"batch": (*over, *elsewhere)}, {"batch": tuple(elsewhere)})
 
     def loss(self, head: Product) -> None:
@@ -361,7 +390,7 @@ class Traffic:
         assert head.y
         table, x, logits = self.weights[head.path], self.place(head.x), self.place(head.y)
         home, wide = self.place(self.traced.source(head.x) or head.x), self.wide(head, head.x)
-        columns = _over(logits, *wide)
+        columns = axes_of(logits, *wide)
         self.move(self.bytes(head.x), home, x)
         self.gather(table, self.itemsize(head.weight))
         by_token = {axis: logits[axis] for axis in ("batch", "seq")}
@@ -370,7 +399,8 @@ class Traffic:
         self.move(self.bytes(head.x), x, home, columns)
         if table.trained:
             have = {axis: table.use[axis] for axis in wide}
-            self.move(table.elements * FLOAT32_BYTES, have, table.gradient, _over(x, "batch", "seq"))
+            rows = axes_of(x, "batch", "seq")
+            self.move(table.elements * FLOAT32_BYTES, have, table.gradient, rows, what="gradients")
 
     def logits(self, head: Product) -> None:
         """The logits of one token per row, whole on every device, which chooses the next token."""
@@ -389,4 +419,5 @@ class Traffic:
             return
         place = self.place(applied)
         have = {axis: names for axis, names in place.items() if axis in weight.sizes}
-        self.move(weight.elements * itemsize, have, weight.gradient, _without(place, *weight.sizes))
+        over = without(place, *weight.sizes)
+        self.move(weight.elements * itemsize, have, weight.gradient, over, what="gradients")

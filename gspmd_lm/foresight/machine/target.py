@@ -2,9 +2,10 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean
@@ -19,6 +20,7 @@ _SMALL_CUBOIDS = (
     "2x4x4",
 )  # v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes
 _CUBE = 4
+_CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")  # of the larger ones, cubes doubled
 _GPUS_PER_HOST = 8
 _GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
@@ -114,6 +116,22 @@ def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
     if len(dimensions) != 3 or any(n % _CUBE for n in dimensions):
         return f"use {cubes}"
     return "" if size == ascending else f"use {ascending}"
+
+
+def larger(target: Target) -> Iterator[Target]:
+    """Targets of the same chip with more and more devices, which are rented out in these shapes."""
+    chip, (_, slash, network) = target.chip, target.text.partition("/")
+    assert chip
+    before = f"{target.slices}@{chip.name}" if target.slices > 1 else chip.name
+    if chip.platform == "gpu":
+        hosts, per_host = target.topology
+        for n in itertools.count(1):
+            yield parse(f"{before}:{hosts * 2**n}x{per_host}{slash}{network}")
+    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS, *_CUBOIDS]
+    count = math.prod(target.topology)
+    for size in sizes:
+        if math.prod(map(int, size.split("x"))) > count:
+            yield parse(f"{before}:{size}")
 
 
 def of(devices: Sequence[Any]) -> Target:

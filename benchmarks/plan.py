@@ -1,0 +1,302 @@
+"""How well `plan` prices and chooses: figures of docs/plan.md. Nothing but compilers runs.
+
+    python -m benchmarks.plan pricing [--write]    # seconds to price all layouts of a 405B model on 512 chips
+    python -m benchmarks.plan rank 1b-h100:8 [--count 16]    # prices beside compiled predictions, and their ranks
+    python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
+    python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
+    python -m benchmarks.plan show    # the tables of all that was kept
+
+rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What they
+compile is kept by `explain`, too.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks import measure
+from benchmarks.layouts import LLAMA_1B, PAIRS
+from gspmd_lm import config as configs
+from gspmd_lm import rules_file
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.foresight import explain
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.plan import search
+from gspmd_lm.plan.price import Price, Pricer
+from gspmd_lm.plan.space import Space, describe
+from gspmd_lm.plan.traces import Traces
+
+SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
+OF_MEMORY = 0.9  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
+PARTS = ("matmul_s", "attention_s", "other_s", "exposed_host_copy_s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and a target."""
+
+    config: str
+    sets: tuple[str, ...]
+    target: str
+
+    def load(self) -> Config:
+        return configs.load(self.config, self.sets)
+
+
+def _1b(target: str, batch: int) -> Case:
+    return Case("llama3_8b", (*LLAMA_1B, f"data.batch={batch}"), target)
+
+
+def _llama(size: str, target: str, batch: int, seq: int = 8192) -> Case:
+    return Case(f"llama3_{size}", (f"data.batch={batch}", f"data.seq={seq}"), target)
+
+
+CASES = {
+    "1b-h100:8": _1b("h100:8", 64),
+    "1b-h100:2x8": _1b("h100:2x8", 64),
+    "8b-h100:8": _llama("8b", "h100:8", 32, 4096),
+    "8b-h100:2x8": _llama("8b", "h100:2x8", 64, 4096),
+    "1b-v5p:2x2x2": _1b("v5p:2x2x2", 64),
+    "1b-2@v6e:2x4": _1b("2@v6e:2x4", 64),
+    "8b-v5e:4x8": _llama("8b", "v5e:4x8", 32),
+    "8b-v6e:4x8": _llama("8b", "v6e:4x8", 32),
+    "70b-v5p:4x4x8": _llama("70b", "v5p:4x4x8", 256),
+}
+LARGE = _llama("405b", "v5p:8x8x8", 512)
+
+
+def kept(name: str) -> list[dict[str, Any]]:
+    """The rows of a file in results/ that may not be there yet."""
+    return measure.read(name) if (measure.RESULTS / f"{name}.json").exists() else []
+
+
+class Bench:
+    """One case, with its prices and all that is kept of its compiled layouts under one name in results/."""
+
+    def __init__(self, name: str, file: str):
+        self.name, self.case, self.kept = name, CASES[name], file
+        self.config, self.target = self.case.load(), targets.parse(self.case.target)
+        self.traces = Traces(self.config)
+        self.space = Space(self.config, self.target, self.traces)
+        self.pricer = Pricer(self.config, self.target, self.traces)
+
+    def price(self, raw: dict[str, Any]) -> Price:
+        return self.pricer.price(self.space.rules(raw))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for row in kept(self.kept) if row["case"] == self.name]
+
+    def compiled(self, raw: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """What is predicted for a layout: as it was kept, else compiled now and kept."""
+        for row in self.rows():
+            if row["rules"] == raw:
+                return row
+        rules, report, failure = self.space.rules(raw), None, ""
+        try:
+            (report,) = explain.reports(self.config, [rules], self.target, print)
+        except RunFailed as error:
+            failure = str(error).splitlines()[-1][:200]
+        row = {"case": self.name, "rules": raw, **of_report(report, failure), **more}
+        measure.write(self.kept, [*kept(self.kept), row])
+        return row
+
+
+def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
+    told = report.prediction if report else None
+    found: dict[str, Any] = {
+        "step_time_s": told and round(told.step_time_s, 5),
+        "fits": bool(report and report.memory.fits),
+        "peak_bytes": report and report.memory.peak_bytes,
+        "compile_s": report and round(report.compile_s),
+        "date": datetime.date.today().isoformat(),
+    }
+    if told:
+        found["parts_s"] = {name: round(getattr(told, name), 5) for name in PARTS}
+        found["exposed_by_axis"] = {axes: round(seconds, 5) for axes, seconds in told.exposed_by_axis.items()}
+        found["communication_s"] = round(told.communication_s, 5)
+    return found | ({"failure": failure} if failure else {})
+
+
+def stratified(bench: Bench, count: int) -> list[dict[str, Any]]:
+    """Layouts from the fastest to SLOWEST of it, one of each stratum: the one with most features not yet seen."""
+    assert bench.target.chip
+    priced = [(bench.price(raw), raw) for raw in bench.space]
+    limit = OF_MEMORY * bench.target.chip.usable_hbm_bytes
+    fitting = sorted(((p, raw) for p, raw in priced if p.peak_bytes <= limit), key=lambda one: one[0].step_time_s)
+    near = [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
+    edges = np.linspace(0, len(near), count + 1).astype(int)
+    seen = collections.Counter[Any]()
+    chosen = []
+    for begin, end in itertools.pairwise(edges):
+        if begin == end:
+            continue
+        features = [list(enumerate(_features(raw))) for _, raw in near[begin:end]]
+        best = min(range(len(features)), key=lambda n: sum(seen[one] for one in features[n]))
+        seen.update(features[best])
+        chosen.append(near[begin + best][1])
+    return chosen
+
+
+def _features(raw: dict[str, Any]) -> list[str]:
+    rules = raw.get("rules", {})
+    return [str(part) for part in (raw["mesh"], raw.get("dcn"), [row for row in rules if "." in row],
+                                   "optimizer" in raw, raw.get("remat"), raw.get("microbatches", 1))]  # fmt: skip
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of ranks; equal values share the mean of their ranks."""
+
+    def ranks(values: Sequence[float]) -> np.ndarray:
+        array = np.asarray(values)
+        return np.array([(array < value).sum() + (array == value).sum() / 2 for value in values])
+
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def rank(name: str, count: int) -> None:
+    bench = Bench(name, "plan_rank")
+    done = [row["rules"] for row in bench.rows()]
+    wanted = done if len(done) >= count else [*done, *(raw for raw in stratified(bench, count) if raw not in done)]
+    for raw in wanted[: max(count, len(done))]:
+        bench.compiled(raw)
+    show_rank(bench)
+
+
+def show_rank(bench: Bench) -> None:
+    """Every kept point of a case, and how well the prices of today order them."""
+    rows = [row for row in bench.rows() if row["step_time_s"]]
+    points = [(bench.price(row["rules"]), row) for row in rows]
+    print(f"\n{bench.name}")
+    for price, row in sorted(points, key=lambda point: point[1]["step_time_s"]):
+        told, error = row["parts_s"], price.step_time_s / row["step_time_s"] - 1
+        parts = " ".join(f"{part[:-2]} {getattr(price, part):.3f}/{told[part]:.3f}" for part in PARTS)
+        waits = sum(price.exposed_by_axis.values()), sum(row["exposed_by_axis"].values())
+        sent = f"sent {price.communication_s:.3f}/{row['communication_s']:.3f}"
+        print(f"{price.step_time_s:8.4f} {row['step_time_s']:8.4f} {error:+6.1%}  {parts} waits {waits[0]:.3f}/"
+              f"{waits[1]:.3f} {sent}  GB {price.peak_bytes / 1e9:.1f}/{row['peak_bytes'] / 1e9:.1f}  "
+              f"{describe(row['rules'])}")  # fmt: skip
+    for row in bench.rows():
+        if not row["step_time_s"]:
+            print(f"{'refused':>17}  {row.get('failure', '')} {describe(row['rules'])}")
+    if len(points) > 2:
+        priced, told = [p.step_time_s for p, _ in points], [row["step_time_s"] for _, row in points]
+        errors = np.log(np.array(priced) / np.array(told))
+        print(f"Spearman {spearman(priced, told):.3f} over {len(points)}; bias {np.exp(errors.mean()) - 1:+.1%}, "
+              f"spread {errors.std():.1%}")  # fmt: skip
+
+
+def recorded() -> None:
+    """The ten layouts of one 1B model whose predictions results/foresight_order.json holds."""
+    rows, points = measure.read("foresight_order"), {}
+    bench = Bench("1b-v5p:2x2x2", "plan_rank")
+    for pair in PAIRS:
+        row = next(row for row in rows if (row["pair"], row["target"]) == (pair.name, pair.target))
+        for side, ms in ((pair.good, row["good_ms"]), (pair.bad, row["bad_ms"])):
+            if pair.target == bench.case.target and not side.sets and side.batch == 64:
+                points[str(side.raw)] = bench.price(side.raw).step_time_s, ms / 1e3, side.raw
+    print("\nrecorded layouts of 1b on v5p:2x2x2")
+    for priced, told, raw in sorted(points.values(), key=lambda point: point[1]):
+        print(f"{priced:8.4f} {told:8.4f} {priced / told - 1:+6.1%}  {describe(raw)}")
+    priced, told, _ = zip(*points.values(), strict=True)
+    print(f"Spearman {spearman(priced, told):.3f} over {len(points)}")
+
+
+def pricing() -> dict[str, Any]:
+    began = time.monotonic()
+    config, target = LARGE.load(), targets.parse(LARGE.target)
+    traces = Traces(config)
+    space, pricer = Space(config, target, traces), Pricer(config, target, traces)
+    count = sum(1 for raw in space if pricer.price(space.rules(raw)).step_time_s)
+    seconds = time.monotonic() - began
+    return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
+            "cpu_s": round(time.process_time(), 1)}  # fmt: skip
+
+
+def regret(name: str, minutes: float, count: int = 40) -> None:
+    """The plan's best beside the best of `count` compiled: the plan's own, and the best priced of each family."""
+    bench = Bench(name, "plan_regret")
+    plan = search.plan(bench.config, bench.target, minutes=minutes, say=print)
+    assert plan.best
+    for one in plan.candidates:
+        if one.compiled:
+            bench.compiled(dict(one.raw), by_plan=True)
+    for raw in _of_families(plan.candidates):
+        if len(bench.rows()) >= count:
+            break
+        bench.compiled(raw)
+        told = [row["step_time_s"] for row in bench.rows() if row["fits"] and row["step_time_s"]]
+        print(f"{len(told)} compiled: best {min(told):.5f} s, the plan's {plan.best.step_time_s:.5f} s, "
+              f"regret {plan.best.step_time_s / min(told) - 1:.2%}, found in {plan.seconds:.0f} s "
+              f"with {plan.compiled} compiled")  # fmt: skip
+
+
+def _of_families(candidates: Iterable[search.Candidate]) -> list[dict[str, Any]]:
+    """What may fit, the cheapest of each family first, then the second of each."""
+    seen = collections.Counter[Any]()
+    ranked = []
+    for one in sorted(candidates, key=lambda one: one.price.step_time_s):
+        if one.fits is not False:
+            seen[one.family] += 1
+            ranked.append((seen[one.family], one.price.step_time_s, dict(one.raw)))
+    return [raw for _, _, raw in sorted(ranked, key=lambda item: item[:2])]
+
+
+def shipped(name: str, minutes: float) -> None:
+    """The plan beside every rules file of rules/ that fits the target and its memory."""
+    bench = Bench(name, "plan_shipped")
+    plan = search.plan(bench.config, bench.target, minutes=minutes, say=print)
+    assert plan.best
+    for path in sorted((measure.RESULTS.parents[1] / "rules").glob("*.yaml")):
+        rules = rules_file.load(str(path))
+        if any(row["file"] == path.stem for row in bench.rows()):
+            continue
+        try:
+            (report,) = explain.reports(bench.config, [rules], bench.target, print)
+        except InputError as error:
+            print(f"{path.stem}: {str(error).splitlines()[0]}")
+            continue
+        row = {"case": name, "file": path.stem, **of_report(report), "plan_s": round(plan.best.step_time_s, 5)}
+        measure.write(bench.kept, [*kept(bench.kept), row])
+    for row in bench.rows():
+        if row["fits"] and row["step_time_s"]:
+            print(f"{row['file']:12} {row['step_time_s']:.5f} s, the plan {plan.best.step_time_s:.5f} s: "
+                  f"{plan.best.step_time_s / row['step_time_s'] - 1:+.1%}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("pricing", "rank", "regret", "shipped", "show"))
+    parser.add_argument("case", nargs="?", choices=CASES)
+    parser.add_argument("--count", type=int, default=16, help="how many layouts are ranked")
+    parser.add_argument("--minutes", type=float, default=15, help="of a plan")
+    parser.add_argument("--write", action="store_true", help="keep the figure in results/")
+    arguments = parser.parse_args()
+    measure.simulate(1)
+    if arguments.what == "pricing":
+        row = pricing()
+        print(row)
+        if arguments.write:
+            measure.write("plan_pricing", [row])
+    elif arguments.what == "show":
+        for name in dict.fromkeys(row["case"] for row in kept("plan_rank")):
+            show_rank(Bench(name, "plan_rank"))
+        recorded()
+    elif arguments.what == "rank":
+        rank(arguments.case, arguments.count)
+    elif arguments.what == "regret":
+        regret(arguments.case, arguments.minutes)
+    else:
+        shipped(arguments.case, arguments.minutes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a split of a model of one's own must move, as far as its parameters, its rules and its products tell.
+
+`traffic.py` knows how the decoder reads and writes its residual stream. Here nothing is known but where arrays are
+placed: weights are gathered, their gradients are reduced, and a product that sums over a split axis is reduced. What a
+model moves between two placements of its activations is not counted.
+"""
+
+from gspmd_lm.foresight.floor.traffic import Place, Traffic, without
+from gspmd_lm.foresight.traced import Node, Product
+
+
+class OwnTraffic(Traffic):
+    """`Traffic` for any model."""
+
+    def model(self) -> None:
+        for path, nodes in self.traced.used.items():
+            for _ in range(1 if self.rules.remat.policy == "none" else 2):  # for the backward pass again
+                self.gather(self.weights[path], self.itemsize(nodes[0]))
+        for product in self.traced.products:
+            self.sums(product)
+        for path in set(self.traced.used) - self.traced.multiplied:
+            weight, applied = self.weights[path], self.traced.applied_to(path)
+            if weight.trained and applied:
+                place, node = self.place(applied), self.traced.used[path][0]
+                have = {axis: names for axis, names in place.items() if axis in weight.sizes}
+                over = without(place, *weight.sizes)
+                self.move(self.bytes(node), have, weight.gradient, over, node.times, "gradients")
+
+    def sums(self, product: Product) -> None:
+        """The reductions of a product's result and of its two gradients."""
+        weight, x, times = self.weights[product.path], self.place(product.x), product.node.times
+        y = self.place(product.y) if product.y else x
+        self.reduced(product.node, y, {name for axis in weight.sizes if axis in x for name in weight.use[axis]}, times)
+        if not self.trains:
+            return
+        self.reduced(product.x, x, {name for axis in weight.sizes if axis not in x for name in weight.use[axis]}, times)
+        if weight.trained:
+            rows = without(x, *weight.sizes)
+            self.move(self.bytes(product.weight), weight.use, weight.gradient, rows, times, "gradients")
+
+    def reduced(self, node: Node, place: Place, over: set[str], times: int) -> None:
+        """A sum over mesh axes, for an array like `node` that lives where `place` says."""
+        self.move(self.bytes(node), place, place, over, times)

@@ -1,0 +1,174 @@
+"""What a layout sends, and how long compute waits for it: on the links of the real mesh, beside what loops compute."""
+
+import collections
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gspmd_lm import mesh as meshes
+from gspmd_lm.foresight.floor.traffic import Move
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.machine.network import Groups, Network
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.rules import Rules
+
+# What follows was read from compiled programs (`python -m benchmarks.plan show` sets them beside prices).
+#
+# The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
+# pass, gradients, and activations in both.
+HIDING = {"tpu": (0.7, 0.7, 0.7, 0.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
+# The share that is exposed however long compute takes: of weights and gradients; of activations that are reduced, that
+# are gathered where the sequence is split, and that are gathered again for what is computed again.
+NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.0}
+ACTIVATIONS_EXPOSED = {"tpu": (0.65, 0.65, 0.65), "gpu": (0.3, 0.45, 0.65)}
+# The bytes of weights that are gathered before the first product of a layer, which waits for them.
+AT_ONCE_BYTES = {"tpu": 0.0, "gpu": 128e6}
+# The share that is exposed of what is sent outside of loops.
+OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.5}
+_NOWHERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
+
+
+class Links:
+    """The networks of a target's meshes."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self._devices = _devices(target) if target.chip else []
+        self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
+
+    def waited(
+        self, rules: Rules, moves: Iterable[Move], loops: tuple[float, float], of_activations: int
+    ) -> tuple[dict[str, float], float]:
+        """Mesh axes -> the seconds in which compute waits for what is sent over them; and all that sending takes.
+
+        In a loop, weights and gradients travel beside the compute of its turns, on each link for itself: weights in
+        both passes, gradients in the backward pass. `loops` are the seconds that loops compute in each of them.
+        `of_activations`: which of ACTIVATIONS_EXPOSED holds.
+        """
+        network, groups = self.network(rules)
+        assert network.chip
+        platform = network.chip.platform
+        exposed: dict[str, float] = collections.defaultdict(float)
+        # Weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
+        parts: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
+        surely: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
+        waiting = ACTIVATIONS_EXPOSED[platform][of_activations]
+        total_s = 0.0
+        for what, axes, times, looped, size_bytes in _together(moves):
+            pieces = len(groups[axes][0])
+            seconds = times * network.time_s("all-gather", size_bytes * pieces / (pieces - 1), groups[axes])
+            total_s += seconds
+            if what == "activations":
+                _add(parts[3], surely[3], axes, seconds, waiting)
+            elif not looped:
+                exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
+            elif what == "weights":
+                never = NEVER_HIDDEN[platform]
+                first = min(1.0, AT_ONCE_BYTES[platform] / size_bytes)
+                _add(parts[0], surely[0], axes, seconds / 2, max(never, first))
+                _add(parts[1], surely[1], axes, seconds / 2, never)
+            else:
+                _add(parts[2], surely[2], axes, seconds, NEVER_HIDDEN[platform])
+        computed_s = (loops[0], loops[1], loops[1], sum(loops))
+        for sent, least, share, compute_s in zip(parts, surely, HIDING[platform], computed_s, strict=True):
+            for link in _shared(network, groups, sent):
+                seconds = sum(sent[axes] for axes in link)
+                waits_s = max(sum(least[axes] for axes in link), seconds - share * compute_s)
+                for axes in link:
+                    exposed[axes] += waits_s * sent[axes] / seconds if seconds else 0.0
+        return {axes: seconds for axes, seconds in exposed.items() if seconds}, total_s
+
+    def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
+        """The links of a mesh, and the groups of devices that differ in some of its axes only."""
+        key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
+        if key not in self._networks:
+            ordered = list(meshes.build(rules, self._devices).devices.flat)
+            network = Network(
+                self.target.chip,
+                tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in ordered),
+                tuple(getattr(device, "slice_index", None) or 0 for device in ordered),
+                tuple(device.process_index for device in ordered),
+                tuple(rules.mesh.values()),
+                tuple(rules.mesh),
+            )
+            self._networks[key] = network, _Groups(rules)
+        return self._networks[key]
+
+
+def _shared(network: Network, groups: Mapping[str, Groups], sent: Iterable[str]) -> list[list[str]]:
+    """Mesh axes that share links: on a torus those that overlap, elsewhere all that leave a device the same way."""
+    found: list[list[str]] = []
+    for axes in sent:
+        own = set(axes.split("+")) if network.link(groups[axes]) == "ici" else {"network"}
+        for link in found:
+            others = {name for other in link for name in (
+                other.split("+") if network.link(groups[other]) == "ici" else ["network"])}  # fmt: skip
+            if own & others:
+                link.append(axes)
+                break
+        else:
+            found.append([axes])
+    return found
+
+
+def _add(sent: dict[str, float], surely: dict[str, float], axes: str, seconds: float, share: float) -> None:
+    sent[axes] += seconds
+    surely[axes] += share * seconds
+
+
+def _together(moves: Iterable[Move]) -> Iterable[tuple[str, str, int, bool, float]]:
+    """What is sent, and the bytes each time. What a turn of a loop sends of weights, or of gradients, goes at once.
+
+    Weights that are gathered for both passes are sent twice a turn.
+    """
+    joined: dict[tuple[str, str, int, bool], float] = collections.defaultdict(float)
+    for move in moves:
+        if move.what == "activations":
+            yield move.what, move.axes, move.times, move.looped, move.bytes
+        else:
+            joined[move.what, move.axes, move.times, move.looped] += move.bytes
+    for (what, axes, times, looped), size_bytes in joined.items():
+        passes = 2 if what == "weights" and looped else 1
+        yield what, axes, times * passes, looped, size_bytes / passes
+
+
+def _devices(target: Target) -> list[Any]:
+    """The compile-only devices of a target, which no program is compiled for here: they know where they are.
+
+    libtpu looks for the machine that it is on and complains where there is none, unless it is told one.
+    """
+    told = {name: value for name, value in _NOWHERE.items() if name not in os.environ}
+    os.environ.update(told)
+    try:
+        return targets.devices(target)
+    finally:
+        for name in told:
+            del os.environ[name]
+
+
+class _Groups(dict[str, Groups]):
+    """Mesh axes, such as fsdp+tensor -> the groups of devices that differ in these axes only."""
+
+    def __init__(self, rules: Rules):
+        self.mesh = dict(rules.mesh)
+
+    def __missing__(self, axes: str) -> Groups:
+        names = axes.split("+")
+        strides, step = {}, 1
+        for name in reversed(self.mesh):
+            strides[name], step = step, step * self.mesh[name]
+
+        def offsets(chosen: Iterable[str]) -> list[int]:
+            each = [[strides[name] * n for n in range(self.mesh[name])] for name in chosen]
+            return [sum(combination) for combination in itertools.product(*each)]
+
+        rest = offsets(name for name in self.mesh if name not in names)
+        inner = offsets(name for name in self.mesh if name in names)
+        self[axes] = tuple(tuple(start + offset for offset in inner) for start in rest)
+        return self[axes]

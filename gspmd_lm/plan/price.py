@@ -1,0 +1,288 @@
+"""The analytic price of a layout: from shapes, rules and links alone, without a compiler.
+
+It follows the parts of a compiled prediction. Products take their FLOPs or their bytes, whichever takes longer;
+attention kernels take the cycles or the share of peak that `foresight/cost` gives them; everything else takes its
+bytes. What is sent comes from `foresight/floor/traffic.py`, its times from the network of the real mesh. What the
+backward pass computes again, and what is kept for it, follow from the traced program and the remat policy.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from gspmd_lm.arrays import pairs
+from gspmd_lm.config import Config
+from gspmd_lm.foresight import floor
+from gspmd_lm.foresight.cost import attention, prices
+from gspmd_lm.foresight.floor.own import OwnTraffic
+from gspmd_lm.foresight.floor.traffic import Move, Traffic
+from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.kernels.attention import splash_block
+from gspmd_lm.plan.links import Links
+from gspmd_lm.plan.traces import Trace, Traces
+from gspmd_lm.plan.work import Kept, Kernel, Operation, Places, Work
+from gspmd_lm.rules import Remat, Rules
+from gspmd_lm.task import Task
+
+# Read from compiled programs: `python -m benchmarks.plan show` sets them beside prices.
+#
+# How often the bytes of what is kept for the backward pass go through memory. On GPUs the stack is filled with zeros
+# first, and its slices are copied.
+KEPT_PASSES = {"tpu": 2.0, "gpu": 3.2}
+# Kernels of a loop's turn that handle scalars and scales.
+SMALL_KERNELS = {"tpu": 0, "gpu": 35}
+# The share of the forward and backward compute behind which copies to and from the host hide.
+HOST_HIDING = 0.8
+_FUSED_PASSES = (("fwd", 2), ("dkv", 5))  # of splash attention; matmuls of cuDNN's
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """Seconds of one step and bytes of one device. All seconds are 0 where the target has no times."""
+
+    step_time_s: float
+    matmul_s: float
+    attention_s: float
+    other_s: float
+    exposed_by_axis: Mapping[str, float]  # mesh axes -> seconds in which compute waits
+    exposed_host_copy_s: float
+    peak_bytes: int
+    sent_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict)  # mesh axes -> bytes
+    host_bytes: int = 0  # of activations that are offloaded
+    communication_s: float = 0.0  # exposed or not
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(self.sent_by_axis.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Timed:
+    """One operation on one device: seconds of a run forward and backward."""
+
+    kind: str
+    forward_s: float
+    backward_s: float
+    times: int
+    of: Operation | Kernel
+
+    @property
+    def looped(self) -> bool:
+        return self.times > 1
+
+
+@dataclasses.dataclass
+class _Layout:
+    """What all remat policies of one layout have in common."""
+
+    rules: Rules
+    trace: Trace
+    work: Work
+    timed: list[_Timed]
+    update_s: float
+    state_bytes: float
+    layer_bytes: float  # the most that one layer, or the loss, holds at once
+    pieces: dict[Places, int]
+    gathers: bool  # whether activations are gathered before products read them: the sequence is split between
+    moves: dict[tuple[bool, ...], list[Move]]
+
+
+class Pricer:
+    """The prices of one config and one target. Layouts that differ in remat alone share most of the work."""
+
+    def __init__(self, config: Config | Task, target: Target, traces: Traces | None = None):
+        self.traces = traces or Traces(config)
+        self.config, self.target, self.chip = self.traces.config, target, target.chip
+        self._links = Links(target)
+        self._layouts: dict[tuple, _Layout] = {}
+
+    def price(self, rules: Rules) -> Price:
+        """The price of filled and checked rules."""
+        layout = self._layout(rules)
+        kept = layout.work.kept(rules.remat)
+        moves = self._moves(layout, rules)
+        sent: dict[str, float] = collections.defaultdict(float)
+        for move in moves:
+            sent[move.axes] += move.bytes * move.times
+        device_bytes = self._held(layout, kept.on_device)
+        host_bytes = self._held(layout, kept.on_host)
+        peak_bytes = layout.state_bytes + device_bytes + layout.layer_bytes
+        spent, exposed, host_s, communication_s = {}, {}, 0.0, 0.0
+        if self.chip:
+            spent, loops = self._computed(self.chip, layout, kept, device_bytes)
+            of_activations = layout.gathers * (2 if self._computes_again(rules.remat) else 1)
+            exposed, communication_s = self._links.waited(rules, moves, loops, of_activations)
+            host_s = self._host_s(self.chip, layout, host_bytes, loops)
+        compute_s = sum(spent.values())
+        return Price(
+            step_time_s=compute_s + sum(exposed.values()) + host_s,
+            matmul_s=spent.get("matmul", 0.0),
+            attention_s=spent.get("attention", 0.0),
+            other_s=spent.get("other", 0.0),
+            exposed_by_axis=exposed,
+            exposed_host_copy_s=host_s,
+            peak_bytes=round(peak_bytes),
+            sent_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
+            host_bytes=round(host_bytes),
+            communication_s=communication_s,
+        )
+
+    # Compute
+
+    def _computed(
+        self, chip: Chip, layout: _Layout, kept: Kept, device_bytes: float
+    ) -> tuple[dict[str, float], tuple[float, float]]:
+        """Seconds of compute by kind; and those of the loops' forward and backward passes, behind which links hide."""
+        spent: dict[str, float] = collections.defaultdict(float)
+        forward_s = backward_s = 0.0
+        microbatches = layout.rules.microbatches
+        for timed in layout.timed:
+            again = timed.of.nodes & kept.again
+            times = timed.times * microbatches
+            back_s = timed.backward_s + (timed.forward_s if again else 0.0)
+            spent[timed.kind] += times * (timed.forward_s + back_s)
+            if timed.looped:
+                forward_s += times * timed.forward_s
+                backward_s += times * back_s
+        kept_s = KEPT_PASSES[chip.platform] * microbatches * device_bytes / self._bandwidth(chip)
+        turns = 2 * microbatches * sum(layout.work.loops)
+        turns_s = turns * SMALL_KERNELS[chip.platform] * prices.LAUNCH_S[chip.platform]
+        spent["other"] += kept_s + turns_s + layout.update_s
+        return spent, (forward_s + kept_s / 2, backward_s + kept_s / 2)
+
+    def _timed(self, chip: Chip, rules: Rules, work: Work, pieces: dict[Places, int]) -> Iterable[_Timed]:
+        share = prices.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
+        launch_s = prices.LAUNCH_S[chip.platform]
+        for operation in work.operations:
+            moved = sum(size / self._pieces(rules, places, pieces) for size, places in operation.touched)
+            seconds = moved / self._bandwidth(chip)
+            if operation.flops:
+                flops = operation.flops / self._pieces(rules, operation.places, pieces)
+                seconds = max(seconds, flops / (share * chip.matmul_flops_per_s(operation.dtype)))
+            seconds += launch_s
+            yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
+        for kernel in work.kernels:
+            forward_s, backward_s = self._kernel_s(chip, rules, kernel, pieces)
+            yield _Timed("attention", forward_s + launch_s, backward_s + launch_s, kernel.times, kernel)
+
+    def _kernel_s(self, chip: Chip, rules: Rules, kernel: Kernel, pieces: dict[Places, int]) -> tuple[float, float]:
+        """Seconds of a fused attention kernel, forward and backward."""
+        queries = kernel.queries
+        rows, seq, heads, size = queries.shape
+        count = round(rows * heads / self._pieces(rules, (queries,), pieces))
+        if rules.attention[chip.platform] == "splash":
+            block = splash_block(seq, size, queries.itemsize)
+            blocks = (seq // block, seq // block)
+            calls = [attention.Splash(part, count, size, blocks, block, block, True) for part, _ in _FUSED_PASSES]
+            found = [attention.splash_s(call, chip) for call in calls]
+        else:
+            causal = count * seq * seq * size / 2
+            found = [
+                attention.cudnn_s(2.0 * matmuls * causal, matmuls > 2, chip, seq, size) for _, matmuls in _FUSED_PASSES
+            ]
+        return found[0] or 0.0, found[1] or 0.0
+
+    def _bandwidth(self, chip: Chip) -> float:
+        return prices.HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s
+
+    # What is sent
+
+    def _moves(self, layout: _Layout, rules: Rules) -> list[Move]:
+        """What is sent. It depends on the remat policy in two ways only."""
+        remat = rules.remat
+        names = {*remat.save, *remat.offload}
+        named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
+        key = (remat.policy == "none", remat.policy == "block", *named)
+        if key not in layout.moves:
+            known = any(layout.trace.traced.source(product.x) for product in layout.trace.traced.products)
+            kind = Traffic if known else OwnTraffic
+            layout.moves[key] = kind(rules, self.traces.arrays, layout.trace.traced).moves
+        return layout.moves[key]
+
+    def _computes_again(self, remat: Remat) -> bool:
+        """Whether products that read gathered activations are computed again."""
+        return remat.policy not in ("none", "dots")
+
+    def _host_s(self, chip: Chip, layout: _Layout, host_bytes: float, loops: tuple[float, float]) -> float:
+        """The seconds in which compute waits for copies to the host in the forward pass, and back in the backward."""
+        copy_s = layout.rules.microbatches * host_bytes * chip.devices_per_chip / chip.host_link_bytes_per_s
+        return sum(max(0.0, copy_s - HOST_HIDING * compute_s) for compute_s in loops) if copy_s else 0.0
+
+    # What all remat policies share
+
+    def _layout(self, rules: Rules) -> _Layout:
+        platform = self.target.platform
+        trace = self.traces.of(rules)
+        fused = rules.attention[platform] != "xla" and "attention" in trace.recorded.asked
+        rows = tuple((row.key, row.mesh_axes) for row in rules.rows)
+        key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, fused)
+        if key not in self._layouts:
+            work, pieces = trace.work(fused), dict[Places, int]()
+            timed = list(self._timed(self.chip, rules, work, pieces)) if self.chip else []
+            moved = floor.updated_bytes(rules, self.traces.arrays)
+            if rules.microbatches > 1:  # gradients are added up: two are read, and one is written
+                moved += 3 * rules.microbatches * self._gradient_bytes(rules)
+            update_s = moved / self._bandwidth(self.chip) if self.chip else 0.0
+            layer_bytes = self._layer_bytes(rules, work, pieces)
+            self._layouts[key] = _Layout(
+                rules,
+                trace,
+                work,
+                timed,
+                update_s,
+                self._state_bytes(rules),
+                layer_bytes,
+                pieces,
+                self._gathers(rules, trace, pieces),
+                {},
+            )
+        return self._layouts[key]
+
+    def _gathers(self, rules: Rules, trace: Trace, pieces: dict[Places, int]) -> bool:
+        """Whether what products read was split finer before it was placed for them."""
+        return any(
+            self._pieces(rules, (home,), pieces) > self._pieces(rules, (product.x,), pieces)
+            for product in trace.traced.products
+            if (home := trace.traced.source(product.x))
+        )
+
+    def _gradient_bytes(self, rules: Rules) -> float:
+        """What a device holds of the gradients."""
+        trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
+        return sum(floor.held(rules, "optimizer", leaf, like, floor.FLOAT32_BYTES) for leaf, like in trained)
+
+    def _state_bytes(self, rules: Rules) -> float:
+        """What a device holds of weights, optimizer state and gradients, and of their sums over microbatches."""
+        arrays = self.traces.arrays
+        weights = pairs(arrays.named_params, arrays.params)
+        optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
+        held = sum(floor.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
+        held += sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
+        return held + self._gradient_bytes(rules) * (2 if rules.microbatches > 1 else 1)
+
+    def _layer_bytes(self, rules: Rules, work: Work, pieces: dict[Places, int]) -> float:
+        """The most that a device holds of one layer, or of the loss: results, their gradients, and weights in use."""
+        found: dict[bool, float] = collections.defaultdict(float)
+        for operation in work.operations:
+            if operation.kind != "matmul" or len(operation.touched) < 3:
+                continue
+            weight, out = operation.touched[1], operation.touched[2]
+            weight_bytes = weight[0] / self._pieces(rules, weight[1], pieces)
+            out_bytes = out[0] / self._pieces(rules, out[1], pieces)
+            found[operation.in_block] += 2 * out_bytes + 3 * weight_bytes
+        return max(found.values(), default=0.0)
+
+    def _held(self, layout: _Layout, held: Iterable[tuple[float, Places]]) -> float:
+        return sum(size / self._pieces(layout.rules, places, layout.pieces) for size, places in held)
+
+    def _pieces(self, rules: Rules, places: Places, known: dict[Places, int]) -> int:
+        """Into how many pieces the rules split what is placed like all of these arrays."""
+        if places not in known:
+            names: set[str] = set()
+            for node in places:
+                assert node.placed
+                array, axes, table = node.placed
+                names |= {name for split in rules.resolve(table, array, axes, node.shape)[0] for name in split}
+            known[places] = rules.piece_count(names)
+        return known[places]

@@ -1,0 +1,372 @@
+"""The search for the best layout: everything is priced, few are compiled, and what they show corrects the prices."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import operator
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight.known_errors import kind_of, mean_error
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.plan.price import Price, Pricer
+from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import Traces
+from gspmd_lm.rules import Rules
+from gspmd_lm.task import Task
+
+FAR_ABOVE = 1.3  # the share of the limit above which an estimate of memory is believed without a compiler
+EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
+HOPELESS = "it needs more memory than a layout like it that does not fit"
+GAIN = 0.01  # what another compilation must promise
+UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
+PRICE_ERROR = 0.05  # of prices before the first compilations tell
+LIKENESS = 0.25  # how much less a compiled layout says of another for each feature in which they differ
+UNLIKE = 3  # features in which layouts differ that have nothing to say of each other
+FEWEST = 8  # compilations before a plan may be content
+EXPLORED = 1.15  # of the first compilations, every other looks so far above the shortest promise
+FINALISTS = 2  # layouts with host offload that are compiled where that takes long
+SLOW_OFFLOAD = ("v6e",)  # chips for which the compiler takes 9 to 20 minutes for a program that offloads to the host
+
+Reports = Callable[..., list[Report]]
+RankBy = Literal["time", "bytes"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One layout: its rules, its price and, where it was compiled, its report."""
+
+    raw: Mapping[str, Any]  # the plain values of its rules file
+    rules: Rules  # filled
+    price: Price
+    report: Report | None = None  # None: priced alone
+    corrected_s: float = 0.0  # the price, corrected by what compiled layouts like it showed
+    limit_bytes: int | None = None
+    failure: str = ""  # why it could not be compiled
+
+    @property
+    def name(self) -> str:
+        """The layout in one line."""
+        return self.rules.path
+
+    @property
+    def compiled(self) -> bool:
+        return self.report is not None
+
+    @property
+    def step_time_s(self) -> float:
+        """The seconds of a step as predicted, else as priced; infinite where the compiler refused it."""
+        if self.report is None:
+            return self.corrected_s or self.price.step_time_s
+        return self.report.prediction.step_time_s if self.report.prediction else math.inf
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.report.memory.peak_bytes if self.report else self.price.peak_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where no compiler was asked and it may."""
+        if self.report:
+            return self.report.memory.fits
+        if self.limit_bytes is None:
+            return True
+        return False if self.failure or self.price.peak_bytes > FAR_ABOVE * self.limit_bytes else None
+
+    @property
+    def entries(self) -> int:
+        """How many entries its rules file has: the fewer, the simpler."""
+        return sum(len(value) if isinstance(value, Mapping) else 1 for value in self.raw.values())
+
+    @functools.cached_property
+    def features(self) -> tuple[Any, ...]:
+        """What makes a layout like another."""
+        tables = "weights" in self.raw, "optimizer" in self.raw
+        mesh = dict(self.rules.mesh)
+        shares = tuple(mesh.get(name, 1) for name in ("data", "fsdp", "tensor"))
+        between = len(self.raw.get("rules", {}))
+        return (*shares, tuple(self.rules.dcn.items()), between, tables, _plain(self.raw.get("remat", "none")),
+                self.rules.microbatches)  # fmt: skip
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What one representative is compiled of: mesh, split of the sequence, tables, and remat but for its names."""
+        remat = self.rules.remat
+        return (*self.features[:6], remat.policy, bool(remat.offload))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a search found."""
+
+    target: Target
+    config: str
+    tokens: int  # of a step, on all devices
+    candidates: tuple[Candidate, ...]  # best first
+    ties: tuple[Candidate, ...]  # compiled, within `error` of the best, which comes first
+    searched: int
+    compiled: int
+    seconds: float
+    error: float  # of predictions for the chip, as a share
+    best: Candidate | None  # None: nothing fits
+    price_error: float = 0.0  # of corrected prices against compiled predictions, as a share
+    refused: int = 0  # candidates that a check of the rules refused
+    nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
+    stopped: str = ""  # why the search ended
+
+
+def plan(
+    config: Config | Task,
+    target: Target,
+    *,
+    minutes: float = 15,
+    say: Callable[[str], None] = lambda _: None,
+    rank_by: RankBy = "time",
+    most: int = 40,
+    reports: Reports = explain.reports,
+) -> Plan:
+    """The best layout of `config` on `target`, and what else was looked at.
+
+    minutes: the compiler starts nothing after that. most: how many layouts are compiled. rank_by: "bytes" needs no
+    times and compiles nothing; layouts are ranked by what they send, then by memory. Raises InputError where a target
+    has no times, and where no mesh of its devices divides the batch.
+    """
+    began = time.monotonic()
+    if target.chip is None and rank_by == "time":
+        raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
+    traces = Traces(config)
+    space, pricer = Space(config, target, traces), Pricer(config, target, traces)
+    limit = target.chip.usable_hbm_bytes if target.chip else None
+    found = []
+    for raw in space:
+        rules = space.rules(raw)
+        found.append(Candidate(raw, rules, pricer.price(rules), limit_bytes=limit))
+    if not found:
+        raise _no_mesh(traces.task, target, space.refused)
+    for note in space.notes:
+        say(note)
+    say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s")
+    search = _Search(config, target, found, say, reports, began, minutes, most)
+    if rank_by == "time":
+        search.run()
+    else:
+        search.stopped = "layouts are ranked by bytes alone"
+    return search.result(traces.task.tokens or traces.task.rows, space.refused, rank_by)
+
+
+class _Search:
+    def __init__(self, config: Config | Task, target: Target, found: Sequence[Candidate], say: Callable[[str], None],
+                 reports: Reports, began: float, minutes: float, most: int):  # fmt: skip
+        self.config, self.target, self.say, self.reports = config, target, say, reports
+        self.began, self.minutes, self.most = began, minutes, most
+        self.searched = len(found)
+        may_fit = [one for one in found if one.fits is not False]
+        self.open = [one for one in may_fit if not self._slow(one)]
+        self.late = [one for one in may_fit if self._slow(one)]
+        self.far = [one for one in found if one.fits is False]
+        self.tried: list[Candidate] = []
+        self.dropped: list[Candidate] = []  # HOPELESS
+        self.price_error = PRICE_ERROR
+        self.stopped = ""
+        self.longest_s = 0.0  # of a round of compilations
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest of those that fit. Among equals the one with most memory left, then the simplest."""
+        fitting = [one for one in self.tried if one.fits and one.step_time_s < math.inf]
+        if not fitting:
+            return None
+        fastest = min(one.step_time_s for one in fitting)
+        equal = [one for one in fitting if one.step_time_s <= fastest * (1 + EQUAL)]
+        return min(equal, key=lambda one: (round(one.peak_bytes / 2**28), one.entries, one.step_time_s))
+
+    def _slow(self, one: Candidate) -> bool:
+        """Whether the compiler takes too long for a layout that is no finalist."""
+        chip = self.target.chip
+        return bool(chip and chip.name in SLOW_OFFLOAD and one.rules.remat.offload)
+
+    def run(self) -> None:
+        """Compiles until nothing is left that promises more than GAIN; then, outside of the time, slow finalists."""
+        while not self.stopped:
+            chosen = self._next(compile.side_by_side(2))
+            if not chosen:
+                break
+            spent_s = time.monotonic() - self.began
+            if self.tried and spent_s + self.longest_s / 2 > 60 * self.minutes:
+                self.stopped = f"the {self.minutes:g} minutes are over"
+                break
+            before = time.monotonic()
+            self._compile(chosen)
+            self.longest_s = max(self.longest_s, time.monotonic() - before)
+            self._correct()
+            if len(self.tried) >= self.most:
+                self.stopped = f"{self.most} layouts were compiled"
+        best = self.best
+        finalists = sorted(self.late, key=self._promised_s)[:FINALISTS]
+        for one in finalists:
+            if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
+                self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
+                self._compile([one])
+
+    def _promised_s(self, one: Candidate) -> float:
+        """The shortest time that a layout may have: the less like the compiled ones, the less its price is known.
+
+        A GPU program that does not fit takes as long to compile as one that does, so such layouts come later.
+        """
+        told = [other for other in self.tried if other.report]
+        unlike = min((_unlike(one, other) for other in told), default=UNLIKE)
+        seconds = one.step_time_s * math.exp(-self.price_error * min(unlike, UNLIKE) / 2)
+        if self.target.platform == "gpu" and one.limit_bytes:
+            seconds *= max(1.0, one.price.peak_bytes / one.limit_bytes) ** 2
+        return seconds
+
+    def _next(self, count: int) -> list[Candidate]:
+        """What to compile next, best promise first, each of another family; nothing if no promise is worth it."""
+        if not self.open:
+            self.stopped = "every layout that may fit was compiled"
+            return []
+        promised = sorted(((self._promised_s(one), one) for one in self.open), key=lambda pair: pair[0])
+        best = self.best
+        if best and len(self.tried) >= FEWEST and promised[0][0] >= best.step_time_s * (1 - GAIN):
+            self.stopped = f"no other layout promises to be more than {GAIN:.0%} faster"
+            return []
+        chosen: list[Candidate] = []
+        while len(chosen) < min(count, len(promised)):
+            number, taken = len(self.tried) + len(chosen), [*self.tried, *chosen]
+            left = [(promise, one) for promise, one in promised if one not in chosen]
+            if number < FEWEST:  # the top is flat: neighbours of what was compiled have little to tell
+                seen = {one.family for one in taken}
+                left = [(promise, one) for promise, one in left if one.family not in seen] or left
+            if number < FEWEST and number % 2:  # what is least like all that was compiled, and is not far behind
+                near = [one for promise, one in left if promise <= EXPLORED * left[0][0]]
+                chosen.append(max(near, key=lambda one: min(_unlike(one, other) for other in taken)))
+            else:
+                chosen.append(left[0][1])
+        return chosen
+
+    def _compile(self, chosen: Sequence[Candidate]) -> None:
+        best = self.best
+        known = f"; best so far {best.step_time_s:.4g} s: {best.name}" if best else ""
+        self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{known}")
+        try:
+            found: list[Report | None] = [
+                *self.reports(self.config, [one.rules for one in chosen], self.target, self.say)
+            ]
+        except RunFailed as error:
+            if len(chosen) > 1:
+                for one in chosen:
+                    self._compile([one])
+                return
+            self.say(f"left out: {chosen[0].name}: {error}")
+            self._done(dataclasses.replace(chosen[0], failure=str(error)), chosen[0])
+            return
+        for one, report in zip(chosen, found, strict=True):
+            self._done(dataclasses.replace(one, report=report), one)
+
+    def _done(self, tried: Candidate, before: Candidate) -> None:
+        self.tried.append(tried)
+        self.open = [one for one in self.open if one is not before]
+        self.late = [one for one in self.late if one is not before]
+
+    def _correct(self) -> None:
+        """Prices anew what is left: by the compiled layouts, those that are like it above all.
+
+        A layout that needs more than one that was refused, and is like it in all but what it keeps, is dropped.
+        """
+        told = [one for one in self.tried if one.report and one.report.prediction]
+        ratios = [math.log(one.step_time_s / one.price.step_time_s) for one in told]
+        if len(told) > 2:  # each from the others
+            errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
+                      for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
+            self.price_error = max(GAIN, statistics.mean(map(abs, errors)))
+        self.dropped += [
+            dataclasses.replace(one, failure=HOPELESS) for one in (*self.open, *self.late) if self._hopeless(one)
+        ]
+        self.open, self.late = (
+            [
+                dataclasses.replace(one, corrected_s=one.price.step_time_s * math.exp(_likely(one, told, ratios)))
+                for one in those
+                if not self._hopeless(one)
+            ]
+            for those in (self.open, self.late)
+        )
+
+    def _hopeless(self, one: Candidate) -> bool:
+        """Whether a layout of the same kind that needs no more memory by its price did not fit."""
+        return any(
+            other.fits is False and not other.failure and other.features[:6] == one.features[:6]
+            and one.rules.microbatches <= other.rules.microbatches
+            and one.price.peak_bytes >= other.price.peak_bytes
+            for other in self.tried
+        )  # fmt: skip
+
+    def _error(self) -> float:
+        """The known error of predictions for the target, as a share."""
+        chip, best = self.target.chip, self.best
+        found = mean_error(kind_of(self.target, best.rules)) if chip and best else None
+        return UNKNOWN_ERROR if found is None else found
+
+    def result(self, tokens: int, refused: int, rank_by: RankBy) -> Plan:
+        """The plan, as far as it has come."""
+        best, error = self.best, self._error()
+        if rank_by == "bytes":
+            ranked = sorted(self.open, key=lambda one: (one.price.sent_bytes, one.peak_bytes, one.entries))
+            best, ties = (ranked[0] if ranked else None), []
+        else:
+            fitting = [one for one in self.tried if one.fits and one.step_time_s < math.inf]
+            others = [one for one in self.tried if one not in fitting]
+            fitting.sort(key=lambda one: (one is not best, one.step_time_s))
+            ranked = [*fitting, *sorted([*self.open, *self.late], key=lambda one: one.step_time_s), *others]
+            ties = [one for one in fitting if best and one.step_time_s <= best.step_time_s * (1 + error)]
+        ranked += sorted([*self.dropped, *self.far], key=lambda one: one.peak_bytes)
+        nearest = min(itertools.chain(self.tried, self.far), key=lambda one: one.peak_bytes, default=None)
+        return Plan(
+            target=self.target,
+            config=self.config.name,
+            tokens=tokens,
+            candidates=tuple(ranked),
+            ties=tuple(ties),
+            searched=self.searched,
+            compiled=len(self.tried),
+            seconds=time.monotonic() - self.began,
+            error=error,
+            best=best,
+            price_error=self.price_error,
+            refused=refused,
+            nearest=None if best else nearest,
+            stopped=self.stopped,
+        )
+
+
+def _likely(one: Candidate, told: Sequence[Candidate], ratios: Sequence[float]) -> float:
+    """The logarithm of prediction over price that compiled layouts make likely, each by its likeness."""
+    if not told:
+        return 0.0
+    weights = [LIKENESS ** _unlike(one, other) for other in told]
+    return sum(map(operator.mul, weights, ratios)) / sum(weights)
+
+
+def _unlike(one: Candidate, other: Candidate) -> int:
+    """In how many features two layouts differ."""
+    return sum(a != b for a, b in zip(one.features, other.features, strict=True))
+
+
+def _no_mesh(task: Task, target: Target, refused: int) -> InputError:
+    why = f"; the rules' own checks refused {refused} layouts" if refused else ""
+    setting = task.vocabulary.settings.get(task.vocabulary.rows, "rows of a batch")
+    return InputError(
+        f"{task.name}: no mesh of the {target.devices} devices of {target.text} divides its {task.rows} rows{why}\n"
+        f"  fix   make {setting} a multiple of {target.devices}, or of a large part of it"
+    )
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,255 @@
+"""The layouts that a plan chooses from: plain values of rules files, each of which passes the rules' own checks.
+
+What can be split is asked of the model: of its arrays and its traced step. Three roles come out of it.
+
+  rows      the rows of the batch, over data and fsdp
+  width     the axes that nearly all weights have: weights rest split along them (ZeRO-3 over fsdp, ZeRO-1 over data)
+  hidden    the first other axis of each matrix, over tensor (arXiv 1909.08053); of the array that blocks read from and
+            write to, its axis that no weight has, too (arXiv 2205.05198)
+
+Nothing here changes what is computed.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gspmd_lm import rules_file
+from gspmd_lm.arrays import attention_lacks
+from gspmd_lm.config import Config
+from gspmd_lm.foresight import compile
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.kernels import attention
+from gspmd_lm.plan.traces import Traces
+from gspmd_lm.rules import KERNELS, Rules
+from gspmd_lm.task import Task
+
+MOST_TENSOR = 16  # pieces of a matrix: beyond that, products are thin on every chip
+MOST_MICROBATCHES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What each part of a model is for. Axes are logical axes."""
+
+    rows: str
+    width: tuple[str, ...]
+    hidden: tuple[str, ...]
+    between: tuple[str, ...]  # rows of the table `rules`, such as residual.seq
+    sizes: Mapping[str, tuple[int, ...]]  # axis, or array.axis -> its sizes in weights and activations
+
+    def divides(self, axis: str, pieces: int) -> bool:
+        return all(size % pieces == 0 for size in self.sizes.get(axis, ()))
+
+
+class Space:
+    """The candidates of one config or task on one target."""
+
+    def __init__(self, config: Config | Task, target: Target, traces: Traces | None = None):
+        self.traces = traces or Traces(config)
+        self.config, self.task, self.target = self.traces.config, self.traces.task, target
+        self.refused = 0  # how many a check of the rules refused
+        self.notes: list[str] = []  # what the user should know of the choice
+        single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
+        self.trace = self.traces.of(single)
+        self.roles = _roles(self.traces, self.trace.traced)
+        self.asked = self.trace.recorded.asked
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The plain values of each rules file."""
+        kernel = self.kernel
+        for layout in self._layouts():
+            for microbatches in self._microbatches(layout["mesh"]):
+                raw = {**layout, **kernel}
+                if microbatches > 1:
+                    raw["microbatches"] = microbatches
+                if self.traces.problems(self.rules(raw), self.target.platform):
+                    self.refused += 1
+                    continue
+                for remat in self.remats:
+                    yield raw if remat == "none" else {**raw, "remat": remat}
+
+    def rules(self, raw: Mapping[str, Any]) -> Rules:
+        """The rules of plain values, filled."""
+        found = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
+        return found.fill(self.target.devices)
+
+    # Meshes and tables
+
+    def _layouts(self) -> Iterator[dict[str, Any]]:
+        """Mesh, dcn and the three tables."""
+        devices, roles = self.target.devices, self.roles
+        for tensor in _divisors(devices):
+            hidden = [axis for axis in roles.hidden if roles.divides(axis, tensor)]
+            if tensor > 1 and (tensor > MOST_TENSOR or not hidden):
+                continue
+            for data in _divisors(devices // tensor):
+                fsdp = devices // tensor // data
+                if self.task.rows % (data * fsdp):
+                    continue
+                sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+                mesh = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
+                between = [row for row in roles.between if roles.divides(row, tensor)]
+                for dcn, split, state in itertools.product(
+                    self._across(mesh),
+                    (False, True) if tensor > 1 and between else (False,),
+                    self._states(data, fsdp),
+                ):
+                    rules: dict[str, Any] = {}
+                    if over := [name for name in ("data", "fsdp") if name in mesh]:
+                        rules[roles.rows] = over[0] if len(over) == 1 else over
+                    if tensor > 1:
+                        rules |= dict.fromkeys(hidden, "tensor")
+                        rules |= dict.fromkeys(between, "tensor") if split else {}
+                    yield {"mesh": mesh, **({"dcn": dcn} if dcn else {}), "rules": rules, **state}
+
+    def _states(self, data: int, fsdp: int) -> list[dict[str, Any]]:
+        """The tables of weights and of the optimizer: whole, ZeRO-1 over data, ZeRO-3 over fsdp."""
+        roles = self.roles
+        rest = [axis for axis in roles.width if roles.divides(axis, fsdp)]
+        if fsdp > 1 and not rest:
+            return []
+        weights = {"weights": dict.fromkeys(rest, "fsdp")} if fsdp > 1 else {}
+        finer = [axis for axis in roles.width if roles.divides(axis, data * fsdp)]
+        if data == 1 or not finer:
+            return [weights]
+        over = ["fsdp", "data"] if fsdp > 1 else "data"
+        return [weights, {**weights, "optimizer": {axis: over for axis in finer}}]
+
+    def _across(self, mesh: Mapping[str, int]) -> list[dict[str, int]]:
+        """Which parts of a mesh cross slices or hosts: data, fsdp or both, never tensor while others can."""
+        gpu = self.target.platform == "gpu"
+        count = self.target.topology[0] if gpu else self.target.slices
+        if count == 1:
+            return [{}]
+        found = []
+        for data in _divisors(math.gcd(count, mesh.get("data", 1))):
+            fsdp = count // data
+            if mesh.get("fsdp", 1) % fsdp == 0:
+                found.append({name: n for name, n in (("data", data), ("fsdp", fsdp)) if n > 1})
+        if gpu:  # hosts follow the order of devices, in which the first mesh axis is the outermost
+            natural = math.gcd(count, mesh.get("data", 1))
+            own = {name: n for name, n in (("data", natural), ("fsdp", count // natural)) if n > 1}
+            found = [{} if dcn == own else dcn for dcn in found]
+        return found
+
+    def _microbatches(self, mesh: Mapping[str, int]) -> list[int]:
+        rows = self.task.rows // (mesh.get("data", 1) * mesh.get("fsdp", 1))
+        return [n for n in (1, 2, 4, 8, 16) if n <= MOST_MICROBATCHES and rows % n == 0]
+
+    # What a device computes and keeps
+
+    @functools.cached_property
+    def kernel(self) -> dict[str, Any]:
+        """The fused attention kernel of the platform, where it can do what the config asks and can be compiled."""
+        platform, fused = self.target.platform, KERNELS[self.target.platform][-1]
+        if "attention" not in self.asked or fused == "xla":
+            return {}
+        if isinstance(self.config, Config):
+            data = self.config.data
+            plain = self.rules({"mesh": {"data": self.target.devices}})
+            if attention_lacks(fused, self.config, plain, data.seq, data.packing == "documents"):
+                return {}
+        if fused == "cudnn" and compile.cudnn() is None:
+            self.notes.append("attention: xla, since cuDNN's libraries are not here: pip install nvidia-cudnn-cu12")
+            return {}
+        return {"attention": {platform: fused}}
+
+    @functools.cached_property
+    def remats(self) -> list[Any]:
+        """Policies, and lists of names: more and more is kept, the kernel's result first; layer inputs on the host."""
+        if "remat" not in self.asked:
+            return ["none"]
+        work, kept = self.trace.work(bool(self.kernel)), self.task.vocabulary.kept
+        labels = [node.label for node in self.trace.traced.nodes if node.label in kept and work.in_block(node)]
+        out, *read = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
+        groups = [[out], read, [row.rpartition(".")[0] for row in self.roles.between]]
+        groups = [[name for name in group if name in labels] for group in groups]
+        named: list[list[str]] = [list(itertools.chain(*groups[:n])) for n in range(1, len(groups) + 1)]
+        produced = [node.placed.array for node in self.trace.traced.computed if node.placed]
+        others = [name for name in dict.fromkeys(produced) if name in labels and name not in named[-1]]
+        named += [[*named[0], name] for name in others] + [[*named[-1], *others]]
+        found: list[Any] = ["none", "dots", "block"]
+        found += [{"save": names} for names in named if names]
+        inputs = [label for label in dict.fromkeys(labels) if label not in self.task.vocabulary.activations]
+        if inputs and self.target.platform != "cpu":
+            found.append({"save": named[0], "offload": inputs} if named[0] else {"offload": inputs})
+            found.append({"save": named[1], "offload": inputs})
+        return [remat for n, remat in enumerate(found) if remat not in found[:n]]
+
+
+def candidates(
+    task_or_config: Config | Task, target: Target, *, batches: Sequence[int] | None = None, traces: Traces | None = None
+) -> Iterator[dict[str, Any]]:
+    """The plain values of every sensible rules file for `target`, as YAML would hold them.
+
+    `batches` are no choice of a plan: the batch belongs to the config. They are here to be refused.
+    """
+    assert batches is None, "the batch belongs to the config"
+    return iter(Space(task_or_config, target, traces))
+
+
+def describe(raw: Mapping[str, Any]) -> str:
+    """A layout in one line: fsdp 4 x tensor 2, residual.seq, ZeRO-1, save attention_out, 2 microbatches."""
+    parts = [" x ".join(f"{name} {size}" for name, size in raw["mesh"].items())]
+    if dcn := raw.get("dcn"):
+        parts.append(" x ".join(f"{name} {size}" for name, size in dcn.items()) + " across")
+    parts += [row for row in raw.get("rules", {}) if "." in row]
+    if "optimizer" in raw:
+        parts.append("ZeRO-1")
+    remat = raw.get("remat", "none")
+    if isinstance(remat, str):
+        parts.append({"none": "no remat"}.get(remat, f"remat {remat}"))
+    else:
+        parts += [f"{verb} {' '.join(names)}" for verb, names in remat.items()]
+    if (microbatches := raw.get("microbatches", 1)) > 1:
+        parts.append(f"{microbatches} microbatches")
+    return ", ".join(parts)
+
+
+def _roles(traces: Traces, traced: Traced) -> Roles:
+    rows = traces.task.vocabulary.rows
+    used = {path: nodes[0] for path, nodes in traced.used.items()}
+    matrices = [path for path in used if path in traced.multiplied]
+    axes = {path: node.placed.axes for path, node in used.items() if node.placed}
+    count = collections.Counter(axis for path in used for axis in axes[path] if axis != rows)
+    width: list[str] = []
+    for axis, _ in count.most_common():
+        alone = all(not {*width} & {*axes[path]} for path in used if axis in axes[path])
+        if alone and any(axis in axes[path] for path in matrices):
+            width.append(axis)
+    # Axes that activations sum over among themselves stay whole: a head's size.
+    firsts = collections.Counter[str]()
+    for path in matrices:
+        others = [axis for axis in axes[path] if axis not in width]
+        if others:
+            firsts[others[0]] += math.prod(used[path].shape) * used[path].times
+    hidden: list[str] = []
+    arrays = [*axes.values(), *(node.placed.axes for node in traced.activations if node.placed)]
+    for axis, _ in firsts.most_common():
+        if not any(axis in names and {*hidden} & {*names} for names in arrays):
+            hidden.append(axis)
+    homes = [home for product in traced.products if (home := traced.source(product.x))]
+    between = dict.fromkeys(
+        f"{home.placed.array}.{axis}"
+        for home in homes if home.placed
+        for axis in home.placed.axes if axis != rows and axis not in count
+    )  # fmt: skip
+    sizes: dict[str, set[int]] = collections.defaultdict(set)
+    for node in (*used.values(), *traced.activations):
+        if node.placed:  # the loss takes a sequence apart, so that its axis has several sizes
+            for axis, size in zip(node.placed.axes, node.shape, strict=True):
+                sizes[axis].add(size)
+                sizes[f"{node.placed.array}.{axis}"].add(size)
+    return Roles(
+        rows, tuple(width), tuple(hidden), tuple(between), {axis: tuple(found) for axis, found in sizes.items()}
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,279 @@
+"""What a step does, from its traced forward pass: products, attention kernels and the rest, and what each touches.
+
+A price needs to know of an operation how many FLOPs it does, which arrays it reads and writes, and which mesh axes
+share it out. The trace knows all but the last, which follows from where the nearest arrays with a name are placed.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterable
+
+from gspmd_lm.foresight.traced import Node, Traced
+from gspmd_lm.kernels import attention
+from gspmd_lm.rules import Remat
+
+Places = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
+
+# Operations that make nothing new.
+_FREE = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
+# Operations whose derivative needs none of their values.
+_LINEAR = (
+    *_FREE, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
+    "pad", "carry", "select_n", "gather", "dynamic_slice", "dynamic_update_slice",
+)  # fmt: skip
+_BETWEEN = (
+    "dot_general",
+    "conv_general_dilated",
+    "input",
+    "carry",
+    "constant",
+)  # of no group of elementwise operations
+
+
+def _array(spec: str) -> str:
+    return spec.partition(":")[0]
+
+
+_OUT, _QUERIES = _array(attention.OUT), _array(attention.Q)
+_READ = (_QUERIES, _array(attention.K), _array(attention.V))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """A product, or elementwise operations that are one kernel. Numbers are of one run forward, of all devices."""
+
+    kind: str  # matmul, attention or other
+    flops: float
+    dtype: str  # of what is multiplied
+    places: Places  # what shares out the FLOPs
+    touched: tuple[tuple[float, Places], ...]  # bytes that are read and written
+    times: int
+    backward: float  # the work of the backward pass, in that of the forward pass
+    nodes: frozenset[Node]
+    in_block: bool  # in what remat speaks of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """The attention of one layer: all between its queries, keys and values, and its result."""
+
+    queries: Node  # [B, T, N, H]
+    times: int
+    nodes: frozenset[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a remat policy keeps of a microbatch for the backward pass, and what it computes again."""
+
+    on_device: tuple[tuple[float, Places], ...]  # bytes, of all layers
+    on_host: tuple[tuple[float, Places], ...]
+    again: frozenset[Node]
+
+
+class Work:
+    """The operations of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
+
+    def __init__(self, traced: Traced, trained: Collection[str], fused: bool):
+        self.traced = traced
+        self.kernels = self._kernels() if fused else []
+        self.inside = frozenset(node for kernel in self.kernels for node in kernel.nodes)
+        self.products = {product.node: product for product in traced.products}
+        self.blocks = {product.node.name.modules[0] for product in traced.products if product.node.name.modules}
+        self.operations = [*self._products(trained), *self._rest()]
+
+    @functools.cached_property
+    def loops(self) -> list[int]:
+        """The turns of each loop that has products."""
+        return sorted({(node.name.modules[:1], node.times): node.times for node in self.products}.values())
+
+    # Where arrays live
+
+    @functools.cache  # noqa: B019  # one for each trace, and gone with it
+    def places(self, node: Node) -> Places:
+        """What tells where an array lives: itself, what it is next placed as, or what was placed last."""
+        if node.placed:
+            return (node,)
+        if node.primitive == "name":  # another name of what was placed
+            return self.places(node.inputs[0])
+        if product := self.products.get(node):
+            return tuple(filter(None, (product.x, product.weight, product.y)))
+        for forward in (True, False):
+            waiting, seen = [node], {node}
+            while waiting:
+                for near in waiting[0].users if forward else waiting[0].inputs:
+                    if near.placed:
+                        return (near,)
+                    if near not in seen:
+                        seen.add(near)
+                        waiting.append(near)
+                waiting.pop(0)
+        return ()
+
+    def in_block(self, node: Node) -> bool:
+        return bool(node.name.modules) and node.name.modules[0] in self.blocks
+
+    # What there is to do
+
+    def _products(self, trained: Collection[str]) -> Iterable[Operation]:
+        for node in self.traced.nodes:
+            if node.primitive not in ("dot_general", "conv_general_dilated") or node in self.inside:
+                continue
+            product, kind = self.products.get(node), "matmul"
+            backward = 2.0
+            if product:
+                backward = 2.0 if product.path in trained else 1.0
+            elif any(near.placed and near.placed.array == _OUT for near in self.traced.after([node])):
+                kind = "attention"
+            places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.places(near)))
+            touched = tuple((float(near.bytes), self.places(near)) for near in (*node.inputs[:2], node))
+            yield Operation(kind, node.flops, _short(node.inputs[0]), places, touched, node.times, backward,
+                            frozenset([node]), self.in_block(node))  # fmt: skip
+
+    def _rest(self) -> Iterable[Operation]:
+        """Groups of elementwise operations that nothing interrupts: neither a product nor an array that has a name."""
+        group: dict[Node, Node] = {}
+
+        def root(node: Node) -> Node:
+            while group[node] is not node:
+                node = group[node]
+            return node
+
+        own = [node for node in self.traced.nodes if node.primitive not in _BETWEEN and node not in self.inside]
+        for node in own:
+            group[node] = node
+        for node in own:
+            for near in node.inputs:
+                named = near.placed is not None and node.primitive != "name"
+                if near in group and near.times == node.times and not named and near.floats and node.floats:
+                    group[root(node)] = root(near)
+        members: dict[Node, list[Node]] = {}
+        for node in own:
+            members.setdefault(root(node), []).append(node)
+        for nodes in members.values():
+            if all(node.primitive in _FREE for node in nodes):
+                continue
+            within = set(nodes)
+            touched: dict[Node, float] = {}
+            for node in nodes:
+                for n, near in enumerate(node.inputs):
+                    if near in within or not near.floats or near.primitive == "constant":
+                        continue
+                    # Of what is looked up or taken apart, only the part that is read counts.
+                    elements = math.prod(node.shape) if node.primitive in ("gather", "dynamic_slice") and n == 0 else 0
+                    elements = elements or (
+                        math.prod(near.shape) if near.times == node.times else math.prod(node.shape)
+                    )
+                    read = float(min(math.prod(near.shape), elements) * near.itemsize)
+                    touched[near] = max(touched.get(near, 0.0), read)
+                if node.floats and not (node.users and all(user in within for user in node.users)):
+                    touched[node] = float(node.bytes)
+            if touched:
+                moved = tuple((size, self.places(near)) for near, size in touched.items())
+                in_block = any(map(self.in_block, nodes))
+                yield Operation("other", 0.0, "", (), moved, nodes[0].times, 2.0, frozenset(nodes), in_block)
+
+    def _kernels(self) -> list[Kernel]:
+        found = []
+        for out in self.traced.activations:
+            if not out.placed or out.placed.array != _OUT:
+                continue
+            waiting, inside, read = list(out.inputs), set[Node](), list[Node]()
+            while waiting:
+                node = waiting.pop()
+                if node in inside or node.times < out.times:
+                    continue
+                if node.label in (*_READ, _OUT):  # what a remat policy knows it by
+                    read.append(node)
+                    continue
+                inside.add(node)
+                waiting += node.inputs
+            queries = [node.inputs[0] for node in read if node.label == _QUERIES]
+            if queries and inside:
+                found.append(Kernel(queries[0], out.times, frozenset(inside)))
+        return found
+
+    # What is kept
+
+    @functools.cached_property
+    def _active(self) -> frozenset[Node]:
+        """What depends on a weight: all that has a derivative."""
+        waiting = [node for node in self.traced.nodes if node.placed and node.placed.array in self.traced.weights]
+        found = set(waiting)
+        while waiting:
+            for user in waiting.pop().users:
+                if user not in found and user.floats and user.primitive != "stop_gradient":
+                    found.add(user)
+                    waiting.append(user)
+        return frozenset(found)
+
+    @functools.cache  # noqa: B019
+    def kept(self, remat: Remat) -> Kept:
+        """What the backward pass finds, and what it computes again."""
+        host, device, again = dict[Node, None](), dict[Node, None](), set[Node]()
+        waiting = [near for node in self.traced.nodes if self.in_block(node) for near in self._needed(node)]
+        waiting += [near for kernel in self.kernels for node in kernel.nodes for near in node.inputs
+                    if near not in kernel.nodes]  # fmt: skip
+        while waiting:
+            node = waiting.pop()
+            if node in again or node in host or node in device:
+                continue
+            if not node.floats or node not in self._active or self._weight(node):
+                continue
+            if node.label in remat.offload and remat.policy == "names":
+                host[node] = None
+            elif self._saved(node, remat):
+                device[node] = None
+            else:
+                again.add(node)
+                waiting += node.inputs
+        on_device, on_host = (
+            tuple((float(node.bytes * self._turns(node)), self.places(node)) for node in nodes)
+            for nodes in (self._distinct(device), self._distinct(host))
+        )
+        return Kept(on_device, on_host, frozenset(again))
+
+    def _needed(self, node: Node) -> Iterable[Node]:
+        """The values that the derivative of an operation needs."""
+        if node in self.inside or node not in self._active:
+            return ()
+        if node.placed and node.placed.array == _OUT and self.kernels:
+            return node.users  # what a remat policy knows it by
+        if node.primitive in ("mul", "dot_general"):
+            first, second = node.inputs[0], node.inputs[-1]
+            return [one for one, other in ((first, second), (second, first)) if other in self._active]
+        return () if node.primitive in _LINEAR else node.inputs
+
+    def _saved(self, node: Node, remat: Remat) -> bool:
+        if node.primitive == "carry" or not self.in_block(node):
+            return True
+        if remat.policy == "none":
+            return bool(node.label) or node.primitive == "dot_general"
+        if remat.policy == "dots":
+            return node in self.products or node.label == "residual"
+        return remat.policy == "names" and node.label in remat.save
+
+    def _weight(self, node: Node) -> bool:
+        """Whether a node is a weight on its way to where it is used: it is not kept, but gathered again."""
+        places = self.places(node)
+        return len(places) == 1 and places[0].placed is not None and places[0].placed.array in self.traced.weights
+
+    def _distinct(self, nodes: Iterable[Node]) -> list[Node]:
+        """Nodes that are not only another name of one of the others."""
+        sources = dict[Node, Node]()
+        for node in nodes:
+            source = node
+            while source.primitive == "name":
+                source = source.inputs[0]
+            sources.setdefault(source, node)
+        return list(sources.values())
+
+    def _turns(self, node: Node) -> int:
+        """How often a kept value is kept: once for each turn of its loop. What a loop carries is kept in each, too."""
+        return max([node.times, *(user.times for user in node.users)]) if node.primitive == "carry" else node.times
+
+
+def _short(node: Node) -> str:
+    """A dtype as programs write it: bf16."""
+    return {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(node.dtype.name, node.dtype.name)

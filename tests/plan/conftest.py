@@ -1,0 +1,53 @@
+"""What the tests of plan share: Llama 3 8B on 8 GPUs, which is priced and never compiled here, and the mixer."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import Traces
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+
+@pytest.fixture(scope="session")
+def mixer():
+    """The task of examples/mixer.py."""
+    import mixer
+
+    return mixer.TASK
+
+
+@pytest.fixture(scope="session")
+def llama():
+    """Llama 3 8B with 8 rows of 8192 tokens."""
+    return configs.load("llama3_8b", ["data.batch=8"])
+
+
+@pytest.fixture(scope="session")
+def space_of():
+    """A function that gives the space of a config or task on a target."""
+
+    def make(config, target):
+        return Space(config, targets.parse(target))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def priced(llama):
+    """A function that prices Llama 3 8B under the plain values of a rules file: priced(raw, "h100:8")."""
+    traces, pricers = Traces(llama), {}
+
+    def make(raw, target="h100:8"):
+        if target not in pricers:
+            where = targets.parse(target)
+            pricers[target] = Pricer(llama, where, traces), Space(llama, where, traces)
+        pricer, space = pricers[target]
+        return pricer.price(space.rules(raw))
+
+    return make

@@ -1,0 +1,141 @@
+"""Prices follow from shapes: identities that hold exactly."""
+
+import dataclasses
+
+import pytest
+
+from gspmd_lm import rules_file
+from gspmd_lm.foresight.floor import counted, floor
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import Traces
+from gspmd_lm.rules import Remat
+from gspmd_lm.train import state
+
+B, T, D, L, N, K, H, F = 8, 8192, 4096, 32, 32, 8, 128, 14336
+FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "attention": {"gpu": "cudnn"}}
+DATA = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "attention": {"gpu": "cudnn"}}
+
+
+@pytest.mark.parametrize("layout", ["fsdp8", "tp8", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
+def test_what_is_sent_is_the_floors_count(llama, layout):
+    """One pricer for all remat policies: what they share must not be what sets them apart."""
+    pricer = Pricer(llama, targets.parse("cpu:8"))
+    for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
+        for microbatches in (1, 1 if "tp8" in layout or "fsdp8" in layout else 2):
+            rules = dataclasses.replace(rules_file.load(layout), remat=remat, microbatches=microbatches).fill(8)
+            if 8 % (microbatches * rules.mesh.get("data", 1) * rules.mesh.get("fsdp", 1)):
+                continue
+            arrays = pricer.traces.arrays
+            traced = Traced.of(state.recorded(llama, arrays, microbatches, rules), arrays)
+            least = floor(llama, rules, arrays, None, traced)
+            assert pricer.price(rules).sent_by_axis == least.communication_by_axis
+
+
+def test_products_of_a_step_are_those_of_its_gradients(mixer):
+    """Operations of the forward pass and what each costs backward, against the traced gradients themselves."""
+    traces = Traces(mixer)
+    rules = rules_file.from_dict({"mesh": {"data": 1}}, "one", vocabulary=mixer.vocabulary)
+    work = traces.of(rules).work(False)
+    total = sum(one.flops * (1 + one.backward) * one.times for one in work.operations)
+    first = next(one for one in work.operations if one.flops)  # the images have no gradient
+    assert total - first.flops == counted.flops_of_step(mixer, traces.arrays)
+
+
+def test_what_a_policy_computes_again(priced):
+    """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
+    whole = {remat: priced({**FSDP, "remat": remat}).matmul_s for remat in ("none", "dots", "block")}
+    share, peak = 0.8, 989e12
+    again = D * (2 * N + 2 * K) * H + 2 * D * F
+    launches = 6 * 3e-6 * L
+    assert whole["dots"] == whole["none"]
+    assert whole["block"] - whole["none"] == pytest.approx(2 * T * again * L / (share * peak) + launches, rel=1e-6)
+    named = priced({**FSDP, "remat": {"save": ["q", "k", "v", "attention_out", "residual"]}}).matmul_s
+    assert named - whole["none"] == pytest.approx(2 * T * 2 * D * F * L / (share * peak) + 2 * 3e-6 * L, rel=1e-6)
+
+
+def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
+    once, again = (priced({**FSDP, "remat": remat}).attention_s for remat in ({"save": ["attention_out"]}, "block"))
+    assert once == priced(FSDP).attention_s
+    forward_s = 2 * 2 * N * T * T * H / 2 * L / (0.55 * 989e12) + 3e-6 * L
+    assert again - once == pytest.approx(forward_s)
+
+
+def test_kept_activations_are_counted_once_and_cost_traffic(priced):
+    block, queries, both = (
+        priced({**FSDP, "remat": {"save": names}}) for names in ([], ["q"], ["q", "attention_out"])
+    )  # fmt: skip
+    queries_bytes = 2 * T * N * H * L  # the second of the two arrays that are called q is what attention reads
+    assert queries.peak_bytes - block.peak_bytes == queries_bytes
+    assert both.peak_bytes - queries.peak_bytes == queries_bytes
+    assert priced(FSDP).other_s > priced({**FSDP, "remat": "dots"}).other_s
+
+
+def test_offloaded_activations_leave_the_device(priced):
+    here, there = (priced({**FSDP, "remat": {key: ["layer_input"]}}) for key in ("save", "offload"))
+    assert here.peak_bytes - there.peak_bytes == there.host_bytes == 2 * T * D * L
+    assert here.host_bytes == 0
+
+
+def test_state_is_held_as_the_tables_say(priced, llama):
+    whole, zero1 = priced(DATA), priced({**DATA, "optimizer": {"embed": "data"}})
+    parameters = state.arrays(llama).parameter_count
+    # Two moments and the gradients, float32; the optimizer's count is whole.
+    assert whole.peak_bytes - zero1.peak_bytes == pytest.approx(12 * parameters * 7 / 8, abs=16)
+    zero3 = priced(FSDP)
+    assert zero1.peak_bytes - zero3.peak_bytes == pytest.approx(4 * parameters * 7 / 8, abs=16)
+
+
+def test_a_batch_that_is_not_split_is_computed_by_all(priced):
+    split, whole = priced(FSDP), priced({**FSDP, "rules": {"mlp": None}})
+    assert whole.matmul_s > 7.9 * split.matmul_s
+
+
+def test_activations_of_tensor_parallelism_wait_and_weights_hide(priced):
+    tensor = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+    price = priced({"mesh": {"tensor": 8}, "rules": tensor, "attention": {"gpu": "cudnn"}, "remat": "block"})
+    assert set(price.exposed_by_axis) == {"tensor"}
+    assert price.exposed_by_axis["tensor"] > 0.5 * price.communication_s
+    hidden = priced({**FSDP, "remat": "block"})
+    assert sum(hidden.exposed_by_axis.values()) < 0.5 * hidden.communication_s
+
+
+def test_between_slices_data_is_cheaper_than_fsdp(priced):
+    both = {**FSDP, "mesh": {"data": 2, "fsdp": 4}, "rules": {"batch": ["data", "fsdp"]},
+            "attention": {"tpu": "splash"}, "remat": "block"}  # fmt: skip
+    data, fsdp = (priced({**both, "dcn": dcn}, "2@v6e:2x2") for dcn in ({"data": 2}, {"fsdp": 2}))
+    assert sum(data.exposed_by_axis.values()) < sum(fsdp.exposed_by_axis.values())
+    assert data.matmul_s == fsdp.matmul_s
+
+
+def test_simulated_devices_have_bytes_and_no_times(llama):
+    pricer = Pricer(llama, targets.parse("cpu:8"))
+    price = pricer.price(rules_file.load("fsdp8").fill(8))
+    assert price.step_time_s == price.matmul_s == 0
+    assert price.sent_bytes > 0
+    assert price.peak_bytes > 0
+
+
+def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
+    target = targets.parse("h100:8")
+    traces = Traces(mixer)
+    space, pricer = Space(mixer, target, traces), Pricer(mixer, target, traces)
+    parameters = traces.arrays.parameter_count
+
+    def price(raw):
+        return pricer.price(space.rules(raw))
+
+    # Gradients are reduced to all: twice 7/8 of their bytes; sharded ones are reduced once, and weights gathered once.
+    # A sum of scores over the labels is no weight's.
+    data = price({"mesh": {"data": 8}, "rules": {"batch": "data"}})
+    assert data.sent_by_axis == {"data": round(2 * 7 / 8 * 4 * parameters)}
+    rest = {"width": "fsdp", "patch": "fsdp"}
+    fsdp = price({"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": rest})
+    assert fsdp.sent_by_axis == {"fsdp": round(2 * 7 / 8 * 4 * parameters)}
+    assert data.matmul_s == fsdp.matmul_s > 0
+    # A hidden axis that is split leaves a sum of the stream in each of four blocks, and one of its gradient.
+    tensor = price({"mesh": {"tensor": 8}, "rules": {"mixed": "tensor"}})
+    stream_bytes = 4 * 32 * 16 * 32
+    assert tensor.sent_by_axis["tensor"] == pytest.approx(4 * 2 * 2 * 7 / 8 * stream_bytes, rel=0.01)

@@ -1,0 +1,201 @@
+"""The search compiles few layouts, learns from them and stops; the compiler here is a function of the layout."""
+
+import types
+
+import jax
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm import core_yaml, rules_file
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.plan import search
+from gspmd_lm.plan.search import plan
+from gspmd_lm.train import state, step
+
+SMALL = ("model.layers=4", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.head_dim=128",
+         "model.mlp=4096", "model.vocab=32000", "data.batch=8", "data.seq=1024", "model.context=1024")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config():
+    return configs.load("llama3_8b", SMALL)
+
+
+class Compiler:
+    """Stands in for `explain.reports`: a layout's time is its price times a factor, its memory what `peak` says."""
+
+    def __init__(
+        self, config, target="h100:4", factor=lambda rules: 1.0, peak=lambda rules: 1, fails=lambda rules: False
+    ):
+        self.pricer = search.Pricer(config, targets.parse(target))
+        self.factor, self.peak, self.fails, self.asked = factor, peak, fails, []
+
+    def __call__(self, config, layouts, target, say):
+        if any(map(self.fails, layouts)):
+            raise RunFailed("the compiler failed")
+        return [self.report(rules) for rules in layouts]
+
+    def report(self, rules):
+        self.asked.append(rules.path)
+        limit, peak = self.pricer.chip.usable_hbm_bytes, self.peak(rules)
+        fits = peak <= limit
+        seconds = self.pricer.price(rules).step_time_s * self.factor(rules)
+        refused = not fits and self.pricer.target.platform == "tpu"
+        return types.SimpleNamespace(
+            prediction=None if refused else types.SimpleNamespace(step_time_s=seconds),
+            memory=types.SimpleNamespace(fits=fits, peak_bytes=peak),
+        )
+
+
+def test_the_fastest_is_found_with_few_compilations_and_the_search_stops(config):
+    compiler = Compiler(config)
+    found = plan(config, targets.parse("h100:4"), reports=compiler)
+    every = [one.price.step_time_s for one in found.candidates]
+    assert found.best is not None
+    assert found.best.step_time_s <= min(every) * (1 + search.EQUAL)
+    assert found.compiled == len(compiler.asked) == len(set(compiler.asked)) < 20
+    assert found.searched == len(found.candidates) > 150
+    assert "more than 1% faster" in found.stopped
+    assert found.candidates[0] is found.best is found.ties[0]
+
+
+def test_what_was_compiled_corrects_the_price_of_what_is_like_it(config):
+    """Layouts that compute nothing again turn out half as slow again: those that keep names are looked at, and win."""
+
+    def slow(rules):
+        return 1.5 if rules.remat.policy in ("none", "dots") else 1.0
+
+    found = plan(config, targets.parse("h100:4"), reports=Compiler(config, factor=slow))
+    assert found.best and slow(found.best.rules) == 1.0
+    fastest = min(one.price.step_time_s for one in found.candidates if slow(one.rules) == 1.0)
+    assert found.best.step_time_s <= fastest * (1 + search.GAIN)
+    left = [one for one in found.candidates if not one.compiled]
+    ratios = {one.step_time_s / one.price.step_time_s: slow(one.rules) for one in left}
+    assert ratios[max(ratios)] == 1.5
+    assert ratios[min(ratios)] == 1.0
+    assert max(ratios) > 1.3
+
+
+def test_what_does_not_fit_is_not_chosen(config):
+    limit = targets.parse("h100:4").chip.usable_hbm_bytes
+
+    def peak(rules):
+        return limit + 1 if rules.remat.policy in ("none", "dots") else limit
+
+    for target in ("h100:4", "v5p:2x2x1"):
+        compiler = Compiler(config, target, peak=lambda rules: 2 * peak(rules))
+        found = plan(config, targets.parse(target), reports=compiler)
+        wrong = [one for one in found.candidates if one.fits is False]
+        assert all(one is not found.best for one in wrong)
+        if target == "h100:4":  # everything needs twice the memory
+            assert found.best is None
+            assert found.nearest is not None
+            assert found.nearest.peak_bytes == 2 * limit
+            assert found.nearest.rules.remat.policy not in ("none", "dots")
+    compiler = Compiler(config, peak=peak)
+    found = plan(config, targets.parse("h100:4"), reports=compiler)
+    assert found.best
+    assert found.best.rules.remat.policy not in ("none", "dots")
+
+
+def test_far_above_the_limit_nothing_is_compiled():
+    large = configs.load("llama3_405b", ["data.batch=8", "data.seq=1024"])
+    compiler = Compiler(large)
+    found = plan(large, targets.parse("h100:4"), reports=compiler)
+    assert found.best is None
+    assert compiler.asked == []
+    assert found.nearest is not None
+    assert found.nearest.peak_bytes == min(one.peak_bytes for one in found.candidates)
+
+
+def test_a_layout_at_which_the_compiler_fails_is_left_out(config):
+    said = []
+    compiler = Compiler(config, fails=lambda rules: rules.remat.policy == "dots")
+    found = plan(config, targets.parse("h100:4"), reports=compiler, say=said.append)
+    assert found.best and found.best.rules.remat.policy != "dots"
+    assert any(line.startswith("left out: ") for line in said)
+    assert all(one.fits is False for one in found.candidates if one.failure)
+
+
+def test_a_plan_ends_with_its_time_or_its_number_and_goes_on_from_there(config, monkeypatch):
+    target = targets.parse("h100:4")
+    whole = Compiler(config)
+    plan(config, target, reports=whole)
+    first = Compiler(config)
+    found = plan(config, target, reports=first, most=4)
+    assert found.compiled == 4
+    assert first.asked == whole.asked[:4]  # what was compiled is asked for again, and is found in the cache
+    clock = iter(range(0, 10**6, 200))  # 200 s between any two looks
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    late = plan(config, target, reports=Compiler(config), minutes=15)
+    assert late.compiled < found.compiled + 6
+    assert "15 minutes are over" in late.stopped
+
+
+def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):
+    compiler = Compiler(config, factor=lambda rules: 1 / compiler.pricer.price(rules).step_time_s)
+    found = plan(config, targets.parse("h100:4"), reports=compiler)
+    assert found.best and len(found.ties) == found.compiled
+    assert found.best.entries == min(one.entries for one in found.ties)
+    small = min(range(len(compiler.asked)), key=lambda n: compiler.asked[n])
+    roomy = Compiler(
+        config, factor=compiler.factor, peak=lambda rules: 2**30 * (2 - (rules.path == compiler.asked[small]))
+    )
+    best = plan(config, targets.parse("h100:4"), reports=roomy).best
+    assert best and best.name == compiler.asked[small]
+
+
+def test_offload_that_is_slow_to_compile_comes_last_and_seldom(config):
+    """On v6e. Here only layouts that offload fit, and elsewhere they are compiled like all others."""
+    limit = targets.parse("v6e:2x2").chip.usable_hbm_bytes
+
+    def peak(rules):
+        return limit if rules.remat.offload else 2 * limit
+
+    compiler = Compiler(config, "v6e:2x2", peak=peak)
+    found = plan(config, targets.parse("v6e:2x2"), reports=compiler)
+    offloads = ["offload" in name for name in compiler.asked]
+    assert found.best and found.best.rules.remat.offload
+    assert 0 < sum(offloads) <= search.FINALISTS
+    assert all(offloads[-sum(offloads) :])
+    compiler = Compiler(config, "v5p:2x2x1", peak=lambda rules: 8 * peak(rules) if not rules.remat.offload else 1)
+    found = plan(config, targets.parse("v5p:2x2x1"), reports=compiler)
+    assert found.best and found.best.rules.remat.offload
+
+
+def test_bad_questions_have_clear_answers(config):
+    with pytest.raises(InputError, match=r"simulated devices have no speed.*\n  fix"):
+        plan(config, targets.parse("cpu:4"))
+    odd = configs.load("llama3_8b", [*SMALL, "data.batch=7"])
+    with pytest.raises(InputError, match="no mesh of the 128 devices of v5p:4x4x8 divides its 7 rows"):
+        plan(odd, targets.parse("v5p:4x4x8"))
+
+
+def test_by_bytes_the_least_is_sent_and_nothing_is_compiled(config):
+    compiler = Compiler(config)
+    found = plan(config, targets.parse("cpu:4"), rank_by="bytes", reports=compiler)
+    assert compiler.asked == []
+    assert found.best is found.candidates[0]
+    assert found.best.price.sent_bytes == min(one.price.sent_bytes for one in found.candidates)
+
+
+@pytest.mark.slow
+def test_a_written_plan_gives_the_losses_of_one_device(small, batch_of, tmp_path):
+    """By bytes, for 4 simulated devices: the file is read back, and trains like a single device."""
+    config = small()
+    found = plan(config, targets.parse("cpu:4"), rank_by="bytes")
+    by_tensor = next(one for one in found.candidates if "optimizer" in one.raw and "tensor" in one.rules.mesh)
+    losses = []
+    for raw in ({"mesh": {"data": 1}}, found.best.raw, by_tensor.raw):
+        path = tmp_path / "mine.yaml"
+        path.write_text(core_yaml.dump(dict(raw)))
+        rules = rules_file.load(str(path))
+        rules = rules.fill(1 if rules.devices == 1 else 4)
+        arrays, _ = state.checked(config, rules, "cpu")
+        built = step.build(config, rules, arrays, jax.devices()[: rules.devices])
+        train, run = built.lower_train().compile(), built.lower_init().compile()()
+        for n in range(3):
+            run, metrics = train(run, batch_of(built, n))
+        losses.append(float(metrics["loss"]))
+    assert losses[1:] == pytest.approx([losses[0]] * 2, abs=1e-5)

@@ -1,0 +1,91 @@
+"""The layouts that a plan chooses from are valid rules files of which none comes twice."""
+
+import json
+
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm import core_yaml, rules_file
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.plan.space import candidates, describe
+from gspmd_lm.train import state
+
+# What a rules file may say and a plan may choose. Options of a compiler are left alone.
+CHOSEN = {"mesh", "dcn", "rules", "weights", "optimizer", "remat", "microbatches", "attention"}
+
+
+@pytest.fixture(scope="module")
+def config(small):
+    return small(compute_dtype="bfloat16", kv_heads=4, data={"batch": 12})
+
+
+@pytest.fixture(scope="module")
+def found(config, space_of):
+    return list(space_of(config, "cpu:8"))
+
+
+def test_no_layout_comes_twice(found):
+    assert len(found) > 100
+    assert len({json.dumps(raw, sort_keys=True) for raw in found}) == len(found)
+    assert len(set(map(describe, found))) == len(found)
+
+
+def test_each_passes_the_check_of_a_file_that_was_written(config, found, tmp_path):
+    for raw in found[::9]:
+        path = tmp_path / "layout.yaml"
+        path.write_text(core_yaml.dump(raw))
+        rules = rules_file.load(str(path)).fill(8)
+        state.checked(config, rules, "cpu")
+        assert set(raw) <= CHOSEN
+
+
+def test_each_of_a_model_of_ones_own_passes_the_check(mixer, space_of):
+    found = list(space_of(mixer, "cpu:8"))
+    assert {"width": "fsdp", "patch": "fsdp"} in [raw.get("weights") for raw in found]
+    assert any(raw["rules"].get("mixed") == "tensor" for raw in found)
+    for raw in found:
+        state.checked(mixer, rules_file.from_dict(raw, "plan", vocabulary=mixer.vocabulary).fill(8), "cpu")
+
+
+def test_what_is_split_is_asked_of_the_model(space_of, llama):
+    roles = space_of(llama, "h100:8").roles
+    assert (roles.rows, roles.width, roles.between) == ("batch", ("embed",), ("residual.seq",))
+    assert set(roles.hidden) == {"mlp", "heads", "kv_heads", "vocab"}
+
+
+def test_the_batch_is_divided_and_so_are_its_microbatches(found):
+    for raw in found:
+        rows = raw.get("microbatches", 1)
+        for name in ("data", "fsdp"):
+            rows *= raw["mesh"].get(name, 1)
+        assert 12 % rows == 0
+    assert any(raw["mesh"] == {"fsdp": 4, "tensor": 2} for raw in found)
+    assert not any(raw["mesh"].get("fsdp") == 8 for raw in found)
+
+
+def test_axes_that_do_not_divide_stay_whole(found):
+    eight = [raw for raw in found if raw["mesh"].get("tensor") == 8]
+    assert eight
+    assert all("kv_heads" not in raw["rules"] and raw["rules"]["heads"] == "tensor" for raw in eight)
+
+
+def test_slices_are_crossed_by_data_or_fsdp_and_never_by_tensor(llama, space_of):
+    found = list(space_of(llama, "2@v5e:2x2"))
+    assert {name for raw in found for name in raw["dcn"]} == {"data", "fsdp"}
+    hosts = list(space_of(llama, "h100:2x4"))
+    assert not any(raw["mesh"].get("tensor") == 8 for raw in hosts)
+    assert {"fsdp": 2} in [raw.get("dcn") for raw in hosts if raw["mesh"] == {"data": 2, "fsdp": 4}]
+
+
+def test_a_kernel_is_chosen_where_it_can_do_what_the_config_asks(llama, space_of):
+    assert space_of(llama, "v5e:2x4").kernel == {"attention": {"tpu": "splash"}}
+    short = configs.load("llama3_8b", ["data.batch=8", "data.seq=100"])
+    assert space_of(short, "v5e:2x4").kernel == {}
+    assert not any("attention" in raw for raw in candidates(short, targets.parse("v5e:2x4")))
+
+
+def test_names_to_keep_are_those_of_the_model(llama, space_of, mixer):
+    remats = space_of(llama, "v5e:2x4").remats
+    assert {"save": ["attention_out"]} in remats
+    assert {"save": ["attention_out"], "offload": ["layer_input"]} in remats
+    assert space_of(mixer, "cpu:8").remats == ["none"]
