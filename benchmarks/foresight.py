@@ -1,6 +1,7 @@
 """Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/validation.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
+    python -m benchmarks.foresight refitted [--write]
     python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
     python -m benchmarks.foresight bytes [--write]
     python -m benchmarks.foresight compilation [--write]
@@ -25,8 +26,11 @@ from benchmarks import measure, step_times
 from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config, rules_file
-from gspmd_lm.foresight import compile, explain, memory
+from gspmd_lm.foresight import compile, explain, hlo, memory
+from gspmd_lm.foresight.cost.walk import Walk
 from gspmd_lm.foresight.machine import target
+from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.report import Report
 
 SPARED = 0.98  # of the memory: what a configuration that was trained must do with
@@ -68,18 +72,60 @@ def times(numbers: Sequence[int] | None) -> list[dict[str, Any]]:
     kept = {row["row"]: row for row in measure.read("foresight_times")}
     wanted = range(len(published)) if numbers is None else numbers
     kept |= {published[n].name: predicted(published[n]) for n in wanted}
-    return [errors.compared(number, row, kept[row.name]) for number, row in enumerate(published)]
+    # A row that was never compiled has no prediction.
+    return [errors.compared(number, row, kept.get(row.name, {})) for number, row in enumerate(published)]
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Tables of how far predictions were off: the first is in docs/predictions.md, the others in docs/validation.md."""
+    published, ours = step_times.rows(), errors.by_jax(rows)
     return [
         measure.markdown(errors.constants(), errors.CONSTANTS),
-        measure.markdown([row for row in rows if row["fitted"]], errors.FITTED_TIMES),
-        measure.markdown([row for row in rows if not row["fitted"]], errors.TIMES),
+        measure.markdown([row for row in ours if row["fitted"]], errors.FITTED_TIMES),
+        measure.markdown([row for row in ours if not row["fitted"]], errors.TIMES),
+        measure.markdown([row for row in rows if row["error"] and row not in ours], errors.OTHER_TIMES),
         measure.markdown(errors.errors(rows), errors.ERRORS),
-        errors.doubts(step_times.rows()),
+        measure.markdown(errors.orders(rows, published), errors.ORDERS),
+        errors.doubts(published),
     ]
+
+
+def refitted() -> list[dict[str, Any]]:
+    """The slowdown of Hopper that each set of the rows it was fitted to asks for, and what it makes of other rows.
+
+    The best slowdown has the least sum of squared errors, in steps of a hundredth.
+    """
+    published = step_times.rows()
+    shown = {n: _program(published[n]) for n in (8, 9, 10, 11, 12)}
+
+    def off(number: int, slowdown: float) -> float:
+        module, chip, network = shown[number]
+        chip = dataclasses.replace(chip, matmul_slowdown=slowdown)
+        walk = Walk(module, chip, dataclasses.replace(network, chip=chip))
+        return walk.now_s / published[number].step_time_s - 1
+
+    found = []
+    for numbers in (errors.HOPPER, *((n,) for n in errors.HOPPER)):
+        tried = {step / 100: sum(off(n, step / 100) ** 2 for n in numbers) for step in range(100, 150)}
+        best = min(tried, key=lambda slowdown: tried[slowdown])
+        found.append(
+            {
+                "rows": " and ".join(map(str, numbers)),
+                "slowdown": best,
+                "errors": ", ".join(f"{off(n, best):+.1%}" for n in shown),
+            }
+        )
+    return found
+
+
+def _program(row: step_times.Row) -> tuple[hlo.Module, Chip, Network]:
+    """The compiled program of a row, and the chips and links that it runs on."""
+    where, rules = target.parse(row.target), row.rules()
+    assert where.chip
+    rules = rules.fill(where.devices)
+    (done,) = compile.programs([compile.CompileRequest(row.config(), rules, where)], print)
+    network = Network(where.chip, done.coords, done.slices, done.hosts, tuple(rules.mesh.values()), tuple(rules.mesh))
+    return hlo.parse(done.text), where.chip, network
 
 
 def order(pair: Any) -> dict[str, Any]:
@@ -173,7 +219,7 @@ def compiled(row: step_times.Row, limit_bytes: int) -> compile.CompiledProgram:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "order", "bytes", "compilation", "fits"))
+    parser.add_argument("what", choices=("times", "refitted", "order", "bytes", "compilation", "fits"))
     parser.add_argument("--rows", type=int, nargs="*", help="rows or pairs to compile, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -193,6 +239,9 @@ def main() -> None:
                 compilation("fsdp_tp", "llama3_8b", "v5p:4x4x4"),
                 compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
+    elif arguments.what == "refitted":
+        rows = refitted()
+        print(measure.markdown(rows, errors.REFITTED))
     elif arguments.what == "fits":
         trained = step_times.rows(step_times.TRAINED)
         rows = [fits(row) for number, row in enumerate(trained) if arguments.rows is None or number in arguments.rows]

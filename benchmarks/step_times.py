@@ -14,19 +14,22 @@ from typing import Any
 from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, paths, rules_file, runtime
 from gspmd_lm.config import Config
+from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.rules import Rules
 
 PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"
 TRAINED = PUBLISHED.with_name("trained.yaml")
 
 # MaxText's names of what a layer keeps, as ours. What a row calls attention_out is MaxText's `out_proj` in the recipes
-# for Trillium, the product that is added to the residual stream: as many bytes as the sum, our `residual`, which spares
-# the same computation. In later recipes it is `context`, what the attention kernel returns.
-_KEPT = {"block_input": "layer_input", "attention_out": "attention_out", "q": "q", "k": "k", "v": "v"}
-_OUT_PROJ = "training/trillium"
-_POLICIES = {"full": "block", "minimal": "dots"}
-_KERNELS = {"splash": ("tpu", "splash"), "flash": ("tpu", "splash"), "unfused": ("tpu", "xla"),
-            "cudnn": ("gpu", "cudnn")}  # fmt: skip
+# for Trillium and A3 Ultra, the product that is added to the residual stream: as many bytes as the sum, our `residual`,
+# which spares the same computation. In later recipes it is `context`, what the attention kernel returns.
+# torchtitan keeps every second matmul. Of the MLP that is its gate and its output, which have no names here: `hidden`,
+# the product that the gate goes into, and `residual`, the sum that the output goes into, are as large.
+_KEPT = {"block_input": "layer_input", "attention_out": "attention_out", "q": "q", "k": "k", "v": "v",
+         "mlp_gate": "hidden", "mlp_out": "residual"}  # fmt: skip
+_OUT_PROJ = ("training/trillium", "training/a3ultra")
+_POLICIES = {"full": "block", "minimal": "dots", "none": "none", "minimal flash": "dots"}
+_KERNELS = {"splash": "splash", "flash": "splash", "unfused": "xla", "cudnn": "cudnn"}
 
 # What a run told the compiler otherwise than this project's defaults do, where it changes the program and today's
 # compiler takes it. Sources: the run_recipe.sh of AI-Hypercomputer/tpu-recipes, and AI-Hypercomputer/maxtext,
@@ -41,6 +44,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
         "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
         "xla_tpu_assign_all_reduce_scatter_layout": True,
+    },
+    # Its other thresholds are XLA's own.
+    "pax": {
+        "xla_gpu_all_reduce_combine_threshold_bytes": 51200,
+        "xla_gpu_all_gather_combine_threshold_bytes": None,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": None,
     },
     "ironwood": {
         "xla_tpu_scoped_vmem_limit_kib": 65536,
@@ -58,6 +67,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "xla_sc_disable_megacore_partitioning": True,
     },
 }
+_OPTIONS["trillium long"] = _OPTIONS["trillium"] | {"xla_tpu_scoped_vmem_limit_kib": 122880}
+# Options for loops over layers are left out where the run had no such loop.
+for _name, _sizes_mib in {"cublas": None, "a3 of 2": (64, 128, 64), "a3 of 8": (1024, 128, 64),
+                          "a3 ultra": (2047, 2047, 16)}.items():  # fmt: skip
+    _OPTIONS[_name] = {"xla_gpu_enable_triton_gemm": False}
+    for _kind, _mib in zip(("all_reduce", "all_gather", "reduce_scatter"), _sizes_mib or (), strict=False):
+        _OPTIONS[_name][f"xla_gpu_{_kind}_combine_threshold_bytes"] = _mib * 2**20
+_OPTIONS["a3 ultra"] |= {
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_disable_hlo_passes": "rematerialization",
+}
+JAX_FRAMEWORKS = ("MaxText", "Pax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +105,32 @@ class Row:
     gated: bool
     tied: bool
     mesh: Mapping[str, int]
-    per_device_batch: int
+    per_device_batch: float
     seq: int
     remat: str | Mapping[str, Sequence[str]]
     attention: str
     source: str
+    framework: str = "MaxText"
     measured: str = ""
     step_time_s: float = math.nan
     activation: str = "silu"
     block: str = "sequential"
     shared_norm: bool = True
+    norm: str = "rmsnorm"
+    biases: bool = False
+    positions: str = "rope"
+    qk_norm: bool = False
+    post_norms: bool = False
+    sliding_window: int = 0  # of five layers in six
     weights: str = "float32"
+    dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    microbatches: int = 1
+    sequence_parallel: bool = True  # where there is tensor parallelism
+    optimizer_over: str = ""
     tflops_per_device: float | None = None
+    tokens_per_s_per_device: float | None = None
+    sequences_per_s: float | None = None
+    counted: str = ""  # the formula of tflops_per_device, if it is not MaxText's
     derived: bool = False
     causal_attention_flops: bool = False
     options: str = ""  # of _OPTIONS
@@ -105,8 +143,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        """'llama3.1-8b on v6e:2x4'"""
-        return f"{self.model} on {self.target}"
+        """'llama3.1-8b on v6e:2x4, 3 x 8192'"""
+        return f"{self.model} on {self.target}, {self.per_device_batch:g} x {self.seq}"
+
+    @property
+    def jax(self) -> bool:
+        """Whether the program was one of JAX and XLA, as ours is."""
+        return self.framework in JAX_FRAMEWORKS
+
+    @property
+    def tokens_per_device(self) -> float:
+        return self.per_device_batch * self.seq
 
     def config(self) -> Config:
         """What was computed."""
@@ -116,34 +163,42 @@ class Row:
                 "layers": self.L, "embed": self.D, "heads": self.N, "kv_heads": self.K, "head_dim": self.H,
                 "mlp": self.F, "vocab": self.V, "context": self.seq, "mlp_kind": "gated" if self.gated else "plain",
                 "activation": self.activation, "tied_embeddings": self.tied, "weight_dtype": self.weights,
-                "block": self.block, "shared_norm": self.shared_norm,
+                "block": self.block, "shared_norm": self.shared_norm, "norm": self.norm, "norm_bias": self.biases,
+                "qkv_bias": self.biases, "attention_out_bias": self.biases, "mlp_bias": self.biases,
+                "positions": self.positions, "qk_norm": self.qk_norm, "post_norms": self.post_norms,
+                "sliding_window": self.sliding_window,
+                "layer_pattern": ["sliding"] * 5 + ["full"] if self.sliding_window else [],
             },
-            "data": {"packing": "stream", "batch": self.per_device_batch * self.devices, "seq": self.seq},
+            "data": {"packing": "stream", "batch": round(self.per_device_batch * self.devices), "seq": self.seq},
             "train": {"steps": 1000},
         }  # fmt: skip
         return configs.from_dict(raw, self.name)
 
     def rules(self) -> Rules:
-        """Where and how it ran: ZeRO-3 over fsdp and, where the row has it, tensor and sequence parallelism."""
-        rows = {"batch": "fsdp"}
+        """Where and how it ran: ZeRO-3 over fsdp, copies over data and, where the row has it, tensor parallelism."""
+        rows: dict[str, Any] = {"batch": [axis for axis in ("data", "fsdp") if axis in self.mesh]}
         if "tensor" in self.mesh:
-            rows |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "residual.seq"), "tensor")
-        platform, kernel = _KERNELS[self.attention]
+            rows |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
+            rows |= {"residual.seq": "tensor"} if self.sequence_parallel else {}
+        platform = CHIPS[self.chip].platform
         raw = {
             "mesh": dict(self.mesh),
             "rules": rows,
-            "weights": {"embed": "fsdp"},
+            "weights": {"embed": "fsdp"} if "fsdp" in self.mesh else {},
             "remat": self._remat(),
-            "attention": {platform: kernel},
+            "attention": {platform: _KERNELS[self.attention]},
+            "microbatches": self.microbatches,
         }
+        raw |= {"dcn": dict(self.dcn)} if self.dcn else {}
+        raw |= {"optimizer": {"embed": self.optimizer_over}} if self.optimizer_over else {}
         if options := _OPTIONS[self.options]:
             raw["compiler_options"] = {platform: options}
-        return rules_file.from_dict(raw, self.name)
+        return rules_file.from_dict(raw, self.name.replace("/", " at "))
 
     def _remat(self) -> str | dict[str, list[str]]:
         if isinstance(self.remat, str):
             return _POLICIES[self.remat]
-        names = _KEPT | ({"attention_out": "residual"} if _OUT_PROJ in self.source else {})
+        names = _KEPT | ({"attention_out": "residual"} if any(name in self.source for name in _OUT_PROJ) else {})
         kept = {how: [names[name] for name in some] for how, some in self.remat.items()}
         # `residual` is the layer's input too, and that stays on the device unless it is offloaded.
         return {

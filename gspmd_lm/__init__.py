@@ -10,7 +10,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspmd_lm.api import build, checkpoints, compare, dry_run, explain, load_config, load_rules, show, start, train
+    from gspmd_lm.api import (
+        build,
+        checkpoints,
+        compare,
+        dry_run,
+        explain,
+        load_config,
+        load_rules,
+        plan,
+        show,
+        start,
+        train,
+    )
     from gspmd_lm.errors import InputError, RunFailed
     from gspmd_lm.placing import parameter, shard, use
     from gspmd_lm.task import Input, Task
@@ -19,11 +31,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare", "dry_run", "explain",
-    "load_config", "load_rules", "parameter", "shard", "show", "start", "train", "use",
+    "load_config", "load_rules", "parameter", "plan", "shard", "show", "start", "train", "use",
 ]  # fmt: skip
 
 _HOMES = {
-    "api": "build checkpoints compare dry_run explain load_config load_rules show start train",
+    "api": "build checkpoints compare dry_run explain load_config load_rules plan show start train",
     "errors": "InputError RunFailed",
     "placing": "parameter shard use",
     "task": "Input Task",

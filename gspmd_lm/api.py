@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from gspmd_lm.checkpoint import Checkpoints
     from gspmd_lm.foresight.report import Report
+    from gspmd_lm.plan.search import Plan
     from gspmd_lm.runtime import Runtime
     from gspmd_lm.task import Task
     from gspmd_lm.train.step import Step
@@ -205,6 +206,28 @@ def compare(task: "Task | Config", layouts: Sequence[Rules], target: str, phase:
         if phase == known:
             return reports.reports(task, layouts, targets.parse(target), _log.info, phase=known)
     raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
+
+
+def plan(task: "Task | Config", target: str, minutes: float = 15) -> "Plan":
+    """The best layout of what is computed on hardware that need not be here, and what else was looked at.
+
+    `.best.raw` has the values of its rules file and `.best.rules` the rules; `.best` is None where nothing fits.
+    docs/plan.md explains the search. On cpu:N, which has no times, layouts are ranked by what they send and by memory.
+
+    Args:
+        task: what is computed.
+        target: v5e:4x8, v5p:4x4x4, h100:2x8, cpu:8, ...
+        minutes: nothing new is compiled after that.
+
+    Raises:
+        InputError: the target is not known, or no mesh of its devices divides the batch.
+    """
+    from gspmd_lm.foresight.machine import target as targets
+    from gspmd_lm.plan import search
+
+    place = targets.parse(target)
+    rank_by = "bytes" if place.chip is None else "time"
+    return search.plan(task, place, minutes=minutes, say=_log.info, rank_by=rank_by)
 
 
 def show(*reports: "Report", width: int = 120) -> str:

@@ -24,8 +24,10 @@ VERBS = {
     "convert": "Bring a Hugging Face checkpoint into a workdir (--from), or write one (--to).",
     "explain": "Say what a layout costs on hardware you do not have.",
     "compare": "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
+    "plan": "Find the best layout for hardware you do not have, and write its rules file.",
 }
-FORESIGHT = ("explain", "compare")
+EXPLAIN = ("explain", "compare")
+FORESIGHT = (*EXPLAIN, "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -90,11 +92,25 @@ def _flags(verb: str) -> flags.FlagValues:
     yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, flag_values=values)  # noqa: E731
     if verb in FORESIGHT:
         text("config", "tiny", "The config: a path, or a name in configs/. It says what is computed.")
+    if verb == "plan":
+        text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
+             "Commas separate several, which are compared.")  # fmt: skip
+        text("out", None, "Write the best layout to this rules file.")
+        number("minutes", 15.0, "Compile nothing new after this many minutes. A plan that was stopped goes on from "
+               "what it has compiled.")  # fmt: skip
+        text("batch", None, "A:B: let the batch be any of A, 2A, 4A, ... up to B rows. By default it is data.batch.")
+        number("tokens", None, "How many tokens to train on, such as 1e12: say how long that takes, and what it costs.")
+        number("days", None, "In how many days --tokens must be done.")
+        several("price", "Dollars per chip and hour, such as v5e=1.2. By default the lowest public price, where there "
+                "is one. This flag may be repeated.")  # fmt: skip
+        text("json", None, "Write all figures to this file (docs/plan.md).")
+        text("html", None, "Write one self-contained page to this file.")
+    elif verb in EXPLAIN:
         text("rules", None, "The rules file: a path, or a name in rules/. Commas separate several. "
              "It says where and how the config is computed.")  # fmt: skip
         text("target", None, "The hardware, which need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, "
-             "h100:4x8, ... Predicted step times are good for comparing layouts. On GPUs they are 24% too short in the "
-             "mean (docs/validation.md).")  # fmt: skip
+             "h100:4x8, h100:4x8/800 (hosts with a network of 800 Gbit/s), ... How wrong predicted step times were: "
+             "docs/validation.md.")  # fmt: skip
         text("phase", "train", "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
              "rows with data.seq slots each.")  # fmt: skip
         text("json", None, "Write all figures to this file (docs/explain_json.md).")
@@ -104,10 +120,12 @@ def _flags(verb: str) -> flags.FlagValues:
     else:
         text("config", None, "The config: a path, or a name in configs/. It says what is computed. The default is the "
              "workdir's config, else tiny.")  # fmt: skip
-        text("rules", None, "The rules file: a path, a name in rules/, or none. It says where and how the config is "
-             "computed. The default is the workdir's rules file, else none.")  # fmt: skip
+        text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout for "
+             "the devices at hand. It says where and how the config is computed. The default is the workdir's rules "
+             "file, else none.")  # fmt: skip
     several("set", "Lay section.key=value over the config. This flag may be repeated.")
-    text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
+    if verb != "plan":
+        text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
     flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", flag_values=values)
     if verb in FORESIGHT:
         return values
@@ -201,18 +219,22 @@ def _run(argv: list[str]) -> int:
             raise InputError(f"--{name}= is empty; a variable that is not set?\n  fix   give a value, or drop the flag")
     if len(rest) > 1 and rest[1] in VERBS:
         raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
-    if len(rest) > 1 and verb not in FORESIGHT:
+    if len(rest) > 1 and verb not in EXPLAIN:
         raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
     from gspmd_lm.verbs import given  # what is wrong with a file is told before jax is imported, which takes a second
 
-    if verb in FORESIGHT:
+    if verb in EXPLAIN:
         given.layouts(values, rest[1:])
-    else:
+    elif verb != "plan":
         given.rules(values)
     if verb != "convert":  # a published model brings its own config
         given.config(values)
     _import_jax()
-    if verb in FORESIGHT:
+    if verb == "plan":
+        from gspmd_lm.verbs import plan
+
+        return plan.run(values)
+    if verb in EXPLAIN:
         from gspmd_lm.verbs import explain
 
         return explain.run(verb, values, rest[1:])

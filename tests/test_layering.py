@@ -71,13 +71,14 @@ IN_FORESIGHT = {
     "hlo": "",
     "machine": "hlo",
     "compile": "exported machine",
+    "known_errors": "machine",
     "memory": "hlo",
     "collectives": "traced names machine hlo",
     "floor": "traced machine",
     "cost": "collectives names machine hlo",
     "report": "cost floor collectives memory",
     "advice": "report cost floor collectives memory hlo",
-    "explain": "advice report cost floor collectives memory compile machine hlo traced exported",
+    "explain": "advice report cost floor collectives memory compile known_errors machine hlo traced exported",
     "show": "advice report cost collectives memory",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
@@ -97,7 +98,7 @@ WITHOUT_DEVICES = (
 )  # fmt: skip
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
-    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp eval_shape vjp vmap",
+    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp eval_shape softmax_custom_jvp vjp vmap",
     "jax.lax": "dynamic_index_in_dim dynamic_update_slice optimization_barrier rsqrt scan stop_gradient",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",

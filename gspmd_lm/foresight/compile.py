@@ -77,7 +77,7 @@ class CompileRequest:
             computed = pickled(self.config).hex()
         chip = self.target.chip
         told = gpu_target_config(chip) if chip and chip.gpu else ""
-        wanted = [FORMAT, computed, self.rules.facts(), self.target.text, told,
+        wanted = [FORMAT, computed, self.rules.facts(), self.target.hardware, told,
                   compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 

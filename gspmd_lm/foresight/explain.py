@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, P
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
 from gspmd_lm.foresight.floor import decoding as decoding_floor
-from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
@@ -25,10 +24,6 @@ from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.task import Task
 from gspmd_lm.train import decoder, state, table
 
-# To be dropped when the prices of GPUs are mended. Source: docs/validation.md, "On GPUs"; one of the four rows is in
-# Chip.step_errors.
-GPU_ERROR = "too short on GPUs: by 24% in the mean of 4 published step times on H100 and H200"
-NOT_COMPARED = "not compared with any measurement"
 NOT_ON_CPU = "simulated devices have no speed of their own: give a --target such as v5p:2x2x2 or h100:8"
 
 
@@ -108,7 +103,7 @@ def report(
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
         found = collectives.find(module, rules, named, network, traced)
         if target.chip:
-            error = known_error(target.chip) if phase == "train" else NOT_COMPARED
+            error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
             needed = 0.0
             if phase == "train":
                 own = isinstance(config, Task)
@@ -138,21 +133,6 @@ def report(
     looked_up, notes = traced.looked_up, program.notes
     found_out = advice.warnings(said, config, rules, target.platform, problems, looked_up, module, notes)
     return dataclasses.replace(said, warnings=found_out)
-
-
-def known_error(chip: Chip) -> str:
-    """How wrong predictions for a chip were where they could be compared. One row is no measure of the next one."""
-    told, fitted = chip.step_errors, chip.fitted_step_errors
-    if chip.platform == "gpu":
-        return GPU_ERROR
-    if len(told) > 1:
-        mean = statistics.mean(abs(error) for error in told)
-        return f"{mean:.1%} in the mean of {len(told)} published step times"
-    if told:
-        return f"not known: one published step time was predicted that nothing was fitted to, {told[0]:+.1%} off"
-    if fitted:
-        return f"not known: constants were fitted to all {len(fitted)} published step times that were predicted"
-    return NOT_COMPARED
 
 
 def _known(arrays: Sequence[table.PlacedArray], mesh: Mapping[str, int]) -> list[memory.Held]:

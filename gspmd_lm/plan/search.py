@@ -14,7 +14,7 @@ from typing import Any, Literal
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.known_errors import kind_of, mean_error
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.plan.price import Price, Pricer
@@ -25,6 +25,7 @@ from gspmd_lm.task import Task
 
 FAR_ABOVE = 1.3  # the share of the limit above which an estimate of memory is believed without a compiler
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
+HOPELESS = "it needs more memory than a layout like it that does not fit"
 GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
 PRICE_ERROR = 0.05  # of prices before the first compilations tell
@@ -174,6 +175,7 @@ class _Search:
         self.late = [one for one in may_fit if self._slow(one)]
         self.far = [one for one in found if one.fits is False]
         self.tried: list[Candidate] = []
+        self.dropped: list[Candidate] = []  # HOPELESS
         self.price_error = PRICE_ERROR
         self.stopped = ""
         self.longest_s = 0.0  # of a round of compilations
@@ -288,6 +290,9 @@ class _Search:
             errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
                       for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
             self.price_error = max(LEAST_ERROR, statistics.mean(map(abs, errors)))
+        self.dropped += [
+            dataclasses.replace(one, failure=HOPELESS) for one in (*self.open, *self.late) if self._hopeless(one)
+        ]
         self.open, self.late = (
             [
                 dataclasses.replace(one, corrected_s=one.price.step_time_s * math.exp(_likely(one, told, ratios)))
@@ -306,9 +311,15 @@ class _Search:
             for other in self.tried
         )  # fmt: skip
 
+    def _error(self) -> float:
+        """The known error of predictions for the target, as a share."""
+        chip, best = self.target.chip, self.best
+        found = mean_error(kind_of(self.target, best.rules)) if chip and best else None
+        return UNKNOWN_ERROR if found is None else found
+
     def result(self, tokens: int, refused: int, rank_by: RankBy) -> Plan:
         """The plan, as far as it has come."""
-        best, error = self.best, known_error(self.target.chip)
+        best, error = self.best, self._error()
         if rank_by == "bytes":
             ranked = sorted(self.open, key=lambda one: (one.price.sent_bytes, one.peak_bytes, one.entries))
             best, ties = (ranked[0] if ranked else None), []
@@ -318,7 +329,7 @@ class _Search:
             fitting.sort(key=lambda one: (one is not best, one.step_time_s))
             ranked = [*fitting, *sorted([*self.open, *self.late], key=lambda one: one.step_time_s), *others]
             ties = [one for one in fitting if best and one.step_time_s <= best.step_time_s * (1 + error)]
-        ranked += sorted(self.far, key=lambda one: one.peak_bytes)
+        ranked += sorted([*self.dropped, *self.far], key=lambda one: one.peak_bytes)
         nearest = min(itertools.chain(self.tried, self.far), key=lambda one: one.peak_bytes, default=None)
         return Plan(
             target=self.target,
@@ -349,12 +360,6 @@ def _likely(one: Candidate, told: Sequence[Candidate], ratios: Sequence[float]) 
 def _unlike(one: Candidate, other: Candidate) -> int:
     """In how many features two layouts differ."""
     return sum(a != b for a, b in zip(one.features, other.features, strict=True))
-
-
-def known_error(chip: Chip | None) -> float:
-    """The mean error of predictions for a chip, where published step times could be compared; else UNKNOWN_ERROR."""
-    errors = (chip.step_errors or chip.fitted_step_errors) if chip else ()
-    return statistics.mean(map(abs, errors)) if errors else UNKNOWN_ERROR
 
 
 def _no_mesh(task: Task, target: Target, refused: int) -> InputError:

@@ -8,7 +8,10 @@ from absl import flags
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Rules
+
+PLAN = "plan"  # in place of a rules file
 
 
 def config(values: flags.FlagValues) -> Config:
@@ -17,8 +20,22 @@ def config(values: flags.FlagValues) -> Config:
 
 
 def rules(values: flags.FlagValues) -> Rules:
-    """The rules file that --rules names, else the one in the workdir, else none, with --mesh laid over it."""
+    """The rules file that --rules names, else the one in the workdir, else none, with --mesh laid over it.
+
+    For --rules=plan these are rules for any number of devices, which a plan replaces once the devices are known.
+    """
+    if planned(values):
+        if values.mesh:
+            raise InputError(
+                f"--mesh={values.mesh}: a plan chooses the mesh\n  fix   drop --mesh, or name a rules file"
+            )
+        return rules_file.from_dict({"mesh": {"data": -1}}, PLAN)
     return rules_file.load(_file(values, "rules") or "none", values.mesh)
+
+
+def planned(values: flags.FlagValues) -> bool:
+    """Whether the rules are those of a plan for the devices at hand."""
+    return values.rules == PLAN
 
 
 def layouts(values: flags.FlagValues, more: Sequence[str]) -> list[Rules]:

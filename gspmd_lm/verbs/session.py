@@ -17,7 +17,7 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, files, lock, processes, runtime, versions
+from gspmd_lm import checkpoint, files, lock, processes, rules_file, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.data.sources import Progress
@@ -76,10 +76,53 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
         num_processes=values.num_processes,
         process_id=values.process_id,
     )
+    if given.planned(values):
+        rules = _planned(values, config, machine)
     here = of(config, rules, machine, values.workdir, stderr)
     processes.watch(log.warning)
     processes.compare(_facts(here, values), here.say)
     return here
+
+
+def _planned(values: flags.FlagValues, config: Config, machine: runtime.Runtime) -> Rules:
+    """The best layout for the devices at hand: the one that was found for them in the workdir before, else a new plan.
+
+    On simulated devices, which have no times, layouts are ranked by what they send and by memory.
+    """
+    if machine.process_count > 1:
+        raise InputError(
+            "--rules=plan: each of several processes would plan for itself\n"
+            "  fix   python main.py plan --target=... --out=mine.yaml, then --rules=mine.yaml"
+        )
+    import jax
+
+    from gspmd_lm.foresight.machine import target as targets
+    from gspmd_lm.plan import search, written
+
+    target = targets.of(jax.devices())
+    sets = [f"--set={one}" for one in values.set]
+    command = written.command_line(
+        ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
+    )
+    console = Console(stderr=True, highlight=False)
+    if values.workdir and (kept := path_of(values.workdir) / "rules.yaml").is_file():
+        text = kept.read_text()
+        if f"{written.FOUND_BY}: {command} (" in text.partition("\n")[0]:
+            console.print(f"--rules=plan: {kept} was found for these devices before", soft_wrap=True)
+            return rules_file.load(str(kept))
+    simulated = target.chip is None
+    if simulated:
+        console.print(
+            f"--rules=plan: {target.text} has no times; layouts are ranked by bytes and memory", soft_wrap=True
+        )
+    found = search.plan(
+        config, target, say=lambda line: console.print(line, soft_wrap=True), rank_by="bytes" if simulated else "time"
+    )
+    if found.best is None:
+        raise InputError(f"--rules=plan: no layout of {config.name} fits on {target.text}\n"
+                         f"  fix   {command} says what would")  # fmt: skip
+    rules = rules_file.from_dict(found.best.raw, given.PLAN)
+    return dataclasses.replace(rules, text=written.rules_file(found, found.best, command))
 
 
 def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | None, stderr: bool = False) -> Session:

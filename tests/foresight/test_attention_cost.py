@@ -1,6 +1,8 @@
 # ruff: noqa: E501  a program's line is one line
 """Attention kernels cost what the blocks that they visit cost."""
 
+import dataclasses
+
 import pytest
 
 from gspmd_lm.foresight import hlo
@@ -79,21 +81,43 @@ def test_smaller_blocks_leave_more_and_cost_more():
     assert seconds[0] < seconds[2] and seconds[1] < seconds[2]
 
 
+def cudnn(length, size=128, mask="CAUSAL", backward=False):
+    """A program of one call of cuDNN's attention: 2 rows of 8 heads."""
+    q = f"bf16[2,{length},8,{size}]"
+    config = f'{{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"dimensions":["2","8","{length}","{length}"]}},"mask_type":"{mask}"}}}}'
+    target = "__cudnn$fmhaSoftmax" + "Backward" * backward
+    return module(f'({q}, u8[0]) custom-call(ARGS), custom_call_target="{target}", backend_config={config}', (q, q, q))
+
+
+def reached(program, chip="h100"):
+    """TFLOP/s of the only call of a program, were the chip not slowed down in long runs."""
+    call, found = program.entry.root, CHIPS[chip]
+    seconds = attention.price_s(program, call, found)
+    return found.matmul_slowdown * attention.flops(program, call) / seconds / 1e12
+
+
 @pytest.mark.parametrize(("mask", "half"), [("CAUSAL", 0.5), ("NO_MASK", 1.0)])
-def test_cudnn(mask, half):
-    q = "bf16[2,4096,8,64]"
-    config = f'{{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"dimensions":["2","8","4096","4096"]}},"mask_type":"{mask}"}}}}'
-    program = module(
-        f'({q}, u8[0]) custom-call(ARGS), custom_call_target="__cudnn$fmhaSoftmax", backend_config={config}', (q, q, q)
-    )
-    call = program.entry.root
-    assert attention.flops(program, call) == half * 4 * 2 * 8 * 4096**2 * 64
-    share = (
-        attention.flops(program, call)
-        / attention.price_s(program, call, CHIPS["h100"])
-        / CHIPS["h100"].peak_bf16_flops_per_s
-    )
-    assert share == pytest.approx(attention.CUDNN_SHARE[0])
+def test_cudnn_reaches_what_was_published_for_its_length(mask, half):
+    program = cudnn(4096, mask=mask)
+    assert attention.flops(program, program.entry.root) == half * 4 * 2 * 8 * 4096**2 * 128
+    assert reached(program) == pytest.approx(518 if mask == "CAUSAL" else 609)
+    back = cudnn(4096, mask=mask, backward=True)
+    assert reached(back) == pytest.approx(499 * (518 / 609 if mask == "CAUSAL" else 1.0))
+
+
+def test_between_the_published_lengths_cudnn_is_in_between_and_beyond_them_as_at_their_ends():
+    rates = [reached(cudnn(length)) for length in (256, 512, 1024, 1448, 2048, 16384, 65536)]
+    assert rates[0] == rates[1] == pytest.approx(315) and rates[-1] == rates[-2] == pytest.approx(539)
+    assert rates[3] == pytest.approx((rates[2] + rates[4]) / 2, rel=1e-3)
+
+
+def test_small_heads_and_other_chips_reach_their_shares():
+    assert reached(cudnn(4096, size=64)) == pytest.approx(0.67 * 518)
+    assert reached(cudnn(4096), "a100") == pytest.approx(518 * 312 / 989)
+    slow, fast = CHIPS["h100"], dataclasses.replace(CHIPS["h100"], matmul_slowdown=1.0)
+    program = cudnn(4096)
+    one, other = (attention.price_s(program, program.entry.root, chip) for chip in (slow, fast))
+    assert one == pytest.approx(slow.matmul_slowdown * other)
 
 
 def test_other_calls_have_no_price_here():

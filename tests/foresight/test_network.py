@@ -8,7 +8,7 @@ import pytest
 from sample import network
 
 from gspmd_lm.foresight.machine.hardware import CHIPS
-from gspmd_lm.foresight.machine.network import ICI_HOP_S, NVLINK_SHARE
+from gspmd_lm.foresight.machine.network import ICI_HOP_S, NETWORK_SHARE, NVLINK_SHARE
 
 GB = 1e9
 AXES = ("data", "fsdp", "tensor")
@@ -147,13 +147,16 @@ def test_gpus_within_a_host_and_between_hosts():
     data, fsdp, both = along(mesh, 0), along(mesh, 1), along(mesh, 0, 1)
     nvlink = NVLINK_SHARE * 450e9
     assert found.time_s("all-gather", GB, fsdp) == pytest.approx(7 / 8 * GB / nvlink + 8.4e-6 + 7 * 3.4e-6)
+    port = NETWORK_SHARE * 50e9
     # One port of 50 GB/s each; where all 8 GPUs of a host are in the group, the host's ports share the work.
-    assert found.time_s("all-gather", GB, data) == pytest.approx(GB / 2 / 50e9 + 8.4e-6 + 9.6e-6)
-    assert found.time_s("all-gather", GB, both) == pytest.approx(15 / 16 * GB / nvlink + 8.4e-6 + 14 * 3.4e-6 + 9.6e-6)
-    assert found.time_s("all-reduce", GB, data) == pytest.approx(GB / 50e9 + 8.4e-6 + 2 * 9.6e-6)
-    assert found.time_s("all-to-all", GB, data) == pytest.approx(GB / 2 / 50e9 + 8.4e-6 + 9.6e-6)
+    assert found.time_s("all-gather", GB, data) == pytest.approx(GB / 2 / port + 8.4e-6 + 9.6e-6)
+    assert found.time_s("all-gather", GB, both) == pytest.approx(
+        15 / 16 * GB / 8 / port + 8.4e-6 + 14 * 3.4e-6 + 9.6e-6
+    )
+    assert found.time_s("all-reduce", GB, data) == pytest.approx(GB / port + 8.4e-6 + 2 * 9.6e-6)
+    assert found.time_s("all-to-all", GB, data) == pytest.approx(GB / 2 / port + 8.4e-6 + 9.6e-6)
     assert found.time_s("collective-permute", GB, ((0, 1), (1, 0))) == pytest.approx(GB / nvlink + 8.4e-6 + 3.4e-6)
-    assert found.time_s("collective-permute", GB, data) == pytest.approx(GB / 50e9 + 8.4e-6 + 9.6e-6)
+    assert found.time_s("collective-permute", GB, data) == pytest.approx(GB / port + 8.4e-6 + 9.6e-6)
     small = found.time_s("all-gather", 1, fsdp)
     assert small == pytest.approx(3.6e-6 + 7 * 0.47e-6, rel=1e-3)
     assert [found.lane(groups) for groups in (data, fsdp, both)] == ["network data", "nvlink fsdp", "network data+fsdp"]
@@ -166,7 +169,7 @@ def test_a_ring_over_hosts_of_gpus_sends_as_much_between_them_as_within():
     """
     mesh = (2, 8)
     found, both = gpus("a100", 2, 8, mesh), along(mesh, 0, 1)
-    card_s = 15 / 16 * GB / 8 / 25e9  # slower than NVLink here
+    card_s = 15 / 16 * GB / 8 / (NETWORK_SHARE * 25e9)  # slower than NVLink here
     assert card_s > 15 / 16 * GB / (NVLINK_SHARE * 300e9)
     latency_s = 8.4e-6 + 14 * 3.4e-6 + 9.6e-6
     for kind in ("all-gather", "reduce-scatter"):
@@ -174,7 +177,7 @@ def test_a_ring_over_hosts_of_gpus_sends_as_much_between_them_as_within():
     assert found.time_s("all-reduce", GB, both) == pytest.approx(2 * card_s + 8.4e-6 + 2 * (14 * 3.4e-6 + 9.6e-6))
     part = gpus("a100", 2, 8, (2, 2, 4))  # groups of 2 x 4: four cards each, two groups side by side
     assert part.time_s("all-gather", GB, along((2, 2, 4), 0, 2)) == pytest.approx(
-        7 / 8 * GB / 4 / 25e9 + 8.4e-6 + 6 * 3.4e-6 + 9.6e-6
+        7 / 8 * GB / 4 / (NETWORK_SHARE * 25e9) + 8.4e-6 + 6 * 3.4e-6 + 9.6e-6
     )
 
 

@@ -12,6 +12,7 @@ import sample
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import attention, memory_traffic, prices, schedule
 from gspmd_lm.foresight.machine.hardware import CHIPS
+from gspmd_lm.foresight.machine.network import NCCL_CORES
 
 PROGRAMS = Path(__file__).parent / "programs"
 # A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.
@@ -130,6 +131,23 @@ def test_an_asynchronous_collective_hides_behind_compute_as_far_as_it_goes(nbyte
         nbytes,
     )
     assert found.exposed_by_axis == ({"fsdp": pytest.approx(50e-9)} if exposed else {})
+
+
+@pytest.mark.parametrize(("nbytes", "beside"), [(30, 30), (60, 60), (150, None)])
+def test_on_gpus_a_collective_takes_cores_from_the_compute_beside_it(nbytes, beside):
+    """While it runs, compute makes less than one second of progress per second."""
+
+    class Nvlink(Links):
+        def link(self, groups):
+            return "nvlink"
+
+    chip = dataclasses.replace(CHIP, gpu=CHIPS["h100"].gpu)
+    given = module(gather("g", nbytes, FSDP) + matmul("m", 100) + done("e", "g", nbytes))
+    found = schedule.predict(given, chip, Nvlink(), 0.0, 0.0)
+    lost = NCCL_CORES / 132
+    took = 100 / (1 - lost) if beside is None else 100 + beside * lost
+    assert ns(found.matmul_s) == pytest.approx(took)
+    assert ns(found.step_time_s) == pytest.approx(max(took, nbytes))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from gspmd_lm.foresight.machine import target
         ("h100:8", "gpu", 8, 1),
         ("h100:32", "gpu", 32, 1),
         ("h200:4x8", "gpu", 32, 1),
+        ("h100:4x8/800", "gpu", 32, 1),
         ("b200:2", "gpu", 2, 1),
     ],
 )
@@ -30,6 +31,14 @@ def test_targets(text, platform, devices, slices):
 
 def test_gpus_beyond_one_host_are_on_several():
     assert target.parse("h100:32").topology == target.parse("h100:4x8").topology == (4, 8)
+
+
+def test_the_gpus_of_a_host_share_its_network(request_of):
+    dgx, cloud, half = (target.parse(f"h100:{text}") for text in ("2x8", "2x8/800", "2x4/1600"))
+    assert [found.chip.network_bytes_per_s for found in (dgx, cloud, half)] == [50e9, 12.5e9, 50e9]
+    assert target.parse("h100:16/800").chip == cloud.chip
+    keys = {request_of("fsdp8", f"h100:8{network}").key() for network in ("", "/800", "/3200")}
+    assert len(keys) == 1 and keys != {request_of("fsdp8", "h200:8").key()}  # compiled once for all networks
 
 
 @pytest.mark.parametrize(
@@ -50,6 +59,12 @@ def test_gpus_beyond_one_host_are_on_several():
         ("h100:2x16", "at most 8 GPUs", "h100:8"),
         ("h100:12", "at most 8 GPUs", "h100:8"),
         ("cpu:2x4", "simulated devices have no topology", "cpu:8"),
+        ("h100:2x8/", "a network of '' Gbit/s per host", "from 10 to 12800, such as h100:2x8/800"),
+        ("h100:2x8/fast", "a network of 'fast' Gbit/s per host", "h100:2x8/800"),
+        ("h100:2x8/80000", "a network of '80000' Gbit/s per host", "h100:2x8/800"),
+        ("h100:2x8/800/8", "a network of '800/8' Gbit/s per host", "h100:2x8/800"),
+        ("v5p:4x4x4/800", "only hosts of GPUs differ in their networks", "--target=v5p:4x4x4"),
+        ("cpu:8/800", "only hosts of GPUs differ in their networks", "--target=cpu:8"),
     ],
 )
 def test_what_does_not_exist(text, said, fix):

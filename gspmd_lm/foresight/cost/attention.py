@@ -11,10 +11,16 @@ import re
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
 
-# The share of the peak that cuDNN's causal attention reaches, (forward, backward), rounded. Source: FlashAttention-3,
-# arXiv 2407.08608, which measures cuDNN on H100 at head size 128: about 600 TFLOP/s forward without a mask, and less
-# with one or backward.
-CUDNN_SHARE = (0.55, 0.45)
+# TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
+# mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.
+# The backward pass is taken to lose as much by a mask as the forward pass does, and other GPUs to reach the same shares
+# of their peaks.
+CUDNN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+CUDNN_FULL = (497, 574, 617, 609, 600, 595)
+CUDNN_CAUSAL = (315, 410, 484, 518, 529, 539)
+CUDNN_BACKWARD = (305, 408, 465, 499, 518, 516)
+CUDNN_SMALL = (0.67, 0.85)  # heads of 64 over heads of 128, forward and backward; the same figures
+_CUDNN_PEAK = 989  # H100's
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 
@@ -46,14 +52,30 @@ class Splash:
 def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
     """The seconds of a fused attention kernel; None for another call, or if the chip's cycles are not known."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
-        return cudnn_s(flops(module, call), "Backward" in call.custom_call_target, chip)
+        config = call.config["cudnn_fmha_backend_config"]
+        return cudnn_s(
+            flops(module, call),
+            "Backward" in call.custom_call_target,
+            chip,
+            length=int(config["intermediate_tensor_shape"]["dimensions"][-1]),
+            size=module.operand(call).shape.arrays[0].dimensions[-1],
+            causal="CAUSAL" in config.get("mask_type", ""),
+        )
     splash = _splash(module, call)
     return splash_s(splash, chip) if splash else None
 
 
-def cudnn_s(operations: float, backward: bool, chip: Chip) -> float:
-    """The seconds of a pass of cuDNN's attention that does so many FLOPs."""
-    return operations / (CUDNN_SHARE[backward] * chip.peak_bf16_flops_per_s)
+def cudnn_s(operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True) -> float:
+    """The seconds of a pass of cuDNN's attention that does so many FLOPs, for heads of `size` over `length` tokens."""
+    # Between two lengths of the table along the logarithm of the length, and beyond it as at its ends.
+    at = min(max(math.log2(length / CUDNN_LENGTHS[0]), 0.0), len(CUDNN_LENGTHS) - 1.0)
+    low = min(int(at), len(CUDNN_LENGTHS) - 2)
+    full, masked, back = (
+        row[low] + (at - low) * (row[low + 1] - row[low]) for row in (CUDNN_FULL, CUDNN_CAUSAL, CUDNN_BACKWARD)
+    )
+    rate = (back if backward else full) * (masked / full if causal else 1.0)
+    rate *= CUDNN_SMALL[backward] if size <= 64 else 1.0
+    return chip.matmul_slowdown * operations / (rate / _CUDNN_PEAK * chip.peak_bf16_flops_per_s)
 
 
 def splash_s(splash: Splash, chip: Chip) -> float | None:

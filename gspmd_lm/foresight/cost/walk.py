@@ -10,10 +10,11 @@ from gspmd_lm.foresight.collectives.exchanges import Exchange
 from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.hlo import COLLECTIVES, Computation, Instruction, Module
 from gspmd_lm.foresight.machine.hardware import Chip
-from gspmd_lm.foresight.machine.network import Network
+from gspmd_lm.foresight.machine.network import NCCL_CORES, Network
 
 TURNS = 8  # a loop is walked for at most so many turns, and no further when two turns take equally long
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
+NETWORK = "network"  # the links of collectives that do not run over a torus
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _HOST_SPACE = 5
 
@@ -135,9 +136,18 @@ class Walk:
                     self._wait(transfer)
         price = self.price(instruction)
         if price.seconds:
-            self._pieces.append(Piece(self.now_s, self.now_s + price.seconds, COMPUTE, price.kind, instruction))
-            self.now_s += price.seconds
-            self.spent[price.kind] += price.seconds
+            seconds = self._beside_collectives(price.seconds)
+            self._pieces.append(Piece(self.now_s, self.now_s + seconds, COMPUTE, price.kind, instruction))
+            self.now_s += seconds
+            self.spent[price.kind] += seconds
+
+    def _beside_collectives(self, seconds: float) -> float:
+        """The seconds of compute that starts now: on a GPU, the kernels of collectives take some cores away from it."""
+        if self.chip.gpu is None:
+            return seconds
+        left = 1 - NCCL_CORES / self.chip.gpu.core_count
+        slowed_s = min(seconds / left, max(0.0, self._busy.get(NETWORK, 0.0) - self.now_s))
+        return seconds + slowed_s * (1 - left)
 
     def _start(self, instruction: Instruction) -> Value:
         if instruction.base in COLLECTIVES:
@@ -159,7 +169,7 @@ class Walk:
         if not axes:
             return None
         # On a torus different mesh axes have different links. In any other network they share one link.
-        links = [f"{link} {axis}" for axis in axes] if link == "ici" else ["network"]
+        links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
         seconds = self.seconds(exchange)
         self.communication_s += seconds
         lane = self.network.lane(exchange.groups)

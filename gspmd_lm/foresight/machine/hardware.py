@@ -9,7 +9,6 @@ Rates and memory are those of one jax device. Links are those of one chip. The s
   sheet: NVIDIA's data sheet of the SXM module, without sparsity
   xla: openxla/xla, xla/backends/gpu/target_config/specs
   schedules: cycles in libtpu 0.0.42.1's compiled schedules, which `python -m benchmarks.kernel_schedules` reads
-  benchmark: benchmarks/results/foresight_times.json, which `python -m benchmarks.foresight times --write` makes
 """
 
 import dataclasses
@@ -70,11 +69,11 @@ class Chip:
     die_link_bytes_per_s: float = 0  # between the two devices of a chip
     nvlink_bytes_per_s: float = 0  # from each GPU into the switches of its host
     gpu: Gpu | None = None
-    matmul_slowdown: float = 1.0  # the time of matmuls over the compiler's estimate
+    # The time of matmuls in a long run over the compiler's estimate (TPU) or over that of short benchmarks (GPU, and
+    # there of attention too).
+    matmul_slowdown: float = 1.0
     # Size of a head -> cycles of splash attention, forward and fused backward.
     splash: Mapping[int, tuple[Cycles, Cycles]] = dataclasses.field(default_factory=dict)
-    step_errors: tuple[float, ...] = ()  # (predicted - published) / published, of each published step time
-    fitted_step_errors: tuple[float, ...] = ()  # the same for step times to which a constant was fitted
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """The peak of matmuls whose operands have a dtype, as programs write it: bf16, f8e4m3fn, s4.
@@ -145,7 +144,6 @@ _TPUS = (
             128: (Cycles((510, 1192, 4886), 274, 688), Cycles((825, 2560, 10240), 406, 324)),
             256: (Cycles((620, 2179, 8721), 319, 841), Cycles((1280, 5120, 20480), 378, 644)),
         },  # schedules
-        step_errors=(0.190,),  # benchmark
     ),
     Chip(
         name="v5p",
@@ -164,9 +162,8 @@ _TPUS = (
         torus_dimensions=3,  # cloud
         wraps_multiples_of=4,  # book
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip, 6 links, both directions
+        matmul_slowdown=1.09,  # fitted to one published step, that of 32B on v5p:4x4x4; the cause is not known
         splash=_SPLASH_V5P,
-        step_errors=(-0.091,),  # benchmark
-        fitted_step_errors=(-0.068,),  # benchmark
     ),
     Chip(
         name="v6e",
@@ -192,7 +189,6 @@ _TPUS = (
             128: (Cycles((563, 895, 3260), 379, 338), Cycles((779, 1507, 5734), 309, 163)),
             256: (Cycles((596, 948, 3311), 373, 418), Cycles((856, 1597, 5883), 417, 323)),
         },  # schedules
-        fitted_step_errors=(-0.001, -0.017, -0.023, -0.042),  # benchmark
     ),
     Chip(
         name="tpu7x",
@@ -212,12 +208,12 @@ _TPUS = (
         wraps_multiples_of=4,  # inferred: cubes of 4 x 4 x 4, as v5p
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip; 6 links, as v5p, both directions
         die_link_bytes_per_s=600e9,  # cloud: six times a one-dimensional ICI link
+        matmul_slowdown=1.15,  # inferred: as v6e
         splash={
             64: (Cycles((507, 904, 3357), 255, 334), Cycles((723, 1466, 5276), 463, 183)),
             128: (Cycles((509, 904, 3361), 255, 324), Cycles((721, 1424, 5315), 460, 149)),
             256: (Cycles((558, 1296), 380, 403), Cycles((801, 1497), 484, 311)),
         },  # schedules
-        step_errors=(-0.120,),  # benchmark
     ),
 )
 
@@ -264,6 +260,9 @@ _GPUS = (
         host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
         network_bytes_per_s=400e9 / 8,  # DGX H100: one 400 Gbit/s port per GPU
         nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
+        # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
+        # h200:32x8, for both chips.
+        matmul_slowdown=1.24,
         gpu=Gpu(
             description="NVIDIA H100 80GB HBM3",
             core_count=132,  # xla, as the rest
@@ -273,7 +272,6 @@ _GPUS = (
             l2_cache_bytes=52_428_800,
             compute_capability=(9, 0),
         ),
-        step_errors=(-0.180,),  # benchmark
     ),
     Chip(
         name="h200",
@@ -290,6 +288,9 @@ _GPUS = (
         host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
         network_bytes_per_s=400e9 / 8,  # DGX H200: one 400 Gbit/s port per GPU
         nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
+        # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
+        # h200:32x8, for both chips.
+        matmul_slowdown=1.24,
         gpu=Gpu(
             description="NVIDIA H200 141GB HBM3e",
             core_count=132,  # xla, as the rest

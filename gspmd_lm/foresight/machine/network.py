@@ -34,6 +34,12 @@ ICI_HOP_S = 1e-6
 # The share of NVLink's bandwidth that NCCL reaches, 370 of 450 GB/s. Source: scaling-book, GPUs, "Empirical
 # measurements". Reductions in the switches (NVLS) are left out: there they speed up only all-reduces, by 30%.
 NVLINK_SHARE = 0.82
+# The share of the network's bandwidth that NCCL reaches between hosts. Source: NVIDIA/nccl, issue 1218: an all-gather
+# of 2 GB over 32 hosts of 8 H100 with 400 Gbit/s for each runs at 200 GB/s per host, half of the network. A tenth of
+# its time are the latencies below. Two hosts that send many GB reach 0.94: NVIDIA/nccl-tests, issue 290.
+NETWORK_SHARE = 0.55
+# The cores of a GPU that NCCL's kernels take while a collective runs, one for each channel; as many as in that issue.
+NCCL_CORES = 16
 # NCCL's own model of a ring, for its two protocols: seconds to begin, seconds per step over NVLink, seconds per step
 # over the network, and the share of the bandwidth. NCCL takes the faster protocol. Source: NVIDIA/nccl,
 # src/graph/tuning.cc: baseLat, hwLat.
@@ -220,7 +226,8 @@ class Network:
         return chip.ici_link_bytes_per_s * route.per_chip / self._devices_on_a_chip
 
     def _dcn_bytes_per_s(self, chip: Chip) -> float:
-        return chip.network_bytes_per_s / self._devices_on_a_chip
+        share = NETWORK_SHARE if chip.platform == "gpu" else 1.0
+        return share * chip.network_bytes_per_s / self._devices_on_a_chip
 
     @functools.cached_property
     def _devices_on_a_chip(self) -> int:
@@ -310,7 +317,8 @@ def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
         between_bytes = size_bytes / inner * (size - 1) / size if outer > 1 else 0.0
     nvlink_s = within_bytes / (NVLINK_SHARE * chip.nvlink_bytes_per_s)
     across = min(steps, passes * (outer - 1))
-    return _nccl_s(passes * max(nvlink_s, between_bytes / chip.network_bytes_per_s), steps - across, across)
+    network_s = between_bytes / (NETWORK_SHARE * chip.network_bytes_per_s)
+    return _nccl_s(passes * max(nvlink_s, network_s), steps - across, across)
 
 
 def _nccl_s(transfer_s: float, steps: int, network_steps: int) -> float:

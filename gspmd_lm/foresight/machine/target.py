@@ -1,10 +1,11 @@
-"""Targets such as v5p:4x4x4, 2@v6e:16x16, h100:4x8 or cpu:8, and compile-only jax devices of them."""
+"""Targets such as v5p:4x4x4, 2@v6e:16x16, h100:4x8, h100:4x8/800 or cpu:8, and compile-only jax devices of them."""
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean
@@ -19,8 +20,10 @@ _SMALL_CUBOIDS = (
     "2x4x4",
 )  # v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes
 _CUBE = 4
+_CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")  # of the larger ones, cubes doubled
 _GPUS_PER_HOST = 8
-_EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, 2@v6e:16x16, h100:8 or h100:4x8"
+_GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
+_EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Target:
 
     text: str  # as the user wrote it
     platform: str  # cpu, gpu or tpu
-    chip: Chip | None  # None: cpu
+    chip: Chip | None  # None: cpu. Its network is the one that the text names.
     topology: tuple[int, ...]  # chips per dimension of a slice; hosts x GPUs; simulated devices
     slices: int = 1
 
@@ -39,11 +42,17 @@ class Target:
         per_chip = self.chip.devices_per_chip if self.chip else 1
         return self.slices * math.prod(self.topology) * per_chip
 
+    @property
+    def hardware(self) -> str:
+        """The text without the speed of the network, on which no compiled program depends."""
+        return self.text.partition("/")[0]
+
 
 def parse(text: str) -> Target:
     """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
     place = f"--target={text}"
-    slices, at, rest = text.rpartition("@")
+    hardware, slash, network = text.partition("/")
+    slices, at, rest = hardware.rpartition("@")
     name, colon, size = rest.partition(":")
     if name not in (*CHIPS, "cpu"):
         known = ", ".join(("cpu", *CHIPS))
@@ -54,10 +63,13 @@ def parse(text: str) -> Target:
         raise InputError(f"{place}: no such form\n  fix   write it like {_EXAMPLES}")
     dimensions = tuple(map(int, size.split("x")))
     chip = CHIPS.get(name)
+    if slash and (chip is None or chip.platform != "gpu"):
+        raise InputError(f"{place}: only hosts of GPUs differ in their networks\n  fix   --target={hardware}")
     if chip is None or chip.platform == "gpu":
         if at:
             raise InputError(f"{place}: only TPUs have slices\n  fix   write hosts x devices, such as h100:4x8")
-        return _counted(place, text, name, chip, dimensions)
+        found = _counted(place, text, name, chip, dimensions)
+        return _with_network(place, found, network) if slash else found
     wrong = _no_such_topology(chip, dimensions)
     if wrong:
         raise InputError(f"{place}: {name} has no topology {size}\n  fix   {wrong}")
@@ -80,6 +92,18 @@ def _counted(place: str, text: str, name: str, chip: Chip | None, dimensions: tu
     return Target(text, "gpu", chip, (hosts, per_host))
 
 
+def _with_network(place: str, target: Target, network: str) -> Target:
+    """The target of GPUs whose hosts each have a network of so many Gbit/s, which their GPUs share."""
+    if not re.fullmatch(r"[1-9]\d*", network) or int(network) not in _GBPS:
+        raise InputError(
+            f"{place}: a network of {network!r} Gbit/s per host\n"
+            f"  fix   write a whole number from {_GBPS[0]} to {_GBPS[-1]}, such as {target.hardware}/800"
+        )
+    assert target.chip
+    each_bytes_per_s = int(network) * 1e9 / 8 / target.topology[1]
+    return dataclasses.replace(target, chip=dataclasses.replace(target.chip, network_bytes_per_s=each_bytes_per_s))
+
+
 def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
     """The fix for a topology that does not exist; '' for one that exists."""
     size = "x".join(map(str, dimensions))
@@ -92,6 +116,22 @@ def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
     if len(dimensions) != 3 or any(n % _CUBE for n in dimensions):
         return f"use {cubes}"
     return "" if size == ascending else f"use {ascending}"
+
+
+def larger(target: Target) -> Iterator[Target]:
+    """Targets of the same chip with more and more devices, which are rented out in these shapes."""
+    chip, (_, slash, network) = target.chip, target.text.partition("/")
+    assert chip
+    before = f"{target.slices}@{chip.name}" if target.slices > 1 else chip.name
+    if chip.platform == "gpu":
+        hosts, per_host = target.topology
+        for n in itertools.count(1):
+            yield parse(f"{before}:{hosts * 2**n}x{per_host}{slash}{network}")
+    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS, *_CUBOIDS]
+    count = math.prod(target.topology)
+    for size in sizes:
+        if math.prod(map(int, size.split("x"))) > count:
+            yield parse(f"{before}:{size}")
 
 
 def of(devices: Sequence[Any]) -> Target:

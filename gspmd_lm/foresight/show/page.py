@@ -1,8 +1,7 @@
 """One self-contained HTML page of the costs of one layout or of several. It loads nothing."""
 
-import importlib.resources
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.report import Report
@@ -22,10 +21,9 @@ from gspmd_lm.foresight.show.figures import (
     ranked,
     sent_bytes,
 )
+from gspmd_lm.foresight.show.pieces import document, known_as, rows_of, scroll, section, swatch
 from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes, human_count, human_seconds
-
-TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
 
 
 def render(reports: Sequence[Report]) -> str:
@@ -33,17 +31,17 @@ def render(reports: Sequence[Report]) -> str:
     reports = ranked(reports)
     several = len(reports) > 1
     title = f"{len(reports)} layouts of {_one_of(reports, 'config')}" if several else _name(reports[0])
-    body = (_comparison(reports) if several else "") + "".join(
-        _layout(report, number, "h3" if several else "h2") for number, report in enumerate(reports)
-    )
-    filled = TEMPLATE.read_text(encoding="utf-8")
-    # The filled-in text contains no "<!--", so no place is filled twice.
-    for place, content in {"title": text(title), "body": body, "data": _data(reports)}.items():
-        filled = filled.replace(f"<!-- {place} -->", content)
-    return filled
+    body = (_comparison(reports) if several else "") + layouts(reports)
+    return document(title, body, data(reports))
 
 
-def _data(reports: Sequence[Report]) -> str:
+def layouts(reports: Sequence[Report]) -> str:
+    """All about each layout. Where there are several, a script shows the one that is chosen."""
+    heading = "h3" if len(reports) > 1 else "h2"
+    return "".join(_layout(report, number, heading) for number, report in enumerate(reports))
+
+
+def data(reports: Sequence[Report]) -> str:
     """The JSON from which the scripts draw meshes. It contains nothing that ends its HTML element."""
     found = [
         {
@@ -83,7 +81,7 @@ def _comparison(reports: Sequence[Report]) -> str:
         for i, report in enumerate(reports)
     ]
     rows = [
-        f'<tr><th scope="row">{text(row.label)} {_known(row.known)}</th>'
+        f'<tr><th scope="row">{text(row.label)} {known_as(row.known)}</th>'
         + "".join(
             f'<td class="num{" best" if i in row.best else " bad" if cell == "NO" else ""}">'
             f"{text(cell)}{'*' if i in row.best else ''}</td>"
@@ -102,14 +100,14 @@ def _comparison(reports: Sequence[Report]) -> str:
     head = f"<tr><td></td>{''.join(heads)}</tr>"
     table = f"<table class=compare><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
     content = (
-        _scroll("Comparison of layouts", table)
+        scroll("Comparison of layouts", table)
         + "<p>* best of those that fit. Ranked by predicted time. Choose a name to see that layout below.</p>"
         + "".join(f"<p>Error of predicted times: {text(error)}.</p>" for error in errors(reports))
-        + f"<h3>Memory {_known('compiled')} above step time {_known('predicted')}, on one scale each</h3>"
+        + f"<h3>Memory {known_as('compiled')} above step time {known_as('predicted')}, on one scale each</h3>"
         + "<p>Lines mark the peak and the limit of memory, and the floor of compute.</p>"
         + f'<dl class="bars">{bars}</dl>'
     )
-    return _section("h2", "Side by side", "", content, "comparison")
+    return section("h2", "Side by side", "", content, "comparison")
 
 
 def _layout(report: Report, number: int, heading: str) -> str:
@@ -127,7 +125,7 @@ def _layout(report: Report, number: int, heading: str) -> str:
     about = (
         f"{text(report.rules)} on {text(hardware(report))}, mesh {text(mesh(report.mesh))}. "
         f"{human_count(report.parameters)} parameters and {human_count(report.tokens)} tokens per step "
-        f"{_known('counted')}; phase {text(report.phase)}."
+        f"{known_as('counted')}; phase {text(report.phase)}."
     )
     return (
         f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>{"".join(sections)}</article>'
@@ -150,7 +148,7 @@ def _facts(report: Report) -> str:
     if not memory.refusal:
         facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), of_floor(report)))
     cells = [
-        f"<div><dt>{text(name)} {_known(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
+        f"<div><dt>{text(name)} {known_as(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
         for name, known, value, note in facts
     ]
     return f'<dl class="facts{"" if memory.fits else " over"}">{"".join(cells)}</dl>'
@@ -162,7 +160,7 @@ def _warnings(report: Report, heading: str) -> str:
         for warning in report.warnings
     ]
     content = f'<ul class="warnings">{"".join(found)}</ul>' if found else "<p>None.</p>"
-    return _section(heading, f"Warnings ({len(found)})", "", content)
+    return section(heading, f"Warnings ({len(found)})", "", content)
 
 
 def _memory(report: Report, heading: str) -> str:
@@ -170,7 +168,7 @@ def _memory(report: Report, heading: str) -> str:
     amounts = [(name, name, size) for name, size in parts(memory)]
     extra = [("", "peak", memory.peak_bytes), ("", "limit", memory.limit_bytes), ("", "on the host", memory.host_bytes)]
     rows = [
-        [_swatch(kind), text(name), human_bytes(size)] for kind, name, size in [*amounts, *extra] if size is not None
+        [swatch(kind), text(name), human_bytes(size)] for kind, name, size in [*amounts, *extra] if size is not None
     ]
     largest = [
         [human_bytes(found.bytes), f"<code>{text(found.shape)}</code>",
@@ -184,11 +182,11 @@ def _memory(report: Report, heading: str) -> str:
         _memory_bar(report, max(memory.peak_bytes, memory.limit_bytes or 0))
         + f'<p class="{"good" if memory.fits else "bad"}">{text(fit(memory))}.</p>{refusal}'
         + '<div class="pair">'
-        + _table(["", "part", "size"], rows, "Memory per device", numbers=(2,))
-        + _table(["size", "largest temporaries", "axes", "source", "op"], largest, "Largest temporaries", numbers=(0,))
+        + rows_of(["", "part", "size"], rows, "Memory per device", numbers=(2,))
+        + rows_of(["size", "largest temporaries", "axes", "source", "op"], largest, "Largest temporaries", numbers=(0,))
         + "</div>"
     )
-    return _section(heading, "Memory per device", "compiled", content)
+    return section(heading, "Memory per device", "compiled", content)
 
 
 def _memory_bar(report: Report, whole: float) -> str:
@@ -205,9 +203,9 @@ def _memory_bar(report: Report, whole: float) -> str:
 def _time(report: Report, heading: str) -> str:
     found, floor = report.prediction, report.floor
     if found is None:
-        return _section(heading, "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>")
+        return section(heading, "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>")
     rows = [
-        [_swatch(kind), text(label), human_seconds(seconds), percent(seconds / found.step_time_s)]
+        [swatch(kind), text(label), human_seconds(seconds), percent(seconds / found.step_time_s)]
         for kind, label, seconds in breakdown(found)
         if seconds
     ]
@@ -231,15 +229,15 @@ def _time(report: Report, heading: str) -> str:
     content = (
         _time_bar(report, found.step_time_s)
         + '<div class="pair">'
-        + _table(["", "where it goes", "time", "share"], rows, "Where the step's time goes", numbers=(2, 3))
+        + rows_of(["", "where it goes", "time", "share"], rows, "Where the step's time goes", numbers=(2, 3))
         + '<dl class="notes">'
         + "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in notes)
         + "</dl></div>"
         + (f"<details><summary>Costliest operations</summary>"
-           f"{_table(['operation', 'time per step'], costly, 'Costliest operations', numbers=(1,))}</details>"
+           f"{rows_of(['operation', 'time per step'], costly, 'Costliest operations', numbers=(1,))}</details>"
            if costly else "")
     )  # fmt: skip
-    return _section(heading, "Step time", "predicted", content)
+    return section(heading, "Step time", "predicted", content)
 
 
 def _time_bar(report: Report, whole: float) -> str:
@@ -264,15 +262,15 @@ def _layer(report: Report, heading: str) -> str:
          human_seconds(span.end_s - span.start_s)]
         for span in spans
     ]  # fmt: skip
-    table = _table(["part", "lane", "kind", "name", "start", "duration"], rows, "Spans of one layer", numbers=(4, 5))
+    table = rows_of(["part", "lane", "kind", "name", "start", "duration"], rows, "Spans of one layer", numbers=(4, 5))
     content = (
-        f'<p class="legend">{"".join(f"<span>{_swatch(kind)}{name}</span>" for kind, name in kinds)}'
+        f'<p class="legend">{"".join(f"<span>{swatch(kind)}{name}</span>" for kind, name in kinds)}'
         '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label></p>'
         f'<div class="timeline">{timeline(spans)}</div>'
         '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
         f"<details><summary>The same as a table</summary>{table}</details>"
     )
-    return _section(heading, "One layer, in time", "predicted", content)
+    return section(heading, "One layer, in time", "predicted", content)
 
 
 def _mesh(report: Report, number: int, heading: str) -> str:
@@ -292,9 +290,9 @@ def _mesh(report: Report, number: int, heading: str) -> str:
         '<p class="status" aria-live="polite"></p></div>'
         '<p class="legend">Each device shows its number, and below it the piece of the array that it holds. Point at a '
         "device, or go from one to the next with the arrow keys.</p>"
-        f'<div class="tall">{_table(columns, rows, "Arrays and how they are split", numbers=(4,))}</div>'
+        f'<div class="tall">{rows_of(columns, rows, "Arrays and how they are split", numbers=(4,))}</div>'
     )
-    return _section(heading, "Mesh and arrays", "counted", content)
+    return section(heading, "Mesh and arrays", "counted", content)
 
 
 def _shape(array: PlacedArray) -> str:
@@ -303,9 +301,9 @@ def _shape(array: PlacedArray) -> str:
 
 def _collectives(report: Report, heading: str) -> str:
     if report.memory.refusal:
-        return _section(heading, "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>")
+        return section(heading, "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>")
     if not report.collectives:
-        return _section(heading, "Collectives", "compiled", "<p>None.</p>")
+        return section(heading, "Collectives", "compiled", "<p>None.</p>")
     columns = ["kind", "axes", "dtype", "times", "sent", "overlaps", "phase", "op", "because of", "source"]
     found = sorted(report.collectives, key=lambda one: -one.bytes_per_device_per_step)
     most = found[0].bytes_per_device_per_step or 1
@@ -329,46 +327,12 @@ def _collectives(report: Report, heading: str) -> str:
         ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
     table = f"<table class=sortable><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    above = f", {of_floor(report)} {_known('counted')}" if of_floor(report) else ""
+    above = f", {of_floor(report)} {known_as('counted')}" if of_floor(report) else ""
     total = f"<p>{human_bytes(sent_bytes(report))} sent per device and step{above}. Choose a heading to sort by it.</p>"
-    return _section(heading, f"Collectives ({len(found)})", "compiled", total + _scroll("Collectives", table))
+    return section(heading, f"Collectives ({len(found)})", "compiled", total + scroll("Collectives", table))
 
 
 def _made_with(report: Report, heading: str) -> str:
     rows = [[text(name), text(value)] for name, value in report.versions.items()]
-    content = f"<p>Compiled in {human_seconds(report.compile_s)}.</p>" + _table(["what", "which"], rows, "Versions")
-    return _section(heading, "Made with", "", content)
-
-
-# ---- pieces of HTML; their arguments, except headings and labels, are escaped already
-
-
-def _section(heading: str, title: str, known: str, content: str, name: str = "") -> str:
-    identity = f' id="{name}"' if name else ""
-    return f"<section{identity}><{heading}>{text(title)} {_known(known)}</{heading}>{content}</section>"
-
-
-def _known(how: str) -> str:
-    """The label that says how a figure is known."""
-    return f'<span class="known">{how}</span>' if how else ""
-
-
-def _swatch(kind: str) -> str:
-    return f'<i class="swatch k-{kind}"></i>' if kind else ""
-
-
-def _scroll(label: str, content: str) -> str:
-    """A box for content that is wider than a phone. It scrolls by itself, also with the keyboard."""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(label)}">{content}</div>'
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], label: str, numbers: Sequence[int] = ()) -> str:
-    kinds = ['class="num"' if i in numbers else "" for i in range(len(columns))]
-    head = "".join(
-        f'<th scope="col" {kind}>{name}</th>' if name else "<td></td>"
-        for name, kind in zip(columns, kinds, strict=True)
-    )
-    body = "".join(
-        f"<tr>{''.join(f'<td {kind}>{cell}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>" for row in rows
-    )
-    return _scroll(label, f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>") if body else ""
+    content = f"<p>Compiled in {human_seconds(report.compile_s)}.</p>" + rows_of(["what", "which"], rows, "Versions")
+    return section(heading, "Made with", "", content)

@@ -1,0 +1,102 @@
+"""How wrong predictions were where they could be compared: by the kind of program, of published runs of JAX and XLA.
+
+`python -m benchmarks.foresight times` makes the errors, and docs/validation.md lists the runs.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.rules import Rules
+
+NOT_COMPARED = "not compared with any measurement"
+
+
+class Kind(NamedTuple):
+    """What must be alike for the error of one prediction to tell something of another."""
+
+    chip: str
+    several: bool  # slices of TPUs, or hosts of GPUs
+    attention: str  # the kernel
+
+    def __str__(self) -> str:
+        gpu = self.chip.startswith(("a", "b", "h"))
+        where = ("several hosts" if gpu else "several slices") if self.several else ("one host" if gpu else "one slice")
+        return f"{self.chip}, {where}, {self.attention} attention"
+
+
+# (predicted - published) / published of each run, and whether it was in view when prices were chosen.
+ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
+    Kind("v6e", False, "splash"): (
+        (-0.001, True),
+        (-0.017, True),
+        (-0.023, True),
+        (-0.042, True),
+    ),
+    Kind("v5p", False, "splash"): (
+        (0.004, True),
+        (-0.021, True),
+    ),
+    Kind("v5e", False, "xla"): ((0.19, False),),
+    Kind("tpu7x", False, "splash"): ((-0.12, True),),
+    Kind("h100", False, "cudnn"): ((-0.009, True),),
+    Kind("h100", True, "cudnn"): (
+        (-0.06, True),
+        (-0.018, True),
+        (-0.003, True),
+    ),
+    Kind("h200", True, "cudnn"): ((0.045, True),),
+    Kind("a100", True, "cudnn"): (
+        (0.025, True),
+        (-0.066, True),
+    ),
+    Kind("v5e", True, "xla"): ((0.135, False),),
+    Kind("v5p", True, "splash"): (
+        (-0.022, True),
+        (-0.051, True),
+    ),
+}
+
+
+def is_several(target: Target) -> bool:
+    """Whether a target has several slices of TPUs, or several hosts of GPUs."""
+    return target.slices > 1 if target.platform == "tpu" else target.platform == "gpu" and target.topology[0] > 1
+
+
+def kind_of(target: Target, rules: Rules) -> Kind:
+    """The kind of a training step on a chip."""
+    assert target.chip
+    return Kind(target.chip.name, is_several(target), rules.attention[target.platform])
+
+
+def known_error(kind: Kind) -> str:
+    """How wrong predictions of this kind were; of others on the chip if there are none. One run is no measure."""
+    runs = _runs(kind)
+    seen = sum(in_view for _, in_view in runs)
+    were = {0: "", len(runs): "; all of them were in view when prices were chosen"}.get(
+        seen, f"; {seen} of them {'was' if seen == 1 else 'were'} in view when prices were chosen"
+    )
+    if not runs:
+        return NOT_COMPARED
+    if kind not in ERRORS:
+        others = f"{_mean(runs):.1%} in the mean of {len(runs)} other published step times on {kind.chip}"
+        return f"not known for {kind}: {others}{were}"
+    if len(runs) == 1:
+        were = were.replace("all of them were", "it was")
+        return f"not known: {runs[0][0]:+.1%} for one published step time on {kind}{were}"
+    return f"{_mean(runs):.1%} in the mean of {len(runs)} published step times on {kind}{were}"
+
+
+def mean_error(kind: Kind) -> float | None:
+    """The mean absolute error of runs of this kind, or else of others on the chip; None if there are none."""
+    runs = _runs(kind)
+    return _mean(runs) if runs else None
+
+
+def _runs(kind: Kind) -> Sequence[tuple[float, bool]]:
+    return ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
+
+
+def _mean(runs: Sequence[tuple[float, bool]]) -> float:
+    return statistics.mean(abs(error) for error, _ in runs)

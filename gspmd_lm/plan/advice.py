@@ -1,0 +1,122 @@
+"""What would help a plan: of hardware and batch for its best layout, and where nothing fits, what would fit."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
+from gspmd_lm.foresight import explain
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.search import Candidate, Plan
+from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import Traces
+from gspmd_lm.task import Task
+
+MOST_LARGER = 6  # targets that are tried where nothing fits
+SMALL = 0.005  # a gain that is not worth a line
+
+
+class Change(NamedTuple):
+    """Something that the user could change, and the share of tokens per second that it would add."""
+
+    what: str
+    gain: float
+
+
+def changes(config: Config | Task, plan: Plan) -> list[Change]:
+    """What would help the best layout of a plan, the most first; priced, not compiled."""
+    best, chip = plan.best, plan.target.chip
+    assert best and chip
+    before_s = Pricer(config, plan.target).price(best.rules).step_time_s
+    found = []
+    for what, changed in _faster(chip):
+        if changed != chip:
+            after_s = Pricer(config, dataclasses.replace(plan.target, chip=changed)).price(best.rules).step_time_s
+            found.append(Change(what, before_s / after_s - 1))
+    if isinstance(config, Config):
+        twice = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=2 * config.data.batch))
+        after_s = Pricer(twice, plan.target).price(best.rules).step_time_s
+        found.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
+    corrected = best.step_time_s / before_s
+    limit = chip.usable_hbm_bytes
+    more = [one for one in plan.candidates if one.fits is False and one.price.peak_bytes <= 2 * limit]
+    if more:
+        fastest = min(more, key=lambda one: one.price.step_time_s)
+        gain = best.step_time_s / (fastest.price.step_time_s * corrected) - 1
+        found.append(Change(f"twice the memory, for {fastest.name}", gain))
+    return sorted((change for change in found if change.gain > SMALL), key=lambda change: -change.gain)
+
+
+def _faster(chip: Chip) -> Iterator[tuple[str, Chip]]:
+    links = ("ici_link_bytes_per_s", "die_link_bytes_per_s", "nvlink_bytes_per_s")
+    twice = {name: 2 * getattr(chip, name) for name in links}
+    yield "links twice as fast", dataclasses.replace(chip, **twice)
+    network = 2 * chip.network_bytes_per_s
+    yield "a network between slices or hosts twice as fast", dataclasses.replace(chip, network_bytes_per_s=network)
+    yield "memory twice as fast", dataclasses.replace(chip, hbm_bytes_per_s=2 * chip.hbm_bytes_per_s)
+    yield (
+        "a link to the host twice as fast",
+        dataclasses.replace(chip, host_link_bytes_per_s=2 * chip.host_link_bytes_per_s),
+    )
+
+
+class Larger(NamedTuple):
+    """The smallest larger target of the same chip on which a layout fits, as its compiler says."""
+
+    target: Target
+    candidate: Candidate
+
+
+def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Larger | None:
+    """Where a plan fits on more chips of its kind; None if it fits on none of those that were tried."""
+    traces = Traces(config)
+    for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
+        assert target.chip
+        pricer, space = Pricer(config, target, traces), Space(config, target, traces)
+        rules = [(raw, space.rules(raw)) for raw in space]
+        priced = [Candidate(raw, one, pricer.price(one)) for raw, one in rules]
+        least = min(priced, key=lambda one: one.price.peak_bytes, default=None)
+        if least is None or least.price.peak_bytes > target.chip.usable_hbm_bytes:
+            continue
+        say(f"compiling {least.name} for {target.text}, to see whether it fits")
+        (report,) = explain.reports(config, [least.rules], target, say)
+        if report.memory.fits:
+            return Larger(target, dataclasses.replace(least, report=report))
+    return None
+
+
+def savings(config: Config | Task, plan: Plan) -> list[tuple[str, int]]:
+    """What in a config would save memory under the layout that comes nearest: a setting, and the bytes per device.
+
+    The greatest saving comes first. A plan changes none of these by itself, because they change what is computed.
+    """
+    nearest = plan.nearest
+    if nearest is None or not isinstance(config, Config):
+        return []
+    data, model, optimizer = config.data, config.model, config.optimizer
+    tried = {
+        f"data.batch={data.batch // 2}": dataclasses.replace(
+            config, data=dataclasses.replace(data, batch=data.batch // 2)
+        ),
+        f"data.seq={data.seq // 2}": dataclasses.replace(config, data=dataclasses.replace(data, seq=data.seq // 2)),
+        "model.weight_dtype=bfloat16": dataclasses.replace(
+            config, model=dataclasses.replace(model, weight_dtype="bfloat16")
+        ),
+        "optimizer.name=adafactor": dataclasses.replace(
+            config, optimizer=dataclasses.replace(optimizer, name="adafactor")
+        ),
+    }
+    before, found = nearest.price.peak_bytes, []
+    for setting, changed in tried.items():
+        try:
+            after = Pricer(changed, plan.target).price(nearest.rules).peak_bytes
+        except InputError:  # the layout does not divide the smaller batch, or the optimizer needs another rule
+            continue
+        if after < before:
+            found.append((setting, before - after))
+    return sorted(found, key=lambda pair: -pair[1])

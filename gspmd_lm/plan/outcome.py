@@ -1,0 +1,217 @@
+"""What a plan says of its layouts, as figures and sentences that the terminal, the page and the JSON share."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspmd_lm.foresight.machine.rent import RENTS
+from gspmd_lm.plan.search import Candidate, Plan
+from gspmd_lm.units import human_seconds
+
+HOURS, DAYS = 3600, 86400
+SHOWN = 10  # layouts in a table
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One layout of a plan. A figure that is not known is None."""
+
+    rank: int
+    candidate: Candidate
+    tied: bool
+    step_time_s: float
+    tokens_per_s: float  # of all devices
+    mfu: float | None
+    peak_bytes: int
+    exposed_by_axis: Mapping[str, float]  # mesh axes -> seconds of a step in which compute waits
+    usd_per_billion_tokens: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A plan with what its user asked of it: how many tokens, in how many days, at what price per chip and hour."""
+
+    plan: Plan
+    batch: int  # rows of a step
+    usd_per_chip_hour: float | None = None
+    tokens: float = 0.0  # to train on; 0: none were asked for
+    days: float = 0.0  # in which they must be done; 0: no matter when
+
+    @property
+    def chips(self) -> int:
+        """Chips as they are rented: one of tpu7x is two devices."""
+        per_chip = self.plan.target.chip.devices_per_chip if self.plan.target.chip else 1
+        return self.plan.target.devices // per_chip
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the best layout, on all devices; 0 where nothing fits or no time is known."""
+        best = self.plan.best
+        return _speed(self.plan, best) if best and self.plan.target.chip else 0.0
+
+    @property
+    def days_needed(self) -> float:
+        """The days that `tokens` take; infinite where nothing fits."""
+        return self.tokens / self.tokens_per_s / DAYS if self.tokens_per_s else math.inf
+
+    @property
+    def in_time(self) -> bool | None:
+        """Whether the tokens are done in `days`; None where that was not asked."""
+        return self.days_needed <= self.days if self.tokens and self.days else None
+
+    @property
+    def usd(self) -> float | None:
+        """The price of all `tokens`."""
+        if self.usd_per_chip_hour is None or not self.tokens or math.isinf(self.days_needed):
+            return None
+        return self.days_needed * 24 * self.chips * self.usd_per_chip_hour
+
+    def lines(self) -> list[Line]:
+        """All layouts that may fit, the best first; those that were compiled come before those that were priced."""
+        found = (one for one in self.plan.candidates if one.fits is not False and one.step_time_s < math.inf)
+        return [self._line(rank, one) for rank, one in enumerate(found, 1)]
+
+    def _line(self, rank: int, one: Candidate) -> Line:
+        plan, predicted = self.plan, one.report.prediction if one.report else None
+        speed = _speed(plan, one) if plan.target.chip else 0.0
+        usd = None
+        if self.usd_per_chip_hour is not None and speed:
+            usd = 1e9 / speed / HOURS * self.chips * self.usd_per_chip_hour
+        return Line(
+            rank=rank,
+            candidate=one,
+            tied=any(one is other for other in plan.ties),
+            step_time_s=one.step_time_s,
+            tokens_per_s=speed,
+            mfu=predicted.mfu if predicted else _mfu(plan, one),
+            peak_bytes=one.peak_bytes,
+            exposed_by_axis=dict(predicted.exposed_by_axis if predicted else one.price.exposed_by_axis),
+            usd_per_billion_tokens=usd,
+        )
+
+    def runner_up(self) -> Candidate | None:
+        """The fastest other layout that was compiled and fits."""
+        return next((one.candidate for one in self.lines()[1:] if one.candidate.compiled), None)
+
+    def why_not(self, other: Candidate) -> str:
+        """Why a layout lost against the best: in which parts of the step it takes longer, and in which less."""
+        best = self.plan.best
+        assert best
+        behind = other.step_time_s / best.step_time_s - 1
+        own, others = parts_s(best), parts_s(other)
+        gaps = {name: others.get(name, 0.0) - own.get(name, 0.0) for name in (*own, *others)}
+        told = sorted((gap, name) for name, gap in gaps.items() if abs(gap) > 0.001 * best.step_time_s)
+        longer = [f"{name} +{human_seconds(gap)}" for gap, name in reversed(told) if gap > 0]
+        shorter = [f"{name} -{human_seconds(-gap)}" for gap, name in told if gap < 0]
+        why = ", ".join([*longer, *shorter]) or "no part differs by more than a thousandth of the step"
+        if behind < 0.0005:
+            return f"as fast, {'and it leaves less memory' if other.peak_bytes > best.peak_bytes else 'and no simpler'}"
+        within = ", which is within the known error" if any(other is one for one in self.plan.ties) else ""
+        return f"{behind:.1%} slower{within}: {why}"
+
+    def waits(self) -> str:
+        """What the best layout waits for."""
+        best = self.plan.best
+        assert best
+        waits = [(seconds, name) for name, seconds in parts_s(best).items() if name.startswith("waiting")]
+        waits = sorted((pair for pair in waits if pair[0] > 0.001 * best.step_time_s), reverse=True)
+        if not waits:
+            return "nothing: all that it sends is hidden behind compute"
+        return ", ".join(f"{seconds / best.step_time_s:.1%} of the step {name}" for seconds, name in waits)
+
+
+def parts_s(one: Candidate) -> dict[str, float]:
+    """The seconds of each part of a step: of its prediction where it was compiled, else of its price."""
+    known = one.report.prediction if one.report and one.report.prediction else one.price
+    waits = {f"waiting for {axes}": seconds for axes, seconds in known.exposed_by_axis.items()}
+    return {
+        "matmuls": known.matmul_s,
+        "attention": known.attention_s,
+        "other compute": known.other_s,
+        **waits,
+        "waiting for copies to the host": known.exposed_host_copy_s,
+    }
+
+
+def front(lines: Sequence[Line]) -> list[Line]:
+    """The Pareto front of time and memory: layouts of which none is both faster and smaller, the fastest first."""
+    found: list[Line] = []
+    for line in sorted(lines, key=lambda line: (line.step_time_s, line.peak_bytes)):
+        if not found or line.peak_bytes < found[-1].peak_bytes:
+            found.append(line)
+    return found
+
+
+def hourly_usd(chip: str, given: Mapping[str, float]) -> float | None:
+    """What a chip costs for an hour: as the user says, else the lowest public price, else None."""
+    if chip in given:
+        return given[chip]
+    return RENTS[chip].usd_per_chip_hour if chip in RENTS else None
+
+
+def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]]:
+    """What --json writes: an object for one plan, a list for several. docs/plan.md documents the keys."""
+    found = [_object(outcome) for outcome in outcomes]
+    return found[0] if len(found) == 1 else found
+
+
+def _object(outcome: Outcome) -> dict[str, Any]:
+    plan = outcome.plan
+    lines = [_candidate(line) for line in outcome.lines()]
+    dropped = [_candidate(outcome._line(0, one)) for one in plan.candidates if one.fits is False]
+    best = next(iter(lines), None) if plan.best else None
+    return {
+        "target": plan.target.text,
+        "devices": plan.target.devices,
+        "config": plan.config,
+        "batch": outcome.batch,
+        "tokens_per_step": plan.tokens,
+        "best": best,
+        "candidates": [*lines, *dropped],
+        "ties": [line for line, shown in zip(lines, outcome.lines(), strict=True) if shown.tied],
+        "searched": plan.searched,
+        "compiled": plan.compiled,
+        "seconds": round(plan.seconds, 1),
+        "stopped": plan.stopped,
+        "error": plan.error,
+        "price_error": plan.price_error,
+        "usd_per_chip_hour": outcome.usd_per_chip_hour,
+        "tokens": outcome.tokens or None,
+        "days": outcome.days or None,
+        "days_needed": outcome.days_needed if outcome.tokens and outcome.tokens_per_s else None,
+        "usd": outcome.usd,
+    }
+
+
+def _candidate(line: Line) -> dict[str, Any]:
+    one = line.candidate
+    known = not math.isinf(line.step_time_s)
+    return {
+        "name": one.name,
+        "rules": dict(one.raw),
+        "mesh": dict(one.rules.mesh),
+        "price_s": one.price.step_time_s,
+        "compiled": one.compiled,
+        "step_time_s": line.step_time_s if known else None,
+        "tokens_per_s": line.tokens_per_s if known else None,
+        "mfu": line.mfu,
+        "peak_bytes": line.peak_bytes,
+        "fits": one.fits,
+        "exposed_by_axis": dict(line.exposed_by_axis),
+        "price_per_billion_tokens": line.usd_per_billion_tokens,
+    }
+
+
+def _speed(plan: Plan, one: Candidate) -> float:
+    return plan.tokens / one.step_time_s
+
+
+def _mfu(plan: Plan, one: Candidate) -> float | None:
+    """Of a layout that was priced alone, from the FLOPs of one that was compiled: they are those of the model."""
+    reports = (other.report for other in itertools.chain((one,), plan.candidates))
+    floor = next((report.floor for report in reports if report), None)
+    if floor is None or not floor.compute_s or math.isinf(one.step_time_s):
+        return None
+    return floor.compute_s / one.step_time_s

@@ -1,0 +1,188 @@
+"""What a plan says: the ranking, why the others lost, prices and days, the rules file, the page and the JSON."""
+
+import dataclasses
+import io
+import itertools
+import json
+import re
+import types
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gspmd_lm import cli, core_yaml, rules_file
+from gspmd_lm import config as configs
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.plan import outcome, page, space, terminal, written
+from gspmd_lm.plan.price import Price
+from gspmd_lm.plan.search import Candidate, Plan
+
+TARGET = targets.parse("h100:8")
+RAWS = (
+    {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "remat": "block"},
+    {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}},
+    {"mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "residual.seq": "tensor"}},
+    {"mesh": {"data": 8}, "rules": {"batch": "data"}, "remat": {"save": ["attention_out"]}},
+)
+# Seconds of matmuls, attention, other compute, waits by axis; peak bytes of each.
+PARTS = (
+    (2.0, 0.5, 0.5, {"fsdp": 0.2}, 30e9),
+    (1.6, 0.5, 0.6, {"fsdp": 0.6, "data": 0.05}, 50e9),
+    (1.5, 0.5, 0.5, {"tensor": 2.0}, 20e9),
+    (9.0, 0.5, 0.5, {}, 10e9),
+)
+
+
+def candidate(raw, parts, compiled=True):
+    matmul_s, attention_s, other_s, waits, peak = parts
+    step_s = matmul_s + attention_s + other_s + sum(waits.values())
+    price = Price(step_s, matmul_s, attention_s, other_s, waits, 0.0, int(peak))
+    prediction = types.SimpleNamespace(**vars(price), mfu=1 / step_s, error="8.0% in the mean of 4 runs")
+    report = types.SimpleNamespace(
+        prediction=prediction,
+        memory=types.SimpleNamespace(fits=True, peak_bytes=int(peak)),
+        floor=types.SimpleNamespace(compute_s=1.0),
+    )
+    rules = rules_file.from_dict(raw, space.describe(raw)).fill(8)
+    return Candidate(raw, rules, price, report if compiled else None, limit_bytes=60_000_000_000)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def found():
+    each = [candidate(raw, parts, n < 3) for n, (raw, parts) in enumerate(zip(RAWS, PARTS, strict=True))]
+    plan = Plan(TARGET, "little", 1_000_000, tuple(each), tuple(each[:2]), 4, 3, 61.0, 0.08, each[0])
+    return outcome.Outcome(plan, 64, usd_per_chip_hour=3.0, tokens=1e12, days=14.0)
+
+
+def test_the_ranking_keeps_the_order_of_the_plan(found):
+    lines = found.lines()
+    assert [line.rank for line in lines] == [1, 2, 3, 4]
+    assert [line.tied for line in lines] == [True, True, False, False]
+    assert lines[0].mfu == lines[0].candidate.report.prediction.mfu
+    assert lines[3].mfu == pytest.approx(1 / 10)  # priced alone: the FLOPs are those of the compiled ones
+    assert [line.candidate.compiled for line in terminal.shown(lines)] == [True, True, True]
+
+
+def test_money_and_days_follow_from_tokens_per_second(found):
+    assert found.tokens_per_s == 1_000_000 / 3.2
+    assert found.days_needed == pytest.approx(1e12 * 3.2e-6 / 86400)
+    assert found.in_time is False
+    assert found.usd == pytest.approx(found.days_needed * 24 * 8 * 3.0)
+    assert found.lines()[0].usd_per_billion_tokens * 1000 == pytest.approx(found.usd)
+    assert dataclasses.replace(found, days=38.0).in_time is True
+    assert dataclasses.replace(found, tokens=0.0).in_time is None
+    assert "2.65 times the 14 days" in terminal.question(found)
+    assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
+    assert outcome.hourly_usd("v5e", {}) == outcome.RENTS["v5e"].usd_per_chip_hour
+    assert outcome.hourly_usd("tpu7x", {}) is None
+
+
+def test_a_tpu7x_is_one_chip_of_two_devices(found):
+    plan = dataclasses.replace(found.plan, target=targets.parse("tpu7x:2x2x1"))
+    assert plan.target.devices == 8
+    assert dataclasses.replace(found, plan=plan).chips == 4
+
+
+def test_why_a_layout_lost_names_every_part_that_differs(found):
+    assert found.runner_up() is found.plan.candidates[1]
+    said = found.why_not(found.plan.candidates[1])
+    assert said == ("4.7% slower, which is within the known error: waiting for fsdp +400 ms, other compute +100 ms, "
+                    "waiting for data +50 ms, matmuls -400 ms")  # fmt: skip
+    assert found.why_not(found.plan.candidates[2]).startswith("40.6% slower: waiting for tensor +2 s")
+    assert found.waits() == "6.2% of the step waiting for fsdp"
+
+
+def test_the_front_has_no_layout_that_another_beats_in_both(found):
+    front = outcome.front(found.lines())
+    assert [line.rank for line in front] == [1, 3, 4]
+    for a, b in itertools.permutations(found.lines(), 2):
+        if a.step_time_s <= b.step_time_s and a.peak_bytes < b.peak_bytes:
+            assert b not in front
+
+
+def test_the_written_file_is_the_layout(found):
+    config = configs.load("tiny")
+    raws = [*RAWS, *space.candidates(config, targets.parse("2@v6e:2x4"))]
+    assert len(raws) > 100
+    for raw in raws:
+        assert core_yaml.parse(written.yaml(raw), "file") == raw
+    first, *_ = written.rules_file(found.plan, found.plan.best, "python main.py plan --target=h100:8").splitlines()
+    assert first.startswith(
+        "# fsdp 8, remat block, found by: python main.py plan --target=h100:8 (predicted: 3.2 s a step"
+    )
+    assert first.endswith("error of predictions: 8.0% in the mean of 4 runs)")
+
+
+def test_the_command_in_a_file_says_nothing_of_files():
+    given = ["plan", "--config=tiny", "--out=a.yaml", "--html=b", "-json=c", "--set=data.batch=8"]
+    assert written.command_line(given) == "python main.py plan --config=tiny --set=data.batch=8"
+
+
+def test_json_has_the_documented_keys_and_no_others(found):
+    told = json.loads(json.dumps(outcome.to_json([found])))
+    assert told["best"]["rules"] == RAWS[0] and told["best"]["step_time_s"] == pytest.approx(3.2)
+    assert [one["compiled"] for one in told["candidates"]] == [True, True, True, False]
+    assert len(told["ties"]) == 2
+    keys = {*told, *(f"candidates[].{key}" for key in told["candidates"][0])}
+    document = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    assert set(re.findall(r"^\| `(\S+)` \|", document, re.M)) == keys
+    assert isinstance(outcome.to_json([found, found]), list)
+
+
+def test_the_terminal_and_the_page_show_the_same_layouts(found):
+    console = Console(width=140, record=True, file=io.StringIO(), highlight=False)
+    terminal.show(found, console)
+    printed = console.export_text()
+    html = page._ranking(found, ()) + page._memory(found)
+    for line in terminal.shown(found.lines()):
+        for cell in terminal.cells(found, line):
+            assert cell in html
+            assert cell in printed
+    assert html.count("<circle") == 4 - 1  # one is more than three times as slow as the best
+    assert "limit" in html
+
+
+def test_targets_are_compared_by_what_their_tokens_cost(found):
+    dear = dataclasses.replace(found, usd_per_chip_hour=30.0, days=0.0)
+    cheap = dataclasses.replace(found, days=0.0)
+    late = dataclasses.replace(found, usd_per_chip_hour=0.1)
+    nothing = dataclasses.replace(found, plan=dataclasses.replace(found.plan, best=None, candidates=()), days=0.0)
+    assert terminal.ranked([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
+    assert terminal.compared(nothing)[3] == "nothing fits"
+    assert len({len(terminal.compared(one)) for one in (nothing, cheap)}) == 1
+
+
+@pytest.mark.parametrize("text", ["v5e:2x4", "2@v6e:4x4", "v5p:2x2x1", "v5p:4x4x4", "h100:8", "h100:2x8/800"])
+def test_larger_targets_grow_and_keep_the_chip(text):
+    start = targets.parse(text)
+    found = list(itertools.islice(targets.larger(start), 4))
+    sizes = [start.devices, *(one.devices for one in found)]
+    assert len(found) > 1 and sizes == sorted(sizes)
+    assert all(one.chip == start.chip and one.slices == start.slices for one in found if text != "h100:8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "plan needs --target"),
+        (("--target=v5x:4x4",), "unknown chip"),
+        (("--target=h100:8", "--batch=8"), "--batch=128:1024"),
+        (("--target=h100:8", "--batch=16:8"), "the smaller first"),
+        (("--target=h100:8", "--price=h10=1"), "not a chip and its price"),
+        (("--target=h100:8", "--price=h100=free"), "'free' is not a price"),
+        (("--target=h100:8", "--price=h100=-1"), "is not a price"),
+        (("--target=h100:8", "--days=3"), "days for how many tokens?"),
+        (("--target=h100:8", "--minutes=0"), "must be more than 0"),
+        (("--target=h100:8", "--out=nowhere/mine.yaml"), "there is no folder nowhere"),
+        (("--target=cpu:8,h100:8",), "no times to compare"),
+        (("--target=cpu:8", "--tokens=1e9"), "have no times"),
+        (("--target=h100:8", "extra"), "flags begin with --"),
+    ],
+)
+def test_wrong_flags_are_told_with_a_fix(flags, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", "plan", *flags])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert said in error and "\n  fix   " in error
