@@ -70,8 +70,9 @@ def test_what_a_policy_computes_again(priced):
         return priced({**FSDP, "remat": remat}, "v5p:2x2x2").matmul_s
 
     def again_s(elements):  # of the matrices of a layer
-        share = prices.MATMUL_SHARE["tpu"] / price.PRODUCTS["tpu"]
-        return pytest.approx(2 * T * elements * L / (share * CHIPS["v5p"].peak_bf16_flops_per_s), rel=1e-6)
+        chip = CHIPS["v5p"]
+        slower = price.PRODUCTS["tpu"] * chip.matmul_slowdown / prices.MATMUL_SHARE["tpu"]
+        return pytest.approx(2 * T * elements * L * slower / chip.peak_bf16_flops_per_s, rel=1e-6)
 
     once = products_s("none")
     assert products_s("dots") == once
