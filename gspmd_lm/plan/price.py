@@ -8,6 +8,7 @@ backward pass computes again, and what is kept for it, follow from the traced pr
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping
 
 from gspmd_lm.arrays import pairs
@@ -161,19 +162,30 @@ class Pricer:
         longer = PRODUCTS.get(chip.name, PRODUCTS[chip.platform])
         rounded = chip.platform == "tpu" and self.traces.task.matmul_precision == "default"  # float32 to bfloat16
         for operation in work.operations:
-            moved = sum(size / self._pieces(rules, places, pieces) for size, places in operation.touched)
-            seconds = moved / self._bandwidth(chip)
-            if operation.flops:
-                flops = operation.flops / self._pieces(rules, operation.places, pieces)
-                peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
-                seconds = longer * max(seconds, flops / (share * peak))
-            else:
-                seconds *= ELEMENTWISE[chip.platform]
-            seconds += launch_s
-            yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
+            local = [size / self._pieces(rules, places, pieces) for size, places in operation.touched]
+            moving_s = sum(local) / self._bandwidth(chip)
+            if not operation.flops:
+                seconds = ELEMENTWISE[chip.platform] * moving_s + launch_s
+                yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
+                continue
+            flops = operation.flops / self._pieces(rules, operation.places, pieces)
+            peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
+            # The product, and the gradients of what is multiplied: of the activation, then of the weight.
+            x, w, y = map(operator.truediv, local, operation.widths)
+            forward_s, *backward_s = (
+                longer * max(moving_s, flops / (share * self._tiled(chip, elements, flops, operation) * peak))
+                + launch_s
+                for elements in (y, x, w)[: 1 + round(operation.backward)]
+            )
+            yield _Timed(operation.kind, forward_s, sum(backward_s), operation.times, operation)
         for kernel in work.kernels:
             forward_s, backward_s = self._kernel_s(chip, rules, kernel, pieces)
             yield _Timed("attention", forward_s + launch_s, backward_s + launch_s, kernel.times, kernel)
+
+    def _tiled(self, chip: Chip, elements: float, flops: float, operation: Operation) -> float:
+        """The share of a GPU that a product uses whose result has so many elements."""
+        depth_bytes = flops / (2 * elements) * operation.widths[0]
+        return prices.tiled(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
 
     def _kernel_s(self, chip: Chip, rules: Rules, kernel: Kernel, pieces: dict[Places, int]) -> tuple[float, float]:
         """Seconds of a fused attention kernel, forward and backward."""

@@ -10,6 +10,7 @@ from gspmd_lm.foresight.floor import counted, floor
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.plan import price
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
@@ -17,7 +18,12 @@ from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
 
 B, T, D, L, N, K, H, F = 8, 8192, 4096, 32, 32, 8, 128, 14336
-FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "attention": {"gpu": "cudnn"}}
+FSDP = {
+    "mesh": {"fsdp": 8},
+    "rules": {"batch": "fsdp"},
+    "weights": {"embed": "fsdp"},
+    "attention": {"gpu": "cudnn", "tpu": "splash"},
+}
 DATA = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "attention": {"gpu": "cudnn"}}
 
 
@@ -59,21 +65,28 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
 
 def test_what_a_policy_computes_again(priced):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
-    whole = {remat: priced({**FSDP, "remat": remat}).matmul_s for remat in ("none", "dots", "block")}
-    share, peak = prices.MATMUL_SHARE["gpu"] / CHIPS["h100"].matmul_slowdown, 989e12
-    again = D * (2 * N + 2 * K) * H + 2 * D * F
-    launches = 6 * 3e-6 * L
-    assert whole["dots"] == whole["none"]
-    assert whole["block"] - whole["none"] == pytest.approx(2 * T * again * L / (share * peak) + launches, rel=1e-6)
-    named = priced({**FSDP, "remat": {"save": ["q", "k", "v", "attention_out", "residual"]}}).matmul_s
-    assert named - whole["none"] == pytest.approx(2 * T * 2 * D * F * L / (share * peak) + 2 * 3e-6 * L, rel=1e-6)
+
+    def products_s(remat):
+        return priced({**FSDP, "remat": remat}, "v5p:2x2x2").matmul_s
+
+    def again_s(elements):  # of the matrices of a layer
+        chip = CHIPS["v5p"]
+        slower = price.PRODUCTS["tpu"] * chip.matmul_slowdown / prices.MATMUL_SHARE["tpu"]
+        return pytest.approx(2 * T * elements * L * slower / chip.peak_bf16_flops_per_s, rel=1e-6)
+
+    once = products_s("none")
+    assert products_s("dots") == once
+    assert products_s("block") - once == again_s(D * (2 * N + 2 * K) * H + 2 * D * F)
+    assert products_s({"save": ["q", "k", "v", "attention_out", "residual"]}) - once == again_s(2 * D * F)
 
 
 def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
-    once, again = (priced({**FSDP, "remat": remat}).attention_s for remat in ({"save": ["attention_out"]}, "block"))
-    assert once == priced(FSDP).attention_s
-    forward_s = attention.cudnn_s(2 * 2 * N * T * T * H / 2, False, CHIPS["h100"], length=T, size=H)
-    assert again - once == pytest.approx((forward_s + 3e-6) * L)
+    once, again = (
+        priced({**FSDP, "remat": remat}, "v5p:2x2x2").attention_s for remat in ({"save": ["attention_out"]}, "block")
+    )
+    assert once == priced(FSDP, "v5p:2x2x2").attention_s
+    call = attention.Splash("fwd", heads=N, size=H, blocks=(8, 8), rows=1024, columns=1024, fused=True)
+    assert again - once == pytest.approx(L * attention.splash_s(call, CHIPS["v5p"]))
 
 
 def test_kept_activations_are_counted_once_and_cost_traffic(priced):
@@ -102,15 +115,15 @@ def test_state_is_held_as_the_tables_say(priced, llama):
 
 
 def test_a_batch_that_is_not_split_is_computed_by_all(priced):
-    split, whole = priced(FSDP), priced({**FSDP, "rules": {"mlp": None}})
+    split, whole = (priced(raw, "v5p:2x2x2") for raw in (FSDP, {**FSDP, "rules": {"mlp": None}}))
     assert whole.matmul_s > 7.9 * split.matmul_s
 
 
 def test_activations_of_tensor_parallelism_wait_and_weights_hide(priced):
     tensor = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
     splash = {"attention": {"tpu": "splash"}, "remat": "block"}
-    price = priced({"mesh": {"tensor": 8}, "rules": tensor, **splash}, "v5p:2x2x2")
-    assert price.exposed_by_axis == {"tensor": pytest.approx(0.65 * price.communication_s, rel=1e-3)}
+    waits = priced({"mesh": {"tensor": 8}, "rules": tensor, **splash}, "v5p:2x2x2")
+    assert waits.exposed_by_axis == {"tensor": pytest.approx(0.65 * waits.communication_s, rel=1e-3)}
     hidden = priced({**FSDP, **splash}, "v5p:2x2x2")
     assert sum(hidden.exposed_by_axis.values()) < 0.4 * hidden.communication_s
 
@@ -125,10 +138,10 @@ def test_between_slices_data_is_cheaper_than_fsdp(priced):
 
 def test_simulated_devices_have_bytes_and_no_times(llama):
     pricer = Pricer(llama, targets.parse("cpu:8"))
-    price = pricer.price(rules_file.load("fsdp8").fill(8))
-    assert price.step_time_s == price.matmul_s == 0
-    assert price.sent_bytes > 0
-    assert price.peak_bytes > 0
+    found = pricer.price(rules_file.load("fsdp8").fill(8))
+    assert found.step_time_s == found.matmul_s == 0
+    assert found.sent_bytes > 0
+    assert found.peak_bytes > 0
 
 
 def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
@@ -137,18 +150,18 @@ def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
     space, pricer = Space(mixer, target, traces), Pricer(mixer, target, traces)
     parameters = traces.arrays.parameter_count
 
-    def price(raw):
+    def of(raw):
         return pricer.price(space.rules(raw))
 
     # Gradients are reduced to all: twice 7/8 of their bytes; sharded ones are reduced once, and weights gathered once.
     # A sum of scores over the labels is no weight's.
-    data = price({"mesh": {"data": 8}, "rules": {"batch": "data"}})
+    data = of({"mesh": {"data": 8}, "rules": {"batch": "data"}})
     assert data.sent_by_axis == {"data": round(2 * 7 / 8 * 4 * parameters)}
     rest = {"width": "fsdp", "patch": "fsdp"}
-    fsdp = price({"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": rest})
+    fsdp = of({"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": rest})
     assert fsdp.sent_by_axis == {"fsdp": round(2 * 7 / 8 * 4 * parameters)}
     assert data.matmul_s == fsdp.matmul_s > 0
     # A hidden axis that is split leaves a sum of the stream in each of four blocks, and one of its gradient.
-    tensor = price({"mesh": {"tensor": 8}, "rules": {"mixed": "tensor"}})
+    tensor = of({"mesh": {"tensor": 8}, "rules": {"mixed": "tensor"}})
     stream_bytes = 4 * 32 * 16 * 32
     assert tensor.sent_by_axis["tensor"] == pytest.approx(4 * 2 * 2 * 7 / 8 * stream_bytes, rel=0.01)
