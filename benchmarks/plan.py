@@ -1,7 +1,7 @@
 """How well `plan` prices and chooses: figures of docs/plan.md. Nothing but compilers runs.
 
     python -m benchmarks.plan pricing [--write]    # seconds to price all layouts of a 405B model on 512 chips
-    python -m benchmarks.plan rank 1b-h100:8 [--count 16]    # prices beside compiled predictions, and their ranks
+    python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # prices beside predictions
     python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
     python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
     python -m benchmarks.plan show    # the tables of all that was kept
@@ -37,6 +37,7 @@ from gspmd_lm.plan.traces import Traces
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
 OF_MEMORY = 0.9  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
+SPARED = 1.02  # the share of the limit that a layout may need by estimate to be compiled beside a plan
 PARTS = ("matmul_s", "attention_s", "other_s", "exposed_host_copy_s")
 
 
@@ -162,9 +163,13 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
 
 
-def rank(name: str, count: int) -> None:
+def rank(name: str, count: int, again: bool) -> None:
     bench = Bench(name, "plan_rank")
     done = [row["rules"] for row in bench.rows()]
+    for raw in done if again else ():
+        others = [row for row in kept(bench.kept) if (row["case"], row["rules"]) != (name, raw)]
+        measure.write(bench.kept, others)
+        bench.compiled(raw)
     wanted = done if len(done) >= count else [*done, *(raw for raw in stratified(bench, count) if raw not in done)]
     for raw in wanted[: max(count, len(done))]:
         bench.compiled(raw)
@@ -195,19 +200,24 @@ def show_rank(bench: Bench) -> None:
 
 
 def recorded() -> None:
-    """The ten layouts of one 1B model whose predictions results/foresight_order.json holds."""
-    rows, points = measure.read("foresight_order"), {}
-    bench = Bench("1b-v5p:2x2x2", "plan_rank")
+    """The layouts whose predictions results/foresight_order.json holds, of all targets, beside their prices."""
+    rows, found = measure.read("foresight_order"), {}
     for pair in PAIRS:
         row = next(row for row in rows if (row["pair"], row["target"]) == (pair.name, pair.target))
-        for side, ms in ((pair.good, row["good_ms"]), (pair.bad, row["bad_ms"])):
-            if pair.target == bench.case.target and not side.sets and side.batch == 64:
-                points[str(side.raw)] = bench.price(side.raw).step_time_s, ms / 1e3, side.raw
-    print("\nrecorded layouts of 1b on v5p:2x2x2")
-    for priced, told, raw in sorted(points.values(), key=lambda point: point[1]):
-        print(f"{priced:8.4f} {told:8.4f} {priced / told - 1:+6.1%}  {describe(raw)}")
-    priced, told, _ = zip(*points.values(), strict=True)
-    print(f"Spearman {spearman(priced, told):.3f} over {len(points)}")
+        found |= {(pair.target, str(side)): (side, ms) for side, ms in ((pair.good, row["good_ms"]),
+                                                                       (pair.bad, row["bad_ms"]))}  # fmt: skip
+    of_target = collections.defaultdict(list)
+    for (target, _), (side, ms) in found.items():
+        if side.batch != 64:  # kept per token, not per step
+            continue
+        config, where = side.config(), targets.parse(target)
+        price = Pricer(config, where).price(side.rules().fill(where.devices))
+        of_target[target].append((price.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
+    for target, points in of_target.items():
+        print(f"\nrecorded layouts of 1b on {target}")
+        for priced, told, name in sorted(points, key=lambda point: point[1]):
+            print(f"{priced:8.4f} {told:8.4f} {priced / told - 1:+6.1%}  {name}")
+        print(f"Spearman {spearman(*zip(*(point[:2] for point in points), strict=True)):.3f} over {len(points)}")
 
 
 def pricing() -> dict[str, Any]:
@@ -229,14 +239,15 @@ def regret(name: str, minutes: float, count: int = 40) -> None:
     for one in plan.candidates:
         if one.compiled:
             bench.compiled(dict(one.raw), by_plan=True)
-    for raw in _of_families(plan.candidates):
-        if len(bench.rows()) >= count:
-            break
-        bench.compiled(raw)
+    for raw in [None, *_of_families(plan.candidates)]:
+        if raw:
+            bench.compiled(raw)
         told = [row["step_time_s"] for row in bench.rows() if row["fits"] and row["step_time_s"]]
-        print(f"{len(told)} compiled: best {min(told):.5f} s, the plan's {plan.best.step_time_s:.5f} s, "
+        print(f"{len(told)} compiled that fit: best {min(told):.5f} s, the plan's {plan.best.step_time_s:.5f} s, "
               f"regret {plan.best.step_time_s / min(told) - 1:.2%}, found in {plan.seconds:.0f} s "
-              f"with {plan.compiled} compiled")  # fmt: skip
+              f"with {plan.compiled} compiled", flush=True)  # fmt: skip
+        if len(told) >= count:
+            break
 
 
 def _of_families(candidates: Iterable[search.Candidate]) -> list[dict[str, Any]]:
@@ -244,7 +255,7 @@ def _of_families(candidates: Iterable[search.Candidate]) -> list[dict[str, Any]]
     seen = collections.Counter[Any]()
     ranked = []
     for one in sorted(candidates, key=lambda one: one.price.step_time_s):
-        if one.fits is not False:
+        if one.fits is not False and one.limit_bytes and one.price.peak_bytes <= SPARED * one.limit_bytes:
             seen[one.family] += 1
             ranked.append((seen[one.family], one.price.step_time_s, dict(one.raw)))
     return [raw for _, _, raw in sorted(ranked, key=lambda item: item[:2])]
@@ -277,6 +288,7 @@ def main() -> None:
     parser.add_argument("what", choices=("pricing", "rank", "regret", "shipped", "show"))
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--count", type=int, default=16, help="how many layouts are ranked")
+    parser.add_argument("--again", action="store_true", help="predict kept layouts anew, after prices have changed")
     parser.add_argument("--minutes", type=float, default=15, help="of a plan")
     parser.add_argument("--write", action="store_true", help="keep the figure in results/")
     arguments = parser.parse_args()
@@ -291,7 +303,7 @@ def main() -> None:
             show_rank(Bench(name, "plan_rank"))
         recorded()
     elif arguments.what == "rank":
-        rank(arguments.case, arguments.count)
+        rank(arguments.case, arguments.count, arguments.again)
     elif arguments.what == "regret":
         regret(arguments.case, arguments.minutes)
     else:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+
 from gspmd_lm import mesh as meshes
 from gspmd_lm.foresight.floor.traffic import Move
 from gspmd_lm.foresight.machine import target as targets
@@ -17,10 +19,13 @@ from gspmd_lm.rules import Rules
 #
 # The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
 # pass, gradients, and activations in both.
-HIDING = {"tpu": (0.7, 0.7, 0.7, 0.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
+HIDING = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
 # The share that is exposed however long compute takes: of weights and gradients; of activations that are reduced, that
 # are gathered where the sequence is split, and that are gathered again for what is computed again.
 NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.0}
+# The same of gradients that are reduced within slices, or where weights are gathered too: on a torus of two dimensions
+# their reductions end a turn of the loop, and nothing runs beside them.
+GRADIENTS_EXPOSED = {2: 1.0, 3: 0.3, 0: 0.0}
 ACTIVATIONS_EXPOSED = {"tpu": (0.65, 0.65, 0.65), "gpu": (0.3, 0.45, 0.65)}
 # The bytes of weights that are gathered before the first product of a layer, which waits for them.
 AT_ONCE_BYTES = {"tpu": 0.0, "gpu": 128e6}
@@ -54,6 +59,8 @@ class Links:
         network, groups = self.network(rules)
         assert network.chip
         platform = network.chip.platform
+        moves = list(moves)
+        gathered = {move.axes for move in moves if move.what == "weights" and move.looped}
         exposed: dict[str, float] = collections.defaultdict(float)
         # Weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
         parts: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
@@ -74,7 +81,9 @@ class Links:
                 _add(parts[0], surely[0], axes, seconds / 2, max(never, first))
                 _add(parts[1], surely[1], axes, seconds / 2, never)
             else:
-                _add(parts[2], surely[2], axes, seconds, NEVER_HIDDEN[platform])
+                within = axes in gathered or network.link(groups[axes]) == "ici"
+                never = GRADIENTS_EXPOSED[network.chip.torus_dimensions] if within else NEVER_HIDDEN[platform]
+                _add(parts[2], surely[2], axes, seconds, never)
         computed_s = (loops[0], loops[1], loops[1], sum(loops))
         for sent, least, share, compute_s in zip(parts, surely, HIDING[platform], computed_s, strict=True):
             for link in _shared(network, groups, sent):
@@ -141,13 +150,17 @@ def _together(moves: Iterable[Move]) -> Iterable[tuple[str, str, int, bool, floa
 def _devices(target: Target) -> list[Any]:
     """The compile-only devices of a target, which no program is compiled for here: they know where they are.
 
-    libtpu looks for the machine that it is on and complains where there is none, unless it is told one.
+    libtpu looks for the machine that it is on and complains where there is none, unless it is told one. jax's plugin
+    for GPUs is refused on a machine without a GPU, unless jax is told to use the CPU.
     """
     told = {name: value for name, value in _NOWHERE.items() if name not in os.environ}
     os.environ.update(told)
+    platforms: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")
     try:
         return targets.devices(target)
     finally:
+        jax.config.update("jax_platforms", platforms)
         for name in told:
             del os.environ[name]
 

@@ -8,6 +8,7 @@ backward pass computes again, and what is kept for it, follow from the traced pr
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping
 
 from gspmd_lm.arrays import pairs
@@ -32,6 +33,10 @@ from gspmd_lm.task import Task
 KEPT_PASSES = {"tpu": 2.0, "gpu": 3.2}
 # Kernels of a loop's turn that handle scalars and scales.
 SMALL_KERNELS = {"tpu": 0, "gpu": 35}
+# TPU programs fuse most elementwise operations into products, which then take longer: the share of their bytes that is
+# left to them, and the time of products.
+ELEMENTWISE = {"tpu": 0.62, "gpu": 1.0}
+PRODUCTS = {"tpu": 1.14, "v6e": 1.37, "gpu": 1.0}
 # The share of the forward and backward compute behind which copies to and from the host hide.
 HOST_HIDING = 0.8
 _FUSED_PASSES = (("fwd", 2), ("dkv", 5))  # of splash attention; matmuls of cuDNN's
@@ -140,6 +145,8 @@ class Pricer:
         for timed in layout.timed:
             again = timed.of.nodes & kept.again
             times = timed.times * microbatches
+            if timed.kind == "matmul" and kept.on_host:
+                times *= chip.offloading_slowdown
             back_s = timed.backward_s + (timed.forward_s if again else 0.0)
             spent[timed.kind] += times * (timed.forward_s + back_s)
             if timed.looped:
@@ -154,17 +161,33 @@ class Pricer:
     def _timed(self, chip: Chip, rules: Rules, work: Work, pieces: dict[Places, int]) -> Iterable[_Timed]:
         share = prices.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
         launch_s = prices.LAUNCH_S[chip.platform]
+        longer = PRODUCTS.get(chip.name, PRODUCTS[chip.platform])
+        rounded = chip.platform == "tpu" and self.traces.task.matmul_precision == "default"  # float32 to bfloat16
         for operation in work.operations:
-            moved = sum(size / self._pieces(rules, places, pieces) for size, places in operation.touched)
-            seconds = moved / self._bandwidth(chip)
-            if operation.flops:
-                flops = operation.flops / self._pieces(rules, operation.places, pieces)
-                seconds = max(seconds, flops / (share * chip.matmul_flops_per_s(operation.dtype)))
-            seconds += launch_s
-            yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
+            local = [size / self._pieces(rules, places, pieces) for size, places in operation.touched]
+            moving_s = sum(local) / self._bandwidth(chip)
+            if not operation.flops:
+                seconds = ELEMENTWISE[chip.platform] * moving_s + launch_s
+                yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
+                continue
+            flops = operation.flops / self._pieces(rules, operation.places, pieces)
+            peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
+            # The product, and the gradients of what is multiplied: of the activation, then of the weight.
+            x, w, y = map(operator.truediv, local, operation.widths)
+            forward_s, *backward_s = (
+                longer * max(moving_s, flops / (share * self._tiled(chip, elements, flops, operation) * peak))
+                + launch_s
+                for elements in (y, x, w)[: 1 + round(operation.backward)]
+            )
+            yield _Timed(operation.kind, forward_s, sum(backward_s), operation.times, operation)
         for kernel in work.kernels:
             forward_s, backward_s = self._kernel_s(chip, rules, kernel, pieces)
             yield _Timed("attention", forward_s + launch_s, backward_s + launch_s, kernel.times, kernel)
+
+    def _tiled(self, chip: Chip, elements: float, flops: float, operation: Operation) -> float:
+        """The share of a GPU that a product uses whose result has so many elements."""
+        depth_bytes = flops / (2 * elements) * operation.widths[0]
+        return prices.tiled(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
 
     def _kernel_s(self, chip: Chip, rules: Rules, kernel: Kernel, pieces: dict[Places, int]) -> tuple[float, float]:
         """Seconds of a fused attention kernel, forward and backward."""

@@ -26,9 +26,10 @@ from gspmd_lm.task import Task
 FAR_ABOVE = 1.3  # the share of the limit above which an estimate of memory is believed without a compiler
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
 HOPELESS = "it needs more memory than a layout like it that does not fit"
-GAIN = 0.01  # what another compilation must promise
+GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
 PRICE_ERROR = 0.05  # of prices before the first compilations tell
+LEAST_ERROR = 0.01  # of corrected prices, however well they agree
 LIKENESS = 0.25  # how much less a compiled layout says of another for each feature in which they differ
 UNLIKE = 3  # features in which layouts differ that have nothing to say of each other
 FEWEST = 8  # compilations before a plan may be content
@@ -135,9 +136,10 @@ def plan(
 ) -> Plan:
     """The best layout of `config` on `target`, and what else was looked at.
 
-    minutes: the compiler starts nothing after that. most: how many layouts are compiled. rank_by: "bytes" needs no
-    times and compiles nothing; layouts are ranked by what they send, then by memory. Raises InputError where a target
-    has no times, and where no mesh of its devices divides the batch.
+    minutes: the compiler starts nothing after that. most: how many layouts are compiled; with 0 all are priced alone.
+    rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
+    what compiles, as `explain.reports` does. Raises InputError where a target has no times, and where no mesh of its
+    devices divides the batch.
     """
     began = time.monotonic()
     if target.chip is None and rank_by == "time":
@@ -196,6 +198,9 @@ class _Search:
     def run(self) -> None:
         """Compiles until nothing is left that promises more than GAIN; then, outside of the time, slow finalists."""
         while not self.stopped:
+            if len(self.tried) >= self.most:
+                self.stopped = f"{self.most} layouts were compiled"
+                break
             chosen = self._next(compile.side_by_side(2))
             if not chosen:
                 break
@@ -207,11 +212,9 @@ class _Search:
             self._compile(chosen)
             self.longest_s = max(self.longest_s, time.monotonic() - before)
             self._correct()
-            if len(self.tried) >= self.most:
-                self.stopped = f"{self.most} layouts were compiled"
         best = self.best
         finalists = sorted(self.late, key=self._promised_s)[:FINALISTS]
-        for one in finalists:
+        for one in finalists if self.most else ():
             if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
                 self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
                 self._compile([one])
@@ -223,7 +226,7 @@ class _Search:
         """
         told = [other for other in self.tried if other.report]
         unlike = min((_unlike(one, other) for other in told), default=UNLIKE)
-        seconds = one.step_time_s * math.exp(-self.price_error * min(unlike, UNLIKE) / 2)
+        seconds = one.step_time_s * math.exp(-self.price_error * min(unlike, UNLIKE))
         if self.target.platform == "gpu" and one.limit_bytes:
             seconds *= max(1.0, one.price.peak_bytes / one.limit_bytes) ** 2
         return seconds
@@ -236,7 +239,7 @@ class _Search:
         promised = sorted(((self._promised_s(one), one) for one in self.open), key=lambda pair: pair[0])
         best = self.best
         if best and len(self.tried) >= FEWEST and promised[0][0] >= best.step_time_s * (1 - GAIN):
-            self.stopped = f"no other layout promises to be more than {GAIN:.0%} faster"
+            self.stopped = f"no other layout promises to be more than {GAIN:.1%} faster"
             return []
         chosen: list[Candidate] = []
         while len(chosen) < min(count, len(promised)):
@@ -286,7 +289,7 @@ class _Search:
         if len(told) > 2:  # each from the others
             errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
                       for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
-            self.price_error = max(GAIN, statistics.mean(map(abs, errors)))
+            self.price_error = max(LEAST_ERROR, statistics.mean(map(abs, errors)))
         self.dropped += [
             dataclasses.replace(one, failure=HOPELESS) for one in (*self.open, *self.late) if self._hopeless(one)
         ]

@@ -46,6 +46,7 @@ class Operation:
     kind: str  # matmul, attention or other
     flops: float
     dtype: str  # of what is multiplied
+    widths: tuple[int, ...]  # bytes of an element of each array that is touched
     places: Places  # what shares out the FLOPs
     touched: tuple[tuple[float, Places], ...]  # bytes that are read and written
     times: int
@@ -128,7 +129,8 @@ class Work:
                 kind = "attention"
             places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.places(near)))
             touched = tuple((float(near.bytes), self.places(near)) for near in (*node.inputs[:2], node))
-            yield Operation(kind, node.flops, _short(node.inputs[0]), places, touched, node.times, backward,
+            widths = tuple(near.itemsize for near in (*node.inputs[:2], node))
+            yield Operation(kind, node.flops, _short(node.inputs[0]), widths, places, touched, node.times, backward,
                             frozenset([node]), self.in_block(node))  # fmt: skip
 
     def _rest(self) -> Iterable[Operation]:
@@ -172,7 +174,7 @@ class Work:
             if touched:
                 moved = tuple((size, self.places(near)) for near, size in touched.items())
                 in_block = any(map(self.in_block, nodes))
-                yield Operation("other", 0.0, "", (), moved, nodes[0].times, 2.0, frozenset(nodes), in_block)
+                yield Operation("other", 0.0, "", (), (), moved, nodes[0].times, 2.0, frozenset(nodes), in_block)
 
     def _kernels(self) -> list[Kernel]:
         found = []

@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 
 from gspmd_lm import rules_file
+from gspmd_lm.foresight.cost import attention, prices
 from gspmd_lm.foresight.floor import counted, floor
 from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.plan import price
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
@@ -15,17 +18,32 @@ from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
 
 B, T, D, L, N, K, H, F = 8, 8192, 4096, 32, 32, 8, 128, 14336
-FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "attention": {"gpu": "cudnn"}}
+FSDP = {
+    "mesh": {"fsdp": 8},
+    "rules": {"batch": "fsdp"},
+    "weights": {"embed": "fsdp"},
+    "attention": {"gpu": "cudnn", "tpu": "splash"},
+}
 DATA = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "attention": {"gpu": "cudnn"}}
 
 
-@pytest.mark.parametrize("layout", ["fsdp8", "tp8", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
-def test_what_is_sent_is_the_floors_count(llama, layout):
-    """One pricer for all remat policies: what they share must not be what sets them apart."""
-    pricer = Pricer(llama, targets.parse("cpu:8"))
+@pytest.fixture(scope="module")
+def simulated(llama):
+    """One pricer for all layouts and policies: what they share must not be what sets them apart."""
+    return Pricer(llama, targets.parse("cpu:8"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp8", "tp8", "whole keys", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
+def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
+    pricer = simulated
+    if layout == "whole keys":  # queries are split finer than the keys that they share
+        raw = {"mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}}
+        file = rules_file.from_dict(raw, layout)
+    else:
+        file = rules_file.load(layout)
     for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
-        for microbatches in (1, 1 if "tp8" in layout or "fsdp8" in layout else 2):
-            rules = dataclasses.replace(rules_file.load(layout), remat=remat, microbatches=microbatches).fill(8)
+        for microbatches in (1, 2):
+            rules = dataclasses.replace(file, remat=remat, microbatches=microbatches).fill(8)
             if 8 % (microbatches * rules.mesh.get("data", 1) * rules.mesh.get("fsdp", 1)):
                 continue
             arrays = pricer.traces.arrays
@@ -40,27 +58,35 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
     rules = rules_file.from_dict({"mesh": {"data": 1}}, "one", vocabulary=mixer.vocabulary)
     work = traces.of(rules).work(False)
     total = sum(one.flops * (1 + one.backward) * one.times for one in work.operations)
-    first = next(one for one in work.operations if one.flops)  # the images have no gradient
-    assert total - first.flops == counted.flops_of_step(mixer, traces.arrays)
+    of_images = next(one.flops for one in work.operations if one.flops)  # they have no gradient
+    of_step = counted.flops_of_step(mixer, traces.arrays)
+    assert total - of_images == of_step
 
 
 def test_what_a_policy_computes_again(priced):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
-    whole = {remat: priced({**FSDP, "remat": remat}).matmul_s for remat in ("none", "dots", "block")}
-    share, peak = 0.8, 989e12
-    again = D * (2 * N + 2 * K) * H + 2 * D * F
-    launches = 6 * 3e-6 * L
-    assert whole["dots"] == whole["none"]
-    assert whole["block"] - whole["none"] == pytest.approx(2 * T * again * L / (share * peak) + launches, rel=1e-6)
-    named = priced({**FSDP, "remat": {"save": ["q", "k", "v", "attention_out", "residual"]}}).matmul_s
-    assert named - whole["none"] == pytest.approx(2 * T * 2 * D * F * L / (share * peak) + 2 * 3e-6 * L, rel=1e-6)
+
+    def products_s(remat):
+        return priced({**FSDP, "remat": remat}, "v5p:2x2x2").matmul_s
+
+    def again_s(elements):  # of the matrices of a layer
+        chip = CHIPS["v5p"]
+        slower = price.PRODUCTS["tpu"] * chip.matmul_slowdown / prices.MATMUL_SHARE["tpu"]
+        return pytest.approx(2 * T * elements * L * slower / chip.peak_bf16_flops_per_s, rel=1e-6)
+
+    once = products_s("none")
+    assert products_s("dots") == once
+    assert products_s("block") - once == again_s(D * (2 * N + 2 * K) * H + 2 * D * F)
+    assert products_s({"save": ["q", "k", "v", "attention_out", "residual"]}) - once == again_s(2 * D * F)
 
 
 def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
-    once, again = (priced({**FSDP, "remat": remat}).attention_s for remat in ({"save": ["attention_out"]}, "block"))
-    assert once == priced(FSDP).attention_s
-    forward_s = 2 * 2 * N * T * T * H / 2 * L / (0.55 * 989e12) + 3e-6 * L
-    assert again - once == pytest.approx(forward_s)
+    once, again = (
+        priced({**FSDP, "remat": remat}, "v5p:2x2x2").attention_s for remat in ({"save": ["attention_out"]}, "block")
+    )
+    assert once == priced(FSDP, "v5p:2x2x2").attention_s
+    call = attention.Splash("fwd", heads=N, size=H, blocks=(8, 8), rows=1024, columns=1024, fused=True)
+    assert again - once == pytest.approx(L * attention.splash_s(call, CHIPS["v5p"]))
 
 
 def test_kept_activations_are_counted_once_and_cost_traffic(priced):
@@ -71,6 +97,12 @@ def test_kept_activations_are_counted_once_and_cost_traffic(priced):
     assert queries.peak_bytes - block.peak_bytes == queries_bytes
     assert both.peak_bytes - queries.peak_bytes == queries_bytes
     assert priced(FSDP).other_s > priced({**FSDP, "remat": "dots"}).other_s
+
+
+@pytest.mark.parametrize("target", ["v6e:2x4", "v5p:2x2x2"])
+def test_products_are_slower_in_programs_that_offload(priced, target):
+    save, offload = (priced({**FSDP, "remat": {key: ["layer_input"]}}, target).matmul_s for key in ("save", "offload"))
+    assert offload == pytest.approx(save * CHIPS[target.partition(":")[0]].offloading_slowdown)
 
 
 def test_offloaded_activations_leave_the_device(priced):
@@ -89,17 +121,17 @@ def test_state_is_held_as_the_tables_say(priced, llama):
 
 
 def test_a_batch_that_is_not_split_is_computed_by_all(priced):
-    split, whole = priced(FSDP), priced({**FSDP, "rules": {"mlp": None}})
+    split, whole = (priced(raw, "v5p:2x2x2") for raw in (FSDP, {**FSDP, "rules": {"mlp": None}}))
     assert whole.matmul_s > 7.9 * split.matmul_s
 
 
 def test_activations_of_tensor_parallelism_wait_and_weights_hide(priced):
     tensor = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
-    price = priced({"mesh": {"tensor": 8}, "rules": tensor, "attention": {"gpu": "cudnn"}, "remat": "block"})
-    assert set(price.exposed_by_axis) == {"tensor"}
-    assert price.exposed_by_axis["tensor"] > 0.5 * price.communication_s
-    hidden = priced({**FSDP, "remat": "block"})
-    assert sum(hidden.exposed_by_axis.values()) < 0.5 * hidden.communication_s
+    splash = {"attention": {"tpu": "splash"}, "remat": "block"}
+    waits = priced({"mesh": {"tensor": 8}, "rules": tensor, **splash}, "v5p:2x2x2")
+    assert waits.exposed_by_axis == {"tensor": pytest.approx(0.65 * waits.communication_s, rel=1e-3)}
+    hidden = priced({**FSDP, **splash}, "v5p:2x2x2")
+    assert sum(hidden.exposed_by_axis.values()) < 0.4 * hidden.communication_s
 
 
 def test_between_slices_data_is_cheaper_than_fsdp(priced):
@@ -112,10 +144,10 @@ def test_between_slices_data_is_cheaper_than_fsdp(priced):
 
 def test_simulated_devices_have_bytes_and_no_times(llama):
     pricer = Pricer(llama, targets.parse("cpu:8"))
-    price = pricer.price(rules_file.load("fsdp8").fill(8))
-    assert price.step_time_s == price.matmul_s == 0
-    assert price.sent_bytes > 0
-    assert price.peak_bytes > 0
+    found = pricer.price(rules_file.load("fsdp8").fill(8))
+    assert found.step_time_s == found.matmul_s == 0
+    assert found.sent_bytes > 0
+    assert found.peak_bytes > 0
 
 
 def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
@@ -124,18 +156,18 @@ def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
     space, pricer = Space(mixer, target, traces), Pricer(mixer, target, traces)
     parameters = traces.arrays.parameter_count
 
-    def price(raw):
+    def of(raw):
         return pricer.price(space.rules(raw))
 
     # Gradients are reduced to all: twice 7/8 of their bytes; sharded ones are reduced once, and weights gathered once.
     # A sum of scores over the labels is no weight's.
-    data = price({"mesh": {"data": 8}, "rules": {"batch": "data"}})
+    data = of({"mesh": {"data": 8}, "rules": {"batch": "data"}})
     assert data.sent_by_axis == {"data": round(2 * 7 / 8 * 4 * parameters)}
     rest = {"width": "fsdp", "patch": "fsdp"}
-    fsdp = price({"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": rest})
+    fsdp = of({"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": rest})
     assert fsdp.sent_by_axis == {"fsdp": round(2 * 7 / 8 * 4 * parameters)}
     assert data.matmul_s == fsdp.matmul_s > 0
     # A hidden axis that is split leaves a sum of the stream in each of four blocks, and one of its gradient.
-    tensor = price({"mesh": {"tensor": 8}, "rules": {"mixed": "tensor"}})
+    tensor = of({"mesh": {"tensor": 8}, "rules": {"mixed": "tensor"}})
     stream_bytes = 4 * 32 * 16 * 32
     assert tensor.sent_by_axis["tensor"] == pytest.approx(4 * 2 * 2 * 7 / 8 * stream_bytes, rel=0.01)

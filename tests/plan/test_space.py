@@ -1,5 +1,6 @@
 """The layouts that a plan chooses from are valid rules files of which none comes twice."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan.space import candidates, describe
+from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
 
 # What a rules file may say and a plan may choose. Options of a compiler are left alone.
@@ -89,3 +91,17 @@ def test_names_to_keep_are_those_of_the_model(llama, space_of, mixer):
     assert {"save": ["attention_out"]} in remats
     assert {"save": ["attention_out"], "offload": ["layer_input"]} in remats
     assert space_of(mixer, "cpu:8").remats == ["none"]
+
+
+def test_a_trace_is_shared_by_rules_that_the_model_cannot_tell_apart(llama, space_of):
+    space = space_of(llama, "cpu:8")
+    split = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+    keys, whole = (space.rules({"mesh": {"tensor": 8}, "rules": split | more}) for more in ({"kv_heads": "tensor"}, {}))
+    fsdp = space.rules({"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}})
+    of = space.traces.of
+    assert of(fsdp) is of(dataclasses.replace(fsdp, remat=Remat("block")))
+    assert of(fsdp) is not of(dataclasses.replace(fsdp, microbatches=2))
+    # Queries are split finer than keys, which are therefore repeated: the model computes something else.
+    assert of(whole) is not of(keys)
+    assert "heads" in of(whole).recorded.axes["k"]
+    assert "heads" not in of(keys).recorded.axes["k"]
