@@ -54,9 +54,10 @@ FITTED = (
              (0, 2, 4), (0, 2, 4)),
     Constant("host link, v6e", f"{CHIPS['v6e'].host_link_bytes_per_s / 1e9:g} GB/s",
              "fitted, likewise (scaling book: 32); tpu7x takes it too", (0, 2)),
-    Constant("slowdown, v6e", f"{CHIPS['v6e'].matmul_slowdown:g}", "fitted", (0,), (0, 1, 2, 3)),
+    Constant("slowdown, v6e, of programs that offload", f"{CHIPS['v6e'].offloading_slowdown:g}", "fitted", (0,),
+             (0, 1, 2, 3, 15)),
     Constant("slowdown, v5p", f"{CHIPS['v5p'].matmul_slowdown:g}", "fitted", (4,), (4, 5, 26, 27)),
-    Constant("slowdown, tpu7x", f"{CHIPS['tpu7x'].matmul_slowdown:g}", "that of v6e", (), (7,)),
+    Constant("slowdown, tpu7x", f"{CHIPS['tpu7x'].matmul_slowdown:g}", "fitted", (7,), (7,)),
     Constant("slowdown, Hopper", f"{CHIPS['h100'].matmul_slowdown:g}",
              "fitted: the clock of H100 and H200 under a power limit", HOPPER, _GPUS),
     Constant("share of peak, TPU", f"{prices.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
@@ -73,7 +74,7 @@ FITTED = (
     Constant("NVLink share", f"{network.NVLINK_SHARE:g}", "scaling book"),
     Constant("network share", f"{network.NETWORK_SHARE:g}", "NVIDIA/nccl, issue 1218", (), _GPUS),
     Constant("cores of collectives", f"{network.NCCL_CORES}", "the same issue", (), _GPUS),
-    Constant("protocols of NCCL", "a table", "NCCL's tuning.cc"),
+    Constant("protocols of NCCL", "a table", "NCCL's tuning.cc", (), _GPUS),
     Constant("hop over ICI", f"{network.ICI_HOP_S * 1e6:g} us", "scaling book"),
 )  # fmt: skip
 

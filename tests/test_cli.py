@@ -42,10 +42,7 @@ def run(capsys, monkeypatch):
             "trian: no such verb (did you mean train?)\n"
             "  fix   use one of train, eval, generate, convert, explain, compare, plan\n",
         ),
-        (
-            ("serve",),
-            "serve: no such verb\n  fix   use one of train, eval, generate, convert, explain, compare, plan\n",
-        ),
+        (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
         (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),
         (("--rule=tp8",), "Unknown command line flag 'rule'. Did you mean: rules ?\n"),

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+
 from gspmd_lm import mesh as meshes
 from gspmd_lm.foresight.floor.traffic import Move
 from gspmd_lm.foresight.machine import target as targets
@@ -148,13 +150,17 @@ def _together(moves: Iterable[Move]) -> Iterable[tuple[str, str, int, bool, floa
 def _devices(target: Target) -> list[Any]:
     """The compile-only devices of a target, which no program is compiled for here: they know where they are.
 
-    libtpu looks for the machine that it is on and complains where there is none, unless it is told one.
+    libtpu looks for the machine that it is on and complains where there is none, unless it is told one. jax's plugin
+    for GPUs is refused on a machine without a GPU, unless jax is told to use the CPU.
     """
     told = {name: value for name, value in _NOWHERE.items() if name not in os.environ}
     os.environ.update(told)
+    platforms: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")
     try:
         return targets.devices(target)
     finally:
+        jax.config.update("jax_platforms", platforms)
         for name in told:
             del os.environ[name]
 

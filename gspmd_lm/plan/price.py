@@ -145,6 +145,8 @@ class Pricer:
         for timed in layout.timed:
             again = timed.of.nodes & kept.again
             times = timed.times * microbatches
+            if timed.kind == "matmul" and kept.on_host:
+                times *= chip.offloading_slowdown
             back_s = timed.backward_s + (timed.forward_s if again else 0.0)
             spent[timed.kind] += times * (timed.forward_s + back_s)
             if timed.looped:

@@ -162,6 +162,17 @@ def test_gpus_within_a_host_and_between_hosts():
     assert [found.lane(groups) for groups in (data, fsdp, both)] == ["network data", "nvlink fsdp", "network data+fsdp"]
 
 
+@pytest.mark.parametrize(
+    ("size", "begin_s", "step_s", "network_step_s", "share"),
+    [(1e5, 3.6e-6, 0.47e-6, 2.7e-6, 0.25), (1e8, 10e-6, 1.9e-6, 4e-6, 0.92), (1e11, 8.4e-6, 3.4e-6, 9.6e-6, 1.0)],
+)
+def test_nccl_takes_the_protocol_that_is_fastest_for_the_size(size, begin_s, step_s, network_step_s, share):
+    """256 GPUs: 255 steps, 31 of them between hosts."""
+    sent_s = 255 / 256 * size / 8 / (NETWORK_SHARE * 50e9)
+    expected_s = begin_s + 224 * step_s + 31 * network_step_s + sent_s / share
+    assert gpus("h100", 32, 8, (256,)).time_s("all-gather", size, along((256,), 0)) == pytest.approx(expected_s)
+
+
 def test_a_ring_over_hosts_of_gpus_sends_as_much_between_them_as_within():
     """Two hosts of 8 with 8 cards: 8 rings of 16, each with an eighth of the tensor.
 

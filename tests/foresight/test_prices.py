@@ -15,7 +15,7 @@ from gspmd_lm.foresight.hlo.instruction import bits
 from gspmd_lm.foresight.machine.hardware import CHIPS
 
 PROGRAMS = Path(__file__).parent / "programs"
-V5E, V6E, H100 = CHIPS["v5e"], CHIPS["v6e"], CHIPS["h100"]
+V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))
 X, W, COUNTS = "bf16[4096,1024]{1,0}", "bf16[8,1024,2048]{2,1,0}", "s32[8]{0}"
 
 
@@ -61,8 +61,8 @@ def test_a_kernel_takes_as_long_as_it_says(fused):
 
 def test_a_kernel_is_as_slow_as_matmuls_of_its_chip_are():
     module = called(estimate(10**12, 8))
-    slow = V6E.matmul_slowdown * 1e12 / (prices.MATMUL_SHARE["tpu"] * 918e12)
-    assert price(module, V6E).seconds == pytest.approx(slow)
+    slow = V5P.matmul_slowdown * 1e12 / (prices.MATMUL_SHARE["tpu"] * 459e12)
+    assert price(module, V5P).seconds == pytest.approx(slow) and V5P.matmul_slowdown > 1
     on_gpu = price(called(estimate(10**12, 8), "__gpu$xla.gpu.triton"), H100)
     busy_s = H100.matmul_slowdown * 1e12 / (prices.MATMUL_SHARE["gpu"] * 989e12)
     assert on_gpu.seconds == pytest.approx(busy_s + prices.LAUNCH_S["gpu"])
@@ -199,3 +199,19 @@ def test_tiles_fill_the_cores_of_a_gpu_in_waves():
     )
     # A small result of a long sum is made in pieces; of a short one it cannot be.
     assert prices.tiled(16 * area, 1e6, 132) > 0.9 > 0.3 > prices.tiled(16 * area, prices.GPU_TILE_BYTES, 132)
+
+
+def test_matmuls_of_programs_that_offload_are_slower():
+    found = {}
+    for space in ("", "S(1)", "S(5)"):  # HBM, memory on the chip, the host's
+        module = hlo.parse(
+            "HloModule test\n\nENTRY %main (x: f32[]) -> f32[] {\n"
+            "  %x = bf16[4096,4096]{1,0} parameter(0)\n  %w = bf16[4096,4096]{1,0} parameter(1)\n"
+            f"  %h = f32[8]{{0:{space}}} parameter(2)\n"
+            "  ROOT %d = bf16[4096,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}\n"
+        )
+        assert module.offloads == (space == "S(5)")
+        found[space] = price(module, V6E).seconds
+        assert price(module, V5E).seconds == pytest.approx(2 * 4096**3 / (prices.MATMUL_SHARE["tpu"] * 197e12))
+    assert found["S(1)"] == found[""] < found["S(5)"]
+    assert found["S(5)"] == pytest.approx(V6E.offloading_slowdown * found[""])

@@ -99,6 +99,12 @@ def test_kept_activations_are_counted_once_and_cost_traffic(priced):
     assert priced(FSDP).other_s > priced({**FSDP, "remat": "dots"}).other_s
 
 
+@pytest.mark.parametrize("target", ["v6e:2x4", "v5p:2x2x2"])
+def test_products_are_slower_in_programs_that_offload(priced, target):
+    save, offload = (priced({**FSDP, "remat": {key: ["layer_input"]}}, target).matmul_s for key in ("save", "offload"))
+    assert offload == pytest.approx(save * CHIPS[target.partition(":")[0]].offloading_slowdown)
+
+
 def test_offloaded_activations_leave_the_device(priced):
     here, there = (priced({**FSDP, "remat": {key: ["layer_input"]}}) for key in ("save", "offload"))
     assert here.peak_bytes - there.peak_bytes == there.host_bytes == 2 * T * D * L

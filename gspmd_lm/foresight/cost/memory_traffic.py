@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 
-from gspmd_lm.foresight.hlo import COLLECTIVES, Array, Computation, Instruction, Module
+from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Array, Computation, Instruction, Module
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier")
 _CARRIED = (*COLLECTIVES, "custom-call")  # in fusions, asynchronous collectives keep these between their steps
-_ON_CHIP, _HOST = 1, 5  # memory spaces of TPU layouts
-_MEMORY = {0: "hbm", _ON_CHIP: "chip", _HOST: "host"}
+_ON_CHIP = 1  # a memory space of TPU layouts
+_MEMORY = {0: "hbm", _ON_CHIP: "chip", HOST_SPACE: "host"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,12 +122,16 @@ def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: fl
         estimated_s = instruction.estimated_cycles / chip.clock_hz
         peak = max(_peak(module, multiplied, chip), chip.peak_bf16_flops_per_s)
         if operations <= estimated_s * peak:  # otherwise the estimate is faster than the chip
-            seconds = chip.matmul_slowdown * estimated_s
+            seconds = _slowdown(module, chip) * estimated_s
     return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "matmul")
 
 
+def _slowdown(module: Module, chip: Chip) -> float:
+    return chip.matmul_slowdown * (chip.offloading_slowdown if module.offloads else 1.0)
+
+
 def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operations: float) -> float:
-    share = MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
+    share = MATMUL_SHARE[chip.platform] / _slowdown(module, chip)
     if chip.gpu and not multiplied.cost_estimate:
         elements = multiplied.shape.arrays[0].elements
         width = max(bits(module.operand(multiplied, n).shape.arrays[0].dtype) for n in (0, 1))

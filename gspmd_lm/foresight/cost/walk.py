@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.collectives.exchanges import Exchange
 from gspmd_lm.foresight.cost import prices
-from gspmd_lm.foresight.hlo import COLLECTIVES, Computation, Instruction, Module
+from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Computation, Instruction, Module
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import NCCL_CORES, Network
 
@@ -16,7 +16,6 @@ TURNS = 8  # a loop is walked for at most so many turns, and no further when two
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 NETWORK = "network"  # the links of collectives that do not run over a torus
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
-_HOST_SPACE = 5
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,11 +179,11 @@ class Walk:
         given = [self.module.operand(instruction, n).shape.arrays[:1] for n in range(len(instruction.operands))]
         part = given[1] if instruction.base == "dynamic-update-slice" else ()
         results = [array for array in instruction.shape.arrays if len(array.dimensions) > 0]
-        known = (a.padded_bytes for a in (*part, *given[0], *results) if a.memory_space in (0, 1, _HOST_SPACE))
+        known = (a.padded_bytes for a in (*part, *given[0], *results) if a.memory_space in (0, 1, HOST_SPACE))
         moved = min(known, default=0)
-        from_host = given[0][0].memory_space == _HOST_SPACE and not part
-        to_host = part and given[0][0].memory_space == _HOST_SPACE
-        to_host = to_host or (not from_host and any(array.memory_space == _HOST_SPACE for array in results))
+        from_host = given[0][0].memory_space == HOST_SPACE and not part
+        to_host = part and given[0][0].memory_space == HOST_SPACE
+        to_host = to_host or (not from_host and any(array.memory_space == HOST_SPACE for array in results))
         if from_host or to_host:
             direction = "copy from host" if from_host else "copy to host"
             seconds = moved * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s

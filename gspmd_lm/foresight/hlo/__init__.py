@@ -15,6 +15,7 @@ from gspmd_lm.foresight.hlo import loops
 from gspmd_lm.foresight.hlo.instruction import (
     ARRAY,
     COMMENT,
+    HOST_SPACE,
     QUOTED,
     Array,
     Instruction,
@@ -25,7 +26,18 @@ from gspmd_lm.foresight.hlo.instruction import (
 )
 from gspmd_lm.foresight.hlo.replica_groups import groups
 
-__all__ = ["COLLECTIVES", "Array", "Computation", "Executed", "Instruction", "Module", "Shape", "groups", "parse"]
+__all__ = [
+    "COLLECTIVES",
+    "HOST_SPACE",
+    "Array",
+    "Computation",
+    "Executed",
+    "Instruction",
+    "Module",
+    "Shape",
+    "groups",
+    "parse",
+]
 
 COLLECTIVES = (
     "all-gather",
@@ -91,6 +103,12 @@ class Module:
                     for name in names:
                         found.setdefault(name, []).append((instruction, role))
         return {name: tuple(calls) for name, calls in found.items()}
+
+    @functools.cached_property
+    def offloads(self) -> bool:
+        """Whether the program keeps an array in the memory of the host."""
+        instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
+        return any(array.memory_space == HOST_SPACE for i in instructions for array in i.shape.arrays)
 
     def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
         return self.computations[instruction.computation].instructions[instruction.operands[number]]

@@ -22,6 +22,7 @@ _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
 _IDENTIFIER = re.compile(r"(\w+)=(\d+)")
 _INSTALLED = ("site-packages/", "dist-packages/", "/lib/python")  # in the paths of libraries, whose lines tell little
+HOST_SPACE = 5  # the memory space of the host in layouts of TPU programs
 
 
 @dataclasses.dataclass(frozen=True)

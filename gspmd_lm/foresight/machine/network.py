@@ -40,10 +40,14 @@ NVLINK_SHARE = 0.82
 NETWORK_SHARE = 0.55
 # The cores of a GPU that NCCL's kernels take while a collective runs, one for each channel; as many as in that issue.
 NCCL_CORES = 16
-# NCCL's own model of a ring, for its two protocols: seconds to begin, seconds per step over NVLink, seconds per step
-# over the network, and the share of the bandwidth. NCCL takes the faster protocol. Source: NVIDIA/nccl,
-# src/graph/tuning.cc: baseLat, hwLat.
-NCCL_PROTOCOLS = {"Simple": (8.4e-6, 3.4e-6, 9.6e-6, 1.0), "LL": (3.6e-6, 0.47e-6, 2.7e-6, 0.25)}
+# NCCL's own model of a ring, for its three protocols: seconds to begin, seconds per step over NVLink, seconds per step
+# over the network, and the share of the bandwidth. NCCL takes the fastest protocol. Source: NVIDIA/nccl,
+# src/graph/tuning.cc: baseLat, hwLat, busBw.
+NCCL_PROTOCOLS = {
+    "Simple": (8.4e-6, 3.4e-6, 9.6e-6, 1.0),
+    "LL128": (10.0e-6, 1.9e-6, 4.0e-6, 0.92),
+    "LL": (3.6e-6, 0.47e-6, 2.7e-6, 0.25),
+}
 
 # How many passes over the data a collective makes.
 _REDUCTIONS = {"all-gather": 1, "reduce-scatter": 1, "collective-broadcast": 1, "all-reduce": 2}
@@ -322,7 +326,7 @@ def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
 
 
 def _nccl_s(transfer_s: float, steps: int, network_steps: int) -> float:
-    """The seconds that NCCL expects of its faster protocol."""
+    """The seconds that NCCL expects of its fastest protocol."""
     return min(
         begin_s + steps * step_s + network_steps * network_step_s + transfer_s / share
         for begin_s, step_s, network_step_s, share in NCCL_PROTOCOLS.values()
