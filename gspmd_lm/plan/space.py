@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd_lm import rules_file
@@ -184,13 +184,9 @@ class Space:
 
 
 def candidates(
-    task_or_config: Config | Task, target: Target, *, batches: Sequence[int] | None = None, traces: Traces | None = None
+    task_or_config: Config | Task, target: Target, *, traces: Traces | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The plain values of every sensible rules file for `target`, as YAML would hold them.
-
-    `batches` are no choice of a plan: the batch belongs to the config. They are here to be refused.
-    """
-    assert batches is None, "the batch belongs to the config"
+    """The plain values of every sensible rules file for `target`, as YAML would hold them."""
     return iter(Space(task_or_config, target, traces))
 
 
