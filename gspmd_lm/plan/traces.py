@@ -1,7 +1,6 @@
 """The traces of a model under many rules files: made once for all rules that the model cannot tell apart."""
 
 import dataclasses
-import functools
 
 from gspmd_lm import arrays as model_arrays
 from gspmd_lm import placement
@@ -23,11 +22,13 @@ class Trace:
     traced: Traced
     trained: frozenset[str]
     number: int
+    _works: dict[bool, Work] = dataclasses.field(default_factory=dict)
 
-    @functools.cache  # noqa: B019  # as many as there are traces
     def work(self, fused: bool) -> Work:
         """Its operations. `fused`: attention is a kernel of its own."""
-        return Work(self.traced, self.trained, fused)
+        if fused not in self._works:
+            self._works[fused] = Work(self.traced, self.trained, fused)
+        return self._works[fused]
 
 
 class Traces:
