@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm import cli
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight import explain, report
+from gspmd_lm.foresight import explain, known_errors, report
 from gspmd_lm.foresight.machine import hardware, target
 
 SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64"]
@@ -59,7 +59,7 @@ def test_a_prediction_for_a_chip_that_is_not_here(run, tmp_path):
     assert prediction["step_time_s"] > found["floor"]["compute_s"] > 0
     assert 0 < prediction["mfu"] < 1
     assert prediction["missing_flops_share"] == 0.0 and found["unpriced"] == {}
-    assert prediction["error"].startswith("not known")
+    assert prediction["error"] == known_errors.known_error(known_errors.Kind("v5e", False, "xla"))
     assert found["timeline"] and {span["part"] for span in found["timeline"]} == {"forward", "backward"}
     assert "libtpu" in found["versions"]
 
