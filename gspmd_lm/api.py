@@ -226,8 +226,7 @@ def plan(task: "Task | Config", target: str, minutes: float = 15) -> "Plan":
     from gspmd_lm.plan import search
 
     place = targets.parse(target)
-    rank_by = "bytes" if place.chip is None else "time"
-    return search.plan(task, place, minutes=minutes, say=_log.info, rank_by=rank_by)
+    return search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
 
 
 def show(*reports: "Report", width: int = 120) -> str:

@@ -16,6 +16,11 @@ def human_seconds(value: float) -> str:
     return f"{value / scale:.0f} {unit}" if value >= 100 * scale else f"{value / scale:.3g} {unit}"
 
 
+def human_duration(value: float) -> str:
+    """'42 s', '7.5 min'; of a command, not of a step"""
+    return f"{value:.0f} s" if value < 100 else f"{value / 60:.1f} min"
+
+
 def human_count(value: float) -> str:
     """'8.03 B', '4.19 M', '2048'"""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):

@@ -68,6 +68,9 @@ class Traced:
     """A recorded program as a graph. `weights` are the paths of the parameters."""
 
     def __init__(self, program: Any, weights: Collection[str]):
+        # Caches stand in the instance, so that they go with the program.
+        self.around = functools.cache(self._around)
+        self.made_from = functools.cache(self._made_from)
         self.weights = frozenset(weights)
         self.nodes: list[Node] = []
         inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
@@ -261,8 +264,7 @@ class Traced:
                 if not ends and (near.primitive != "dot_general" or near.primitive in through):
                     waiting.append(near)
 
-    @functools.cache  # noqa: B019  # one for each program, and gone with it
-    def around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
+    def _around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
         """Names of the activations that operations stand between: those of a weight, or part of the step, or module."""
         own = [node for node in self.nodes if weight in node.name.of] if weight else []
         start = own or [node for node in self.nodes if node.name.modules == modules and not node.name.of]
@@ -285,8 +287,7 @@ class Traced:
                 waiting += [] if node.placed else [one for one in node.inputs if not one.floats]
         return [node for node in seen if node.placed]
 
-    @functools.cache  # noqa: B019
-    def made_from(self, array: str, backward: bool = False) -> frozenset[str]:
+    def _made_from(self, array: str, backward: bool = False) -> frozenset[str]:
         """Names of the activations that one is made from; in the backward pass, that its gradient is made from.
 
         One that is only placed anew is made from itself in its other place, forward and backward.

@@ -12,7 +12,7 @@ from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.plan.price import Pricer
-from gspmd_lm.plan.search import Candidate, Plan
+from gspmd_lm.plan.search import Candidate, Plan, priced
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
 from gspmd_lm.task import Task
@@ -32,11 +32,13 @@ def changes(config: Config | Task, plan: Plan) -> list[Change]:
     """What would help the best layout of a plan, the most first; priced, not compiled."""
     best, chip = plan.best, plan.target.chip
     assert best and chip
-    before_s = Pricer(config, plan.target).price(best.rules).step_time_s
+    traces = Traces(config)
+    before_s = Pricer(config, plan.target, traces).price(best.rules).step_time_s
     found = []
     for what, changed in _faster(chip):
         if changed != chip:
-            after_s = Pricer(config, dataclasses.replace(plan.target, chip=changed)).price(best.rules).step_time_s
+            target = dataclasses.replace(plan.target, chip=changed)
+            after_s = Pricer(config, target, traces).price(best.rules).step_time_s
             found.append(Change(what, before_s / after_s - 1))
     if isinstance(config, Config):
         twice = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=2 * config.data.batch))
@@ -77,10 +79,8 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Lar
     traces = Traces(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        pricer, space = Pricer(config, target, traces), Space(config, target, traces)
-        rules = [(raw, space.rules(raw)) for raw in space]
-        priced = [Candidate(raw, one, pricer.price(one)) for raw, one in rules]
-        least = min(priced, key=lambda one: one.price.peak_bytes, default=None)
+        found = priced(Space(config, target, traces), Pricer(config, target, traces))
+        least = min(found, key=lambda one: one.price.peak_bytes, default=None)
         if least is None or least.price.peak_bytes > target.chip.usable_hbm_bytes:
             continue
         say(f"compiling {least.name} for {target.text}, to see whether it fits")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.foresight.floor.traffic import Move
+from gspmd_lm.foresight.floor.moves import Move
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.network import Groups, Network
 from gspmd_lm.foresight.machine.target import Target

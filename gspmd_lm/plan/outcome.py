@@ -159,7 +159,8 @@ def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]
 
 def _object(outcome: Outcome) -> dict[str, Any]:
     plan = outcome.plan
-    lines = [_candidate(line) for line in outcome.lines()]
+    shown = outcome.lines()
+    lines = [_candidate(line) for line in shown]
     dropped = [_candidate(outcome._line(0, one)) for one in plan.candidates if one.fits is False]
     best = next(iter(lines), None) if plan.best else None
     return {
@@ -170,7 +171,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "tokens_per_step": plan.tokens,
         "best": best,
         "candidates": [*lines, *dropped],
-        "ties": [line for line, shown in zip(lines, outcome.lines(), strict=True) if shown.tied],
+        "ties": [line for line, one in zip(lines, shown, strict=True) if one.tied],
         "searched": plan.searched,
         "compiled": plan.compiled,
         "seconds": round(plan.seconds, 1),

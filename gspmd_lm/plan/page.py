@@ -42,12 +42,11 @@ def render(outcomes: Sequence[Outcome], helps: Sequence[Change], command: str) -
 def _ranking(outcome: Outcome, helps: Sequence[Change]) -> str:
     headings = terminal.headings(outcome)
     rows = [[text(cell) for cell in terminal.cells(outcome, line)] for line in terminal.shown(outcome.lines())]
-    numbers = [i for i, name in enumerate(headings) if name not in ("layout", "exposed", "known by")]
     said = [*terminal.sentences(outcome, helps), ("answer", terminal.question(outcome))]
     notes = "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in said if words)
     content = (
         f"<p>{text(terminal.summary(outcome))}. = marks a tie within the known error.</p>"
-        + rows_of(headings, rows, "Ranking", numbers=numbers)
+        + rows_of(headings, rows, "Ranking", numbers=_numbers(headings))
         + f'<dl class="notes">{notes}</dl>'
     )
     return section("h2", "Ranking", "predicted", content)
@@ -103,10 +102,8 @@ def _memory(outcome: Outcome) -> str:
 
 def _targets(outcomes: Sequence[Outcome]) -> str:
     """Several plans side by side, and the time of their tokens against their chips."""
-    headings = ["target", "batch", "chips", "layout", "step", "tokens/s", "$/B tok", "days", "$ in all", "in time"]
     rows = [[text(cell) for cell in terminal.compared(outcome)] for outcome in outcomes]
-    numbers = [i for i, name in enumerate(headings) if name not in ("target", "layout")]
-    content = rows_of(headings, rows, "Targets", numbers=numbers)
+    content = rows_of(terminal.COMPARED, rows, "Targets", numbers=_numbers(terminal.COMPARED))
     known = [outcome for outcome in outcomes if outcome.tokens_per_s]
     if known:
         most_chips = 1.1 * max(outcome.chips for outcome in known)
@@ -130,6 +127,11 @@ def _targets(outcomes: Sequence[Outcome]) -> str:
             + "".join(dots),
         )  # fmt: skip
     return section("h2", "Targets", "predicted", content)
+
+
+def _numbers(headings: Sequence[str]) -> list[int]:
+    """The columns that hold numbers."""
+    return [i for i, name in enumerate(headings) if name not in terminal.WORDS]
 
 
 def _axes(across: Sequence[tuple[float, str]], up: Sequence[tuple[float, str]], x_name: str, y_name: str) -> str:

@@ -124,6 +124,19 @@ class Plan:
     stopped: str = ""  # why the search ended
 
 
+def ranking(target: Target) -> RankBy:
+    """What layouts of a target can be ranked by: simulated devices have no times."""
+    return "time" if target.chip else "bytes"
+
+
+def priced(space: Space, pricer: Pricer) -> list[Candidate]:
+    """Every layout of a space, with its price."""
+    chip = pricer.chip
+    limit_bytes = chip.usable_hbm_bytes if chip else None
+    layouts = ((raw, space.rules(raw)) for raw in space)
+    return [Candidate(raw, rules, pricer.price(rules), limit_bytes=limit_bytes) for raw, rules in layouts]
+
+
 def plan(
     config: Config | Task,
     target: Target,
@@ -145,12 +158,8 @@ def plan(
     if target.chip is None and rank_by == "time":
         raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
     traces = Traces(config)
-    space, pricer = Space(config, target, traces), Pricer(config, target, traces)
-    limit = target.chip.usable_hbm_bytes if target.chip else None
-    found = []
-    for raw in space:
-        rules = space.rules(raw)
-        found.append(Candidate(raw, rules, pricer.price(rules), limit_bytes=limit))
+    space = Space(config, target, traces)
+    found = priced(space, Pricer(config, target, traces))
     if not found:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
@@ -290,17 +299,16 @@ class _Search:
             errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
                       for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
             self.price_error = max(LEAST_ERROR, statistics.mean(map(abs, errors)))
-        self.dropped += [
-            dataclasses.replace(one, failure=HOPELESS) for one in (*self.open, *self.late) if self._hopeless(one)
-        ]
-        self.open, self.late = (
-            [
-                dataclasses.replace(one, corrected_s=one.price.step_time_s * math.exp(_likely(one, told, ratios)))
-                for one in those
-                if not self._hopeless(one)
-            ]
-            for those in (self.open, self.late)
-        )
+        left: list[list[Candidate]] = []
+        for those in (self.open, self.late):
+            left.append([])
+            for one in those:
+                if self._hopeless(one):
+                    self.dropped.append(dataclasses.replace(one, failure=HOPELESS))
+                else:
+                    corrected_s = one.price.step_time_s * math.exp(_likely(one, told, ratios))
+                    left[-1].append(dataclasses.replace(one, corrected_s=corrected_s))
+        self.open, self.late = left
 
     def _hopeless(self, one: Candidate) -> bool:
         """Whether a layout of the same kind that needs no more memory by its price did not fit."""

@@ -9,9 +9,12 @@ from rich.text import Text
 
 from gspmd_lm.plan.advice import Change, Larger
 from gspmd_lm.plan.outcome import SHOWN, Line, Outcome
-from gspmd_lm.units import human_bytes, human_count, human_seconds
+from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds
 
 MOST_EXPOSED = 2  # mesh axes in a cell
+WORDS = ("layout", "exposed", "target", "known by")  # columns that hold no numbers
+# Of `compared`.
+COMPARED = ("target", "batch", "chips", "layout", "step", "tokens/s", "$/B tok", "days", "$ in all", "in time")
 
 
 def show(outcome: Outcome, console: Console, helps: Sequence[Change] = ()) -> None:
@@ -93,7 +96,7 @@ def no_fit(outcome: Outcome, found: Larger | None, savings: Sequence[tuple[str, 
 
 def compare(outcomes: Sequence[Outcome], console: Console) -> None:
     """Prints the best of several plans, the one with most tokens for its money or its time first."""
-    table = _columns("target", "batch", "chips", "layout", "step", "tokens/s", "$/B tok", "days", "$ in all", "in time")
+    table = _columns(*COMPARED)
     for outcome in ranked(outcomes):
         table.add_row(*(Text(cell) for cell in compared(outcome)))
     console.print(table)
@@ -115,7 +118,7 @@ def compared(outcome: Outcome) -> list[str]:
     plan, line = outcome.plan, next(iter(outcome.lines()), None)
     start = [plan.target.text, f"{outcome.batch:,}", f"{outcome.chips:,}"]
     if plan.best is None or line is None:
-        return [*start, "nothing fits", *["-"] * 6]
+        return [*start, "nothing fits", *["-"] * (len(COMPARED) - len(start) - 1)]
     usd, total = line.usd_per_billion_tokens, outcome.usd
     return [
         *start,
@@ -165,11 +168,6 @@ def exposed(by_axis: Mapping[str, float], step_s: float) -> str:
     )
 
 
-def human_duration(seconds: float) -> str:
-    """'42 s', '7.5 min'."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
 def question(outcome: Outcome) -> str:
     """What was asked of a plan besides the best layout, answered; '' if nothing was."""
     if not outcome.tokens or not outcome.tokens_per_s:
@@ -197,6 +195,7 @@ def _table(outcome: Outcome, lines: Sequence[Line]) -> Table:
 def _columns(*names: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in names:
-        words = name in ("layout", "exposed", "target", "known by")
-        table.add_column(Text(name), justify="left" if words else "right", overflow="fold", no_wrap=name == "target")
+        table.add_column(
+            Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=name == "target"
+        )
     return table

@@ -77,6 +77,9 @@ class Work:
     """The operations of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
 
     def __init__(self, traced: Traced, trained: Collection[str], fused: bool):
+        # Caches stand in the instance, so that they go with the trace.
+        self.places = functools.cache(self._places)
+        self.kept = functools.cache(self._kept)
         self.traced = traced
         self.kernels = self._kernels() if fused else []
         self.inside = frozenset(node for kernel in self.kernels for node in kernel.nodes)
@@ -91,8 +94,7 @@ class Work:
 
     # Where arrays live
 
-    @functools.cache  # noqa: B019  # one for each trace, and gone with it
-    def places(self, node: Node) -> Places:
+    def _places(self, node: Node) -> Places:
         """What tells where an array lives: itself, what it is next placed as, or what was placed last."""
         if node.placed:
             return (node,)
@@ -210,8 +212,7 @@ class Work:
                     waiting.append(user)
         return frozenset(found)
 
-    @functools.cache  # noqa: B019
-    def kept(self, remat: Remat) -> Kept:
+    def _kept(self, remat: Remat) -> Kept:
         """What the backward pass finds, and what it computes again."""
         host, device, again = dict[Node, None](), dict[Node, None](), set[Node]()
         waiting = [near for node in self.traced.nodes if self.in_block(node) for near in self._needed(node)]

@@ -13,12 +13,7 @@ FOUND_BY = "found by"
 
 def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:
     """The YAML of a candidate. Its first line has the idea, the command, the prediction and its known error."""
-    return f"# {idea(candidate)}, {FOUND_BY}: {command} ({prediction(plan, candidate)})\n{yaml(candidate.raw)}"
-
-
-def idea(candidate: Candidate) -> str:
-    """The layout in one line, as `fsdp 32, save attention_out`."""
-    return candidate.name
+    return f"# {candidate.name}, {FOUND_BY}: {command} ({prediction(plan, candidate)})\n{yaml(candidate.raw)}"
 
 
 def prediction(plan: Plan, candidate: Candidate) -> str:

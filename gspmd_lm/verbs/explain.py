@@ -10,7 +10,7 @@ from rich.console import Console
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.verbs import given
+from gspmd_lm.verbs import given, outputs
 
 
 def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
@@ -26,22 +26,17 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
                          f"  fix   use one of {known}")  # fmt: skip
     if values.export and values.phase != "train":
         raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
-    outputs = [Path(name) for name in (values.json, values.html, values.export) if name]
     if values.export and len(rules) > 1:
         raise InputError(f"--export={values.export}: a file holds one executable\n  fix   give one rules file")
-    for path in outputs:
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: there is no folder {path.parent}\n  fix   make it, or name another")
+    outputs.check((values.json, values.html, values.export))
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
     from gspmd_lm.foresight import explain, report
     from gspmd_lm.foresight.show import page, terminal
 
-    waiting = Console(stderr=True, highlight=False)
-    say = lambda line: waiting.print(line, soft_wrap=True, markup=False)  # noqa: E731
     export = Path(values.export) if values.export else None
-    found = explain.reports(config, rules, target, say, export, values.phase)
+    found = explain.reports(config, rules, target, outputs.say, export, values.phase)
     terminal.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     if values.json:
         Path(values.json).write_text(json.dumps(report.to_json(found), indent=1) + "\n", encoding="utf-8")

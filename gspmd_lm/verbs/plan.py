@@ -16,7 +16,7 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.verbs import given
+from gspmd_lm.verbs import given, outputs
 
 _EXAMPLE = "plan --config=llama3_8b --target=v5e:4x8 --out=rules/mine.yaml"
 
@@ -35,19 +35,18 @@ def run(values: flags.FlagValues) -> int:
     jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
     from gspmd_lm.plan import advice, outcome, page, search, terminal, written
 
-    waiting = Console(stderr=True, highlight=False)
-    say = lambda line: waiting.print(line, soft_wrap=True, markup=False)  # noqa: E731
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     command = written.command_line(sys.argv[1:])
     found: list[outcome.Outcome] = []
     for place, asked in cases:
-        say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
-        by = "bytes" if place.chip is None else "time"
-        planned = search.plan(asked, place, minutes=values.minutes / len(cases), say=say, rank_by=by)
+        outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
+        minutes, by = values.minutes / len(cases), search.ranking(place)
+        planned = search.plan(asked, place, minutes=minutes, say=outputs.say, rank_by=by)
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
         found.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
         if not planned.best and len(cases) == 1:
-            terminal.no_fit(found[0], advice.larger(asked, planned, say), advice.savings(asked, planned), console)
+            fitting = advice.larger(asked, planned, outputs.say)
+            terminal.no_fit(found[0], fitting, advice.savings(asked, planned), console)
     best = terminal.ranked(found)[0]
     helps: Sequence[advice.Change] = ()
     if best.plan.best:
@@ -109,9 +108,7 @@ def _prices(given_prices: Sequence[str]) -> dict[str, float]:
 
 def _check(values: flags.FlagValues, cases: Sequence[tuple[Target, Config]]) -> None:
     """Raises InputError for flags that do not go together, and for files that cannot be written."""
-    for path in (Path(name) for name in (values.json, values.html, values.out) if name):
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: there is no folder {path.parent}\n  fix   make it, or name another")
+    outputs.check((values.json, values.html, values.out))
     if values.days and not values.tokens:
         raise InputError(f"--days={values.days:g}: days for how many tokens?\n  fix   --tokens=1e12 too")
     for name in ("tokens", "days", "minutes"):

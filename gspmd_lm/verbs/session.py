@@ -24,7 +24,7 @@ from gspmd_lm.data.sources import Progress
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Rules
-from gspmd_lm.verbs import given
+from gspmd_lm.verbs import given, outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,20 +104,14 @@ def _planned(values: flags.FlagValues, config: Config, machine: runtime.Runtime)
     command = written.command_line(
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
     )
-    console = Console(stderr=True, highlight=False)
     if values.workdir and (kept := path_of(values.workdir) / "rules.yaml").is_file():
         text = kept.read_text()
         if f"{written.FOUND_BY}: {command} (" in text.partition("\n")[0]:
-            console.print(f"--rules=plan: {kept} was found for these devices before", soft_wrap=True)
+            outputs.say(f"--rules=plan: {kept} was found for these devices before")
             return rules_file.load(str(kept))
-    simulated = target.chip is None
-    if simulated:
-        console.print(
-            f"--rules=plan: {target.text} has no times; layouts are ranked by bytes and memory", soft_wrap=True
-        )
-    found = search.plan(
-        config, target, say=lambda line: console.print(line, soft_wrap=True), rank_by="bytes" if simulated else "time"
-    )
+    if target.chip is None:
+        outputs.say(f"--rules=plan: {target.text} has no times; layouts are ranked by bytes and memory")
+    found = search.plan(config, target, say=outputs.say, rank_by=search.ranking(target))
     if found.best is None:
         raise InputError(f"--rules=plan: no layout of {config.name} fits on {target.text}\n"
                          f"  fix   {command} says what would")  # fmt: skip

@@ -27,6 +27,7 @@ class Provenance:
 
     def __init__(self, module: Module):
         self.module = module
+        self._users = functools.cache(self._users_in)  # in the instance, so that it goes with the module
         self._asked: set[tuple[int, tuple[int, ...]]] = set()  # what loops carry whose beginning is being looked for
 
     def operand(self, instruction: Instruction, number: int = 0) -> Place:
@@ -120,8 +121,7 @@ class Provenance:
         operands = (self.operand(user, number) for number in range(len(user.operands)))
         return any(instruction in self.trail(operand) for operand in operands)
 
-    @functools.cache  # noqa: B019  # one for each module, and gone with it
-    def _users(self, computation: str) -> dict[str, list[Instruction]]:
+    def _users_in(self, computation: str) -> dict[str, list[Instruction]]:
         found: dict[str, list[Instruction]] = {}
         for instruction in self.module.computations[computation].instructions.values():
             for name in instruction.operands:

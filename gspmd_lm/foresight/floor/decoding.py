@@ -7,7 +7,8 @@ every slot of the cache is read once; prefill writes the cache. Sources: the cou
 from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.floor import Floor, bounds, used_bytes
-from gspmd_lm.foresight.floor.traffic import FLOAT32_BYTES, Traffic
+from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES
+from gspmd_lm.foresight.floor.traffic import Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer.programs import Sizes

@@ -5,12 +5,12 @@ placed: weights are gathered, their gradients are reduced, and a product that su
 model moves between two placements of its activations is not counted.
 """
 
-from gspmd_lm.foresight.floor.traffic import Place, Traffic, without
+from gspmd_lm.foresight.floor.moves import Moves, Place, without
 from gspmd_lm.foresight.traced import Node, Product
 
 
-class OwnTraffic(Traffic):
-    """`Traffic` for any model."""
+class OwnTraffic(Moves):
+    """`Moves` of any model."""
 
     def model(self) -> None:
         for path, nodes in self.traced.used.items():
