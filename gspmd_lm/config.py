@@ -179,11 +179,15 @@ class Model:
     @property
     def layer_kinds(self) -> tuple["Model", ...]:
         """The settings of each layer of `layer_pattern`; a single one if all layers are alike."""
-        if not self.layer_pattern:
-            return (self.sliding_layer if self.sliding_window else self,)
         full = dataclasses.replace(self, sliding_window=0, layer_pattern=())
         kinds = {"full": full, "nope": dataclasses.replace(full, positions="none"), "sliding": self.sliding_layer}
-        return tuple(kinds[kind] for kind in self.layer_pattern)
+        return tuple(kinds[kind] for kind in self.layer_pattern or self.kind_of_each_layer[:1])
+
+    @property
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "full", "nope"], ...]:
+        """The pattern, repeated over the depth."""
+        pattern = self.layer_pattern or ("sliding" if self.sliding_window else "full",)
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
     @property
     def sliding_layer(self) -> "Model":

@@ -23,12 +23,6 @@ def _pattern(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds[:size]) if size > 1 or kinds[0] == "nope" else ()
 
 
-def _each(model: config.Model) -> list[str]:
-    """The kind of each layer."""
-    pattern = model.layer_pattern or ("sliding" if model.sliding_window else "full",)
-    return [pattern[i % len(pattern)] for i in range(model.layers)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Window:
     """A sliding window for all layers, or for none."""
@@ -76,7 +70,7 @@ class LayerTypes:
         values["layer_pattern"] = _pattern(short)
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        kinds = [("sliding" if kind == "sliding" else "full") + "_attention" for kind in _each(model)]
+        kinds = [("sliding" if kind == "sliding" else "full") + "_attention" for kind in model.kind_of_each_layer]
         written: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.sliding_window or None}
         if self.switch:
             written[self.switch] = model.sliding_window > 0
@@ -103,7 +97,7 @@ class NoRopeLayers:
         values["layer_pattern"] = _pattern(["full" if one else "nope" for one in rotated])
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        return {"no_rope_layers": [int(kind != "nope") for kind in _each(model)], "use_sliding_window": False}
+        return {"no_rope_layers": [int(kind != "nope") for kind in model.kind_of_each_layer], "use_sliding_window": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,5 +122,5 @@ class LocalLayers:
         values["layer_pattern"] = _pattern(short)
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        kinds = ["local" if kind == "sliding" else "global" for kind in _each(model)]
+        kinds = ["local" if kind == "sliding" else "global" for kind in model.kind_of_each_layer]
         return {"attention_types": [[kinds, 1]], "attention_layers": kinds, "window_size": model.sliding_window or 256}

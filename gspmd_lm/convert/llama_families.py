@@ -7,7 +7,7 @@ from gspmd_lm.convert.family import (
     ATTENTION_BIAS, CAUSAL, EPS, GELU_NEW, GLM_EPS, HEAD_128, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, PLAIN_LAYERNORM,
     SILU, TANH, TIED, UNTIED, Family,
 )
-from gspmd_lm.convert.fields import Activation, Always, Cap, Divisor, Only, QueryScale, Same, Switch
+from gspmd_lm.convert.fields import Activation, Always, Cap, Divisor, Equal, Only, QueryScale, Same, Switch
 from gspmd_lm.convert.layer_kinds import LayerTypes, NoRopeLayers, Window
 from gspmd_lm.convert.names import (
     COHERE, ERNIE, GEMMA2, GEMMA3, GLM, GLM4, INV_FREQ, LLAMA, LLAMA_QK, OLMO2, PHI, PHI3, STARCODER2,
@@ -35,8 +35,7 @@ def _all_but_every(length: int, name: str = "sliding_window_pattern") -> Callabl
 
 def _first_window_layer(model):
     """max_window_layers, for families in which the layers from that one on have the window."""
-    pattern = model.layer_pattern or ("sliding" if model.sliding_window else "full",)
-    slides = [pattern[i % len(pattern)] == "sliding" for i in range(model.layers)]
+    slides = [kind == "sliding" for kind in model.kind_of_each_layer]
     return {"max_window_layers": model.layers - sum(slides)} if slides == sorted(slides) else {}
 
 
@@ -63,6 +62,7 @@ _ALL_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
 _COHERE = (
     Always("norm", "layernorm"), Same("layer_norm_eps", "norm_eps", 1e-5), Always("block", "parallel"), SILU,
     Same("logit_scale", "logit_scale", 0.0625), Always("qk_norm_kind", "per_head"), NO_HEAD_DIM, ATTENTION_BIAS, TIED,
+    Equal("head_dim", "head_dim", "is not hidden_size / num_attention_heads"),
 )  # fmt: skip
 # OLMo 2: norms behind attention and MLP and none before them, and norms over all heads at once.
 _OLMO2 = (
