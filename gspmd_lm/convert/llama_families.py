@@ -128,7 +128,7 @@ LLAMA_FAMILIES = (
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
         (
             *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, SILU, Window(None),
-            Rope(part=1.0, older_kinds=(("su", "longrope"), ("yarn", "longrope"))), UNTIED, Only("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
+            Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))), UNTIED, Only("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
             Only("interpolate_factor", 1, "stretches positions, which is not supported"),
         ),
         PHI3, INV_FREQ,

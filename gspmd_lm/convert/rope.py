@@ -35,6 +35,7 @@ class Rope:
     part_name: str = "partial_rotary_factor"
     sliding_theta: float = 0.0  # the default of sliding layers' rope_theta; 0: they have that of all layers
     sliding_name: str = ""  # its older field; "": only rope_parameters says it
+    original: int = 0  # the default of a field original_max_position_embeddings of its own; 0: the context
     older_kinds: tuple[tuple[str, str], ...] = ()  # names of kinds of scaling in older files -> today's names
 
     def read(self, source: Source, values: Values) -> None:
@@ -81,7 +82,7 @@ class Rope:
             source.refuse("partial_rotary_factor", part, "is not a setting of this family")
         turned = int(values["head_dim"] * part)
         values["rope_dim"] = 0 if turned == values["head_dim"] else turned
-        scaling = _scaling(source, kind, name, given, values)
+        scaling = _scaling(source, kind, name, given, values, self.original)
         if scaling:
             values["rope_scaling"] = {"kind": kind, **scaling}
 
@@ -104,6 +105,8 @@ class Rope:
         written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
         if scaling := model.rope_scaling:
             written["rope_scaling"] = _written(scaling)
+            if scaling.kind == "longrope":
+                written[ORIGINAL] = scaling.original_context
         if self.part:
             written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
         local = model.sliding_rope_theta or model.rope_theta
@@ -117,11 +120,14 @@ class Rope:
         return written
 
 
-def _scaling(source: Source, kind: str, name: str, given: Mapping[str, Any], values: Values) -> dict[str, Any]:
+def _scaling(
+    source: Source, kind: str, name: str, given: Mapping[str, Any], values: Values, default: int
+) -> dict[str, Any]:
     """The fields of config.RopeScaling for a kind of scaling, with transformers' defaults; {} for the default kind."""
     if kind == "default":
         return {}
-    original = source.get([ORIGINAL], given.get(ORIGINAL, values["context"]))
+    # The field beside rope_scaling has precedence over the one in it, with its default too.
+    original = source.get([ORIGINAL], default or given.get(ORIGINAL, values["context"]))
     original = source.checked(ORIGINAL, original)
     factor = given.get("factor", values["context"] / original)
     if kind == "linear":

@@ -90,6 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("gptj", _GPT2 | {"n_embd": 64, "rotary_dim": 4}),
     "gptneox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
     "gptneox-sequential": ("gpt_neox", _NEOX | {"use_parallel_residual": False}),
+    # From here on, layouts and generation are checked where transformers is installed; see `cases`.
     "granite": ("granite", _LLAMA | {
         "num_key_value_heads": 4, "embedding_multiplier": 6.0, "residual_multiplier": 0.22, "logits_scaling": 0.75,
         "attention_multiplier": 0.4, "tie_word_embeddings": True,
@@ -149,6 +150,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }),
 }  # fmt: skip
+
+
+FIRST = list(CASES)[: list(CASES).index("granite")]
+
+
+def cases() -> list[Any]:
+    """The names of all cases for a test that takes long: the default run has the first, `pytest -m parity` the others."""
+    import pytest
+
+    return [*FIRST, *(pytest.param(name, marks=pytest.mark.parity) for name in CASES if name not in FIRST)]
 
 
 @dataclasses.dataclass(frozen=True)
