@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config, paths
+from gspmd_lm.convert import multimodal
 from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.source import Source
@@ -37,8 +38,8 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     The tokenizer of the folder is taken, if there is one. overrides: section.key=value. Raises InputError.
     """
     folder = path if path.is_dir() else path.parent
-    raw = load(folder) if path.is_dir() else parse(paths.read_text(path), path)
     place = str(folder / CONFIG if path.is_dir() else path)
+    raw = multimodal.text_config(load(folder) if path.is_dir() else parse(paths.read_text(path), path), place)
     row = family(raw, place)
     values = settings(row, raw, place, fix="take {} out of a copy of the file")
     name = folder.resolve().name if Path(place).name == CONFIG else path.stem

@@ -63,7 +63,6 @@ EVERY_FAMILY: tuple[Part, ...] = (Only("is_causal", True, "lets tokens see later
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {
     "chatglm": "it is for ChatGLM's own code; GLM-4 is read in transformers' format (glm, glm4)",
-    "gemma3": "it is Gemma 3 with images; text-only directories are model_type gemma3_text",
     "mixtral": "it has experts",
     "qwen2_moe": "it has experts",
     "qwen3_moe": "it has experts",

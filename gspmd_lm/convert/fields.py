@@ -133,7 +133,8 @@ class QueryScale:
 
     def read(self, source: Source, values: Values) -> None:
         scale = source.number([self.name], self.default) ** self.power
-        values["query_scale"] = 0.0 if scale == values["head_dim"] ** -0.5 else float(scale)
+        usual = values["head_dim"] ** -0.5 if values["head_dim"] else 0.0
+        values["query_scale"] = 0.0 if scale == usual else float(scale)
 
     def write(self, model: config.Model) -> dict[str, Any]:
         scale = model.query_scale or model.head_dim**-0.5

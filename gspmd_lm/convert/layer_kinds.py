@@ -106,6 +106,7 @@ class LocalLayers:
 
     def read(self, source: Source, values: Values) -> None:
         layers = values["layers"] if isinstance(values["layers"], int) else 1
+        window = source.whole(["window_size"], 256, 1)
         turns = source.get(["attention_types"], [[["global", "local"], 12]])
         try:
             implied = [kind for kinds, times in turns for _ in range(min(times, MOST_LAYERS)) for kind in kinds]
@@ -117,7 +118,6 @@ class LocalLayers:
             source.refuse("attention_types", turns, f"must be {layers} of global, local")
             return
         short = ["sliding" if kind == "local" else "full" for kind in kinds]
-        window = source.whole(["window_size"], 256, 1)
         values["sliding_window"] = window if "sliding" in short else 0
         values["layer_pattern"] = _pattern(short)
 

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.arrays import arrays
 from gspmd_lm.axes import DECODER
-from gspmd_lm.convert import architecture, safetensors
+from gspmd_lm.convert import architecture, multimodal, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor
 from gspmd_lm.convert.safetensors import Stored
@@ -90,6 +90,7 @@ class Pretrained:
     tokenizer: Path | None
     files: Mapping[str, Stored]  # the tensors, by the family's names
     places: Any  # the tree of parameters, with a Place for each
+    left_out: int = 0  # tensors of other parts than the text
 
     def load(self, shardings: Any) -> Any:
         """The parameters, placed as a tree of shardings says.
@@ -160,12 +161,14 @@ def read(folder: Path, overrides: Sequence[str] = (), ignored: Collection[str] =
 
 
 def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str]) -> Pretrained:
-    raw = architecture.load(folder)
-    place = str(folder / architecture.CONFIG)
+    whole, place = architecture.load(folder), str(folder / architecture.CONFIG)
+    raw = multimodal.text_config(whole, place)
     row = architecture.family(raw, place)
     architecture.check_ignored(row, raw, place, ignored)
     values = architecture.settings(row, raw, place, ignored)
-    stored = safetensors.stored(folder)
+    every = stored = safetensors.stored(folder)
+    if raw is not whole:
+        stored = multimodal.text_tensors(stored)
     tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name)]
     dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
@@ -181,7 +184,9 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str]) -> P
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
-    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree)
+    like.setdefault("architectures", [row.architecture])
+    left_out = len(every) - len(stored)
+    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out)
 
 
 def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:
