@@ -148,9 +148,10 @@ class Model:
         pairs, scaling = (self.rope_dim or self.head_dim) // 2, self.rope_scaling
         if scaling and scaling.kind == "dynamic" and pairs < 2:
             wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
-        if scaling and scaling.kind == "longrope" and {*map(len, (scaling.short_factors, scaling.long_factors))} != {
-            pairs
-        }:
+        if scaling and scaling.kind == "yarn" and self.rope_theta <= 1:
+            wrong.append(f"rope_scaling.kind: yarn needs a rope_theta above 1, not {self.rope_theta}")
+        lists = (scaling.short_factors, scaling.long_factors) if scaling and scaling.kind == "longrope" else ()
+        if any(len(factors) != pairs for factors in lists):
             wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
         if self.qk_norm_kind == "joint" and self.norm != "rmsnorm":
             wrong.append("qk_norm_kind: joint needs norm: rmsnorm")

@@ -197,7 +197,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES[:4], Same("num_key_value_heads", "kv_heads", 4), *LLAMA_SIZES[5:], EPS, HEAD_DIM, Rope(2e6),
             SILU, ATTENTION_BIAS, _MLP_BIAS, NoRopeLayers(), TIED,
         ),
-        LLAMA, INV_FREQ,
+        LLAMA, INV_FREQ, ("max_window_layers",),
     ),
     Family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", "model.",

@@ -129,6 +129,9 @@ def _scaling(
     # The field beside rope_scaling has precedence over the one in it, with its default too.
     original = source.get([ORIGINAL], default or given.get(ORIGINAL, values["context"]))
     original = source.checked(ORIGINAL, original)
+    if original < 2:
+        source.refuse(ORIGINAL, original, "must be at least 2")
+        return {}
     factor = given.get("factor", values["context"] / original)
     if kind == "linear":
         return {"factor": float(factor)}
