@@ -1,13 +1,33 @@
 """The families whose tensors have other names than Llama's: GPT-2, and those that came between."""
 
 from gspmd_lm.convert.family import (
-    GELU_NEW, GPT2_SIZES, PLAIN_LAYERNORM, SIZES, TANH, TIED, UNTIED, Family, four_times, head_dim, heads,
+    GELU_NEW,
+    GPT2_SIZES,
+    PLAIN_LAYERNORM,
+    SIZES,
+    TANH,
+    TIED,
+    UNTIED,
+    Family,
+    four_times,
+    head_dim,
+    heads,
 )
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Always, Equal, FalconBlock, MultiQuery, Only, RotaryDim, Same, Switch
+from gspmd_lm.convert.fields import (
+    MOST_LAYERS,
+    Activation,
+    Always,
+    Equal,
+    FalconBlock,
+    MultiQuery,
+    Only,
+    RotaryDim,
+    Same,
+    Switch,
+)
 from gspmd_lm.convert.layer_kinds import LocalLayers
 from gspmd_lm.convert.names import BLOOM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
 from gspmd_lm.convert.rope import Rope
-
 
 GPT_FAMILIES = (
     Family(

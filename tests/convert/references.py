@@ -156,7 +156,7 @@ FIRST = list(CASES)[: list(CASES).index("granite")]
 
 
 def cases() -> list[Any]:
-    """The names of all cases for a test that takes long: the default run has the first, `pytest -m parity` the others."""
+    """All cases, for a test that takes long: the default run has the first, `pytest -m parity` has the others."""
     import pytest
 
     return [*FIRST, *(pytest.param(name, marks=pytest.mark.parity) for name in CASES if name not in FIRST)]

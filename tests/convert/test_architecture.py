@@ -472,7 +472,9 @@ def test_it_is_kept_on_export_and_can_be_written_anew(name):
     assert kept == raw
     found, fields = architecture.describe(model, None)
     # The first of the table that has the model: without a window, a Mistral is a Llama.
-    assert found.model_type == {"mistral-nemo": "llama", "phi-3": "mistral", "yarn-llama-2": "llama"}.get(name, row.model_type)
+    assert found.model_type == {"mistral-nemo": "llama", "phi-3": "mistral", "yarn-llama-2": "llama"}.get(
+        name, row.model_type
+    )
     assert model_of(fields) == model
 
 

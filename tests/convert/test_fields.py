@@ -1,7 +1,8 @@
 """Each field of config.json changed, one at a time: what moves transformers' logits moves our settings or is refused.
 
-`pytest -m parity`, with .[parity] installed, and `pytest -m slow` for more families. The names that are tried are those of transformers' config classes, those
-that are known here, and every name that transformers' sources ask a config for.
+`pytest -m parity`, with .[parity] installed, and `pytest -m slow` for more families. The names that are tried are
+those of transformers' config classes, those that are known here, and every name that transformers' sources ask a
+config for.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """The frequencies of rotary positions against those of transformers, for each kind of scaling and length of a row."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,5 +54,5 @@ def test_a_row_longer_than_the_original_context_is_scaled():
 def test_queries_and_keys_are_multiplied_by_the_attention_factor():
     model = model_of(LLAMA31 | {"rope_scaling": SCALINGS[7]})
     x_BTNH = jax.random.normal(jax.random.key(0), (1, 3, 2, 128))
-    turned = layers.rope(x_BTNH, np.arange(3)[None], model, 3)
+    turned = layers.rope(x_BTNH, jnp.arange(3)[None], model, 3)
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), 1.25 * np.linalg.norm(x_BTNH, axis=-1), rtol=1e-5)
