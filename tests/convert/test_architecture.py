@@ -514,7 +514,7 @@ def test_a_model_that_no_family_has():
         architecture.describe(odd, None)
     assert "the nearest is Qwen2" in str(error.value)
     assert "model.norm: 'layernorm', Qwen2 would have 'rmsnorm'" in str(error.value)
-    with pytest.raises(InputError, match=r"model.qkv_bias"):
+    with pytest.raises(InputError, match=r"model.attention_out_bias"):
         architecture.describe(odd, LLAMA31)
 
 
