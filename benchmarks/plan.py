@@ -7,7 +7,7 @@
     python -m benchmarks.plan published --rows 8 9    # the plan beside published layouts, tuned by hand
     python -m benchmarks.plan show    # the tables of all that was kept
 
-rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What all of them
+rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What they all
 compile is kept by `explain`, too.
 """
 
