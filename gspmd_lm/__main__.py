@@ -1,0 +1,5 @@
+"""`python -m gspmd_lm`: the command line."""
+
+from gspmd_lm.cli import main
+
+main()
