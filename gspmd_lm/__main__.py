@@ -2,4 +2,5 @@
 
 from gspmd_lm.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

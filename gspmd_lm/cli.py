@@ -1,17 +1,13 @@
 """The command line: verbs, their flags, and the order in which a run comes together."""
 
-import ctypes
 import errno
-import importlib
 import os
 import platform
 import sys
-import tempfile
 import textwrap
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import entry_points, version
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from absl import flags
@@ -329,11 +325,12 @@ def _run(argv: list[str]) -> int:
 
     if verb in EXPLAIN:
         given.layouts(values, rest)
-    elif verb != "plan":
+    elif verb == "plan":
+        given.no_rules_sets(values)
+    else:
         given.rules(values)
     if verb != "convert":  # a published model brings its own config
         given.config(values)
-    _import_jax()
     if verb == "plan":
         from gspmd_lm.verbs import plan
 
@@ -342,6 +339,9 @@ def _run(argv: list[str]) -> int:
         from gspmd_lm.verbs import explain
 
         return explain.run(verb, values, rest)
+    from gspmd_lm.verbs import without_a_gpu
+
+    without_a_gpu.import_jax()
     if verb == "generate":
         from gspmd_lm.verbs import generate
 
@@ -357,28 +357,3 @@ def _run(argv: list[str]) -> int:
     from gspmd_lm.verbs import train
 
     return train.run(verb or "train", values)
-
-
-def _import_jax() -> None:
-    """Imports jax, and hides the lines that its CUDA plugin writes on a machine without a GPU's driver.
-
-    The plugin is also installed for foresight, on machines that never had a GPU.
-    """
-    plugins = [plugin for plugin in entry_points(group="jax_plugins") if plugin.name.startswith("xla_cuda")]
-    if not plugins or os.path.exists("/dev/nvidiactl"):
-        return
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as written:
-        os.dup2(written.fileno(), 2)
-        try:
-            importlib.import_module("jax")
-            for plugin in plugins:
-                for library in Path(plugin.load().__file__).parent.glob("xla_*plugin.so"):
-                    ctypes.CDLL(str(library))  # jax would load it later, with the first device
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            written.seek(0)
-            for line in written.read().decode(errors="replace").splitlines():
-                if "cudart_stub" not in line and "before absl::InitializeLog()" not in line:
-                    print(line, file=sys.stderr)

@@ -23,6 +23,7 @@ LONGEST = 430  # lines of a file
 FOR_ALL = ("errors", "units", "paths")
 # Room -> the rooms it may import from, itself and those for all aside. Downward only. A room is a folder or a file.
 MAY_IMPORT = {
+    "__version__": "",
     "errors": "",
     "units": "",
     "paths": "errors",
@@ -60,7 +61,8 @@ MAY_IMPORT = {
     "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "verbs": "plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data "
     "runtime compile_cache processes lock files versions core_yaml config",
-    "cli": "verbs processes config",
+    "cli": "verbs processes config __version__",
+    "__main__": "cli",
     "api": "verbs plan foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
