@@ -23,6 +23,7 @@ VERBS = {
     "explain": "Say what a layout costs on hardware you do not have.",
     "compare": "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
     "plan": "Find the best layout for hardware you do not have, and write its rules file.",
+    "keys": "Print the keys of a config, each with its type, default and meaning: all, or those with a word in them.",
 }
 EXAMPLES = {  # verb -> commands, each with what it does
     "train": [
@@ -55,6 +56,10 @@ EXAMPLES = {  # verb -> commands, each with what it does
     "plan": [
         ("plan --config=llama3_8b --target=v5e:4x8 --out=mine.yaml", "Find the best layout, and write it."),
         ("plan --config=llama3_8b --target=v5e:4x8,v5p-32 --tokens=1e12", "Compare hardware for a trillion tokens."),
+    ],
+    "keys": [
+        ("keys", "All keys, which --set can set too."),
+        ("keys rope", "Those with rope in their names."),
     ],
 }  # fmt: skip
 # Groups of flags, in the help.
@@ -128,7 +133,9 @@ def _flags(verb: str) -> flags.FlagValues:
     number = lambda name, default, about: flags.DEFINE_float(name, default, about, **here)  # noqa: E731
     several = lambda name, about: flags.DEFINE_multi_string(name, [], about, **here)  # noqa: E731
     yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, **here)  # noqa: E731
-    if verb in FORESIGHT:
+    if verb == "keys":
+        yes_no("markdown", "Print the page docs/config.md.")
+    elif verb in FORESIGHT:
         text("config", "tiny", "The config: a path, or a name in configs/. It says what is computed.")
     if verb == "plan":
         text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
@@ -158,21 +165,23 @@ def _flags(verb: str) -> flags.FlagValues:
         text("html", None, "Write one self-contained page to this file.")
         text("export", None, "Keep the compiled train step of one layout in this file. On the target, "
              "train --executable runs it.")  # fmt: skip
-    else:
+    elif verb != "keys":
         text("config", None, "The config: a path, or a name in configs/. It says what is computed. The default is the "
              "workdir's config, else tiny.")  # fmt: skip
         text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout for "
              "the devices at hand. It says where and how the config is computed. The default is the workdir's rules "
              "file, else none.")  # fmt: skip
     group(INPUTS)
-    several("set", "Lay section.key=value over the config, such as model.layers=4, or rules.KEY=value over the rules "
-            "file, such as rules.remat=block. The verb keys lists all keys. This flag may be repeated.")  # fmt: skip
-    if verb != "plan":
+    if verb != "keys":
+        several("set", "Lay section.key=value over the config, such as model.layers=4, or rules.KEY=value over the "
+                "rules file, such as rules.remat=block. The verb keys lists all keys. This flag may be "
+                "repeated.")  # fmt: skip
+    if verb not in ("plan", "keys"):
         text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
     group(HELP)
     flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", **here)
     yes_no("version", "Show the versions of this program, jax and Python, and stop.")
-    if verb in FORESIGHT:
+    if verb in FORESIGHT or verb == "keys":
         return values
     group(RUN)
     text("workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in runs/.")
@@ -319,8 +328,13 @@ def _run(argv: list[str]) -> int:
             raise InputError(f"--{name}= is empty; a variable that is not set?\n  fix   give a value, or drop the flag")
     if rest and rest[0] in VERBS:
         raise InputError(f"{rest[0]}: the verb comes first\n  fix   python main.py {rest[0]} --flag=value ...")
-    if rest and verb not in EXPLAIN:
+    if rest and verb not in (*EXPLAIN, "keys"):
         raise InputError(f"{rest[0]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
+    if verb == "keys":
+        from gspmd_lm import config_keys
+
+        print(config_keys.page().rstrip() if values.markdown else config_keys.text("".join(rest[:1])))
+        return 0
     from gspmd_lm.verbs import given  # what is wrong with a file is told before jax is imported, which takes a second
 
     if verb in EXPLAIN:

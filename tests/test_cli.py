@@ -44,10 +44,18 @@ def run(capsys, monkeypatch):
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan\n",
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, keys\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
+        (
+            ("keys", "layres"),
+            "layres: no key of a config has this in its name (did you mean layers?)\n  fix   keys shows",
+        ),
+        (
+            ("--set", "layers=3"),
+            "configs/tiny.yaml --set layers=3: 1 problem\n  layers: unknown key (did you mean model.layers?)",
+        ),
         (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),
         (
             ("--rule=tp8",),
@@ -107,6 +115,7 @@ def test_wrong_input_exits_with_2(run, arguments, message):
         (("--version",), "gspmd_lm "),
         (("explain", "--help"), "python main.py explain: "),
         (("--confg=tiny",), "--confg: train has no such flag"),
+        (("keys",), "Everything that decides what is computed."),
         (("--config=tinny",), "tinny: no such file"),
         (("--set=train.step=3",), "configs/tiny.yaml --set train.step=3: 1 problem"),
         (("eval", "--rules=tp9"), "tp9: no such file"),
@@ -133,7 +142,7 @@ def test_what_is_told_before_anything_heavy_is_imported(arguments, begins, tmp_p
         [sys.executable, "main.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.stdout + done.stderr).startswith(begins)
-    assert done.returncode == (0 if {"--help", "--version"} & {*arguments} else 2)
+    assert done.returncode == (0 if {"--help", "--version", "keys"} & {*arguments} else 2)
     assert not done.stdout or not done.stderr
 
 
@@ -214,7 +223,7 @@ def test_the_examples_of_the_help_are_commands(run, verb, monkeypatch):
         values, rest = cli._parsed(verb, arguments[verb != "train" :])
         if verb in cli.EXPLAIN:
             assert given.layouts(values, rest)
-        if verb != "convert":
+        if verb not in ("convert", "keys"):
             assert given.config(values)
 
 
