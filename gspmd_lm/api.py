@@ -38,7 +38,9 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     Raises:
         InputError: every problem of the file and of the overrides.
     """
-    return configs.load(name, overrides)
+    from gspmd_lm.verbs import given
+
+    return given.with_tokenizer(configs.load(name, overrides))
 
 
 def load_rules(name: str, task: "Task | None" = None, mesh: str = "") -> Rules:

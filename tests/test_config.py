@@ -80,7 +80,8 @@ def test_a_config_is_frozen(load):
             "data: {batch: 0, held_out: 1.0}\noptimizer: {warmup_steps: -1}\n".replace("kv_heads: 8", "kv_heads: 3"),
             "mine.yaml: 7 problems\n"
             "  model: heads=8 is not a multiple of kv_heads=3\n"
-            "  model: padded_vocab=3 is smaller than vocab=257\n"
+            "  model: padded_vocab=3 is smaller than vocab=257: set padded_vocab to 0, or vocab to 0, which means the "
+            "tokenizer's size with room to divide\n"
             "  data.batch: must be at least 1, got 0\n"
             "  data.held_out: must be below 1, got 1.0\n"
             "  optimizer.warmup_steps: must be at least 0, got -1\n"
