@@ -255,7 +255,8 @@ def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
             target = target[section]
             if not isinstance(target, dict):
                 raise InputError(f"--set {text}: in {place}, {section} is not a mapping")
-        target[field] = core_yaml.parse(value, f"--set {text}")
+        glob = value.startswith("*")  # in YAML it would be an alias, which has no meaning here
+        target[field] = value if glob else core_yaml.parse(value, f"--set {text}")
 
 
 def from_dict(raw: Mapping[str, Any], place: str) -> Config:

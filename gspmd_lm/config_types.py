@@ -55,6 +55,8 @@ def explained(problem: Any, settings: type) -> list[str]:
         message = f"must be {words} {int(bound) if bound == int(bound) else bound}, got {got!r}"
     else:
         hint = did_you_mean(str(got), problem["ctx"]["expected"].split("'")) if kind == "literal_error" else ""
+        if kind == "string_type" and isinstance(got, int | float):
+            hint = f'; with quotes it is text: "{got}"'
         message = f"{_KINDS.get(kind) or problem['msg'].replace('Input should be', 'must be')}, got {got!r}{hint}"
     return [f"  {where}: {message}"]
 

@@ -166,8 +166,8 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
         for part, share, (own, _, _) in zip(parts, shares, found, strict=False):
             times = config.train.steps * data.batch * share / BLOCK / len(own)
             lines.append(
-                f"{part.name}: {share / BLOCK:.4g} of what is read, {len(own):,} rows, each read {times:,.2g} times "
-                f"in {config.train.steps:,} steps"
+                f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(own):,} rows {times:,.2g} "
+                f"times in {config.train.steps:,} steps"
             )
         if training and cached.left_out:
             lines.append(f"left out of training: {cached.left_out:,} documents that are also in data.held_out")
