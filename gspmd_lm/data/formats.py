@@ -254,7 +254,7 @@ def look(path: Path) -> str:
     if b"\0" in start:
         return BINARY
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)
+        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < SECTION_BYTES)
     except UnicodeDecodeError:
         return NOT_UTF8
     return ""

@@ -1,7 +1,7 @@
 """Files from elsewhere, such as gs:// and hf://, copied to this machine once."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +87,21 @@ def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int],
     try:
         if copy.is_file():
             return
-        with files.replacing(copy) as new, store.open(name, "rb") as source, new.open("wb") as out:
-            while block := source.read(_BLOCK_BYTES):
+        with files.replacing(copy) as new, new.open("wb") as out:
+            for block in _blocks(store, name, place):
                 out.write(block)
                 copied(out.tell())
-    except Exception as error:
-        raise _refused(place, error) from error
     finally:
         lock.release()
+
+
+def _blocks(store: Any, name: str, place: str) -> Iterator[bytes]:
+    try:
+        with store.open(name, "rb") as source:
+            while block := source.read(_BLOCK_BYTES):
+                yield block
+    except Exception as error:  # stores have no common class of errors
+        raise _refused(place, error) from error
 
 
 def _names(store: Any, path: str) -> list[str]:
