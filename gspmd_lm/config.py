@@ -33,11 +33,11 @@ class RopeScaling:
     low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor.
     """
 
-    kind: Literal["llama3", "linear"] = "llama3"
-    factor: Positive = 8.0
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    original_context: Size = 8192
+    kind: Literal["llama3", "linear"] = "llama3"  # which of the two
+    factor: Positive = 8.0  # by how much the slowed frequencies are divided
+    low_freq_factor: Positive = 1.0  # llama3: original_context over the wavelength from which frequencies are slowed
+    high_freq_factor: Positive = 4.0  # llama3: original_context over the wavelength up to which frequencies stay
+    original_context: Size = 8192  # llama3: the context that the model was trained with before
 
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
@@ -50,9 +50,9 @@ class RopeScaling:
 class Lora:
     """Low-rank adapters (LoRA, arXiv 2106.09685) beside the weights in `targets`. Only the adapters are trained."""
 
-    rank: Size = 16
+    rank: Size = 16  # the inner size of an adapter's two matrices
     alpha: Positive = 32.0  # an adapter's output is scaled by alpha / rank
-    targets: tuple[Literal["wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"], ...]
+    targets: tuple[Literal["wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"], ...]  # the weights that get an adapter
 
     def __post_init__(self):
         if not self.targets or len(set(self.targets)) < len(self.targets):
@@ -68,57 +68,57 @@ class Lora:
 class Model:
     """One decoder. Sizes carry the names of the logical axes they belong to (see axes.py)."""
 
-    layers: Size
-    embed: Size
-    heads: Size
-    kv_heads: Size
-    head_dim: Size
-    mlp: Size
-    # How many tokens the model knows. 0 means as many as data.tokenizer has, with padded_vocab raised to the next
-    # multiple of 128. The config of a run holds the numbers.
+    layers: Size  # how many blocks
+    embed: Size  # the width of the residual stream
+    heads: Size  # query heads
+    kv_heads: Size  # key and value heads; each serves heads / kv_heads query heads
+    head_dim: Size  # the size of one head
+    mlp: Size  # the hidden width of the feed-forward network
+    # How many tokens there are. 0 means as many as data.tokenizer has, with padded_vocab raised to the next multiple of
+    # 128. The config of a run holds the numbers.
     vocab: Count
     padded_vocab: Count = 0  # rows of the embedding table; 0 means vocab. The added rows are never predicted.
     padded_heads: Count = 0  # query heads in the weights; 0 means heads. Added heads, and their keys, add nothing.
     context: Size  # the longest sequence, and the rows of a learned position table
 
     block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
-    shared_norm: bool = True  # a parallel block: attention and MLP read the same norm
+    shared_norm: bool = True  # whether attention and MLP of a parallel block read the same norm
     post_norms: bool = False  # the outputs of attention and MLP go through a norm too (Gemma 2)
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_scale: bool = True
-    norm_bias: bool = False
-    norm_eps: BelowOne = 1e-6
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # the kind of all norms
+    norm_scale: bool = True  # whether norms have a learned scale
+    norm_bias: bool = False  # whether norms have a learned bias
+    norm_eps: BelowOne = 1e-6  # added to the variance in a norm
     norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
     embedding_norm: bool = False  # a norm right after the token table (BLOOM)
     embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
-    qk_norm: bool = False
-    mlp_kind: Literal["gated", "plain"] = "gated"
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"
+    qk_norm: bool = False  # a norm of each head's queries and keys, before RoPE
+    mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"  # the nonlinearity of the feed-forward network
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"  # how a token's position enters
     position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
-    rope_theta: Positive = 10000.0
+    rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
     rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # Which layers have the window. The pattern is repeated over the depth; () means all layers.
     layer_pattern: tuple[Literal["sliding", "full"], ...] = ()
     query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
-    qkv_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
-    unembedding_bias: bool = False
-    tied_embeddings: bool = False
-    dropout: BelowOne = 0.0
+    qkv_bias: bool = False  # whether the query, key and value projections have biases
+    attention_out_bias: bool = False  # whether the projection after attention has a bias
+    mlp_bias: bool = False  # whether the feed-forward network has biases
+    unembedding_bias: bool = False  # whether the logits have a bias
+    tied_embeddings: bool = False  # whether the logits are computed with the token table
+    dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_softcap: NotNegative = 0.0  # 0 means none; otherwise cap * tanh(scores / cap)
-    logit_softcap: NotNegative = 0.0
+    logit_softcap: NotNegative = 0.0  # the same for the logits
     z_loss: NotNegative = 0.0  # weight of the squared log-partition function
-    init_std: NotNegative = 0.02
-    lora: Lora | None = None
+    init_std: NotNegative = 0.02  # the standard deviation of new weights
+    lora: Lora | None = None  # adapters that are trained in place of the weights
 
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    weight_dtype: Literal["bfloat16", "float32"] = "float32"
-    matmul_precision: Literal["default", "high", "highest"] = "default"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations, and of weights in use
+    weight_dtype: Literal["bfloat16", "float32"] = "float32"  # of weights at rest
+    matmul_precision: Literal["default", "high", "highest"] = "default"  # of jax's matrix products
 
     def __post_init__(self):
         wrong = []
@@ -179,17 +179,18 @@ class Model:
 class Optimizer:
     """The update rule and its schedule, in optax's terms."""
 
-    name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
-    learning_rate: NotNegative = 3e-4
+    name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"  # which update rule
+    learning_rate: NotNegative = 3e-4  # the highest one of the schedule
+    # How the learning rate changes.
     schedule: Literal["warmup_cosine", "warmup_exponential", "warmup_stable_decay", "constant"] = "warmup_cosine"
-    warmup_steps: Count = 0
+    warmup_steps: Count = 0  # over these it rises from 0
     decay_steps: Count = 0  # warmup_stable_decay: the length of the final decay
     decay_rate: Positive = 1.0  # warmup_exponential: the factor of each step after the warmup
     final_fraction: Share = 0.1  # the share of learning_rate that is left at the end of a decay
     weight_decay: NotNegative = 0.1  # on matrices only
-    b1: BelowOne = 0.9
-    b2: BelowOne = 0.95
-    eps: NotNegative = 1e-8
+    b1: BelowOne = 0.9  # the decay of the mean of gradients
+    b2: BelowOne = 0.95  # the decay of the mean of their squares
+    eps: NotNegative = 1e-8  # added to the denominator of an update
     clip_norm: NotNegative = 1.0  # 0 means none
 
 
@@ -201,13 +202,14 @@ class Train:
     seed: Seed = 0  # decides the initial weights and dropout
     # A run without a checkpoint of its own begins with the newest weights of this workdir. "" means new weights.
     init_from: str = ""
-    log_every: Size = 10
+    log_every: Size = 10  # in steps
     eval_every: Count = 0  # 0 means only at the end
-    eval_batches: Size = 8
+    eval_batches: Size = 8  # how many batches an evaluation takes
     checkpoint_every: Count = 0  # 0 means only at the end
     keep_checkpoints: Size = 3  # how many of the newest are kept
     keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
     max_skipped: Size = 10  # a run stops after this many steps in a row whose loss or gradient is not finite
+    # Where figures go, besides metrics.jsonl.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
 
 
@@ -215,7 +217,7 @@ class Train:
 class Config:
     """Everything that decides what is computed. The rules file decides where it is computed."""
 
-    name: str
+    name: str  # of the run's folder and its reports; by default that of the file
     model: Model
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)

@@ -46,7 +46,10 @@ def explained(problem: Any, settings: type) -> list[str]:
         found = problem["msg"].removeprefix("Value error, ").split("\n")
         return [f"  {where}: {line}" if where else f"  {line}" for line in found]
     if kind == "unexpected_keyword_argument":
-        message = f"unknown key{did_you_mean(str(problem['loc'][-1]), _fields_at(settings, problem['loc'][:-1]))}"
+        section, key = problem["loc"][:-1], str(problem["loc"][-1])
+        deeper = [field for field in _fields_at(settings, section) if key in _fields_at(settings, (*section, field))]
+        hint = f" (did you mean {'.'.join([*map(str, section), deeper[0], key])}?)" if deeper else ""
+        message = f"unknown key{hint or did_you_mean(key, _fields_at(settings, section))}"
     elif kind in ("missing", "missing_argument"):
         message = "missing"
     elif kind in _BOUNDS:

@@ -23,6 +23,7 @@ LONGEST = 430  # lines of a file
 FOR_ALL = ("errors", "units", "paths")
 # Room -> the rooms it may import from, itself and those for all aside. Downward only. A room is a folder or a file.
 MAY_IMPORT = {
+    "__version__": "",
     "errors": "",
     "units": "",
     "paths": "errors",
@@ -41,6 +42,7 @@ MAY_IMPORT = {
     "placing": "vocabulary",
     "products": "placing",
     "rules": "vocabulary core_yaml",
+    "config_keys": "rules core_yaml config",
     "rules_file": "axes vocabulary core_yaml rules",
     "runtime": "rules processes config",
     "mesh": "rules config",
@@ -62,7 +64,8 @@ MAY_IMPORT = {
     "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "verbs": "plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data "
     "runtime compile_cache processes lock files versions core_yaml config",
-    "cli": "verbs processes config",
+    "cli": "verbs processes config_keys config __version__",
+    "__main__": "cli",
     "api": "verbs plan foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
@@ -90,6 +93,7 @@ NEVER = {
     "vocabulary": ("jax", "flax", "numpy"),
     "rules": ("jax", "flax", "numpy"),
     "rules_file": ("jax", "flax", "numpy"),
+    "config_keys": ("jax", "flax", "numpy"),
     "cli": ("jax", "flax", "numpy", "orbax", "grain"),  # when it is imported; a verb's code comes when the verb runs
     "api": ("jax", "flax", "numpy", "orbax", "grain"),  # the same
 }
