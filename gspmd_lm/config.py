@@ -3,25 +3,26 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm import core_yaml
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.config_data import Data
+from gspmd_lm.config_types import STRICT as _STRICT
+from gspmd_lm.config_types import (
+    BelowOne,
+    Count,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    Size,
+    explained,
+)
+from gspmd_lm.errors import InputError
 from gspmd_lm.paths import find_file, read_text
-
-_STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_MOST = 2**31 - 1  # the largest int32
-
-Size = Annotated[int, pydantic.Field(ge=1, le=_MOST)]
-Count = Annotated[int, pydantic.Field(ge=0, le=_MOST)]
-Seed = Annotated[int, pydantic.Field(ge=0, lt=_MOST)]
-Positive = Annotated[float, pydantic.Field(gt=0)]
-NotNegative = Annotated[float, pydantic.Field(ge=0)]
-Share = Annotated[float, pydantic.Field(ge=0, le=1)]
-BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -81,7 +82,9 @@ class Model:
     kv_heads: Size  # key and value heads; each serves heads / kv_heads query heads
     head_dim: Size  # the size of one head
     mlp: Size  # the hidden width of the feed-forward network
-    vocab: Size  # how many tokens there are
+    # How many tokens there are. 0 means as many as data.tokenizer has, with padded_vocab raised to the next multiple of
+    # 128. The config of a run holds the numbers.
+    vocab: Count
     padded_vocab: Count = 0  # rows of the embedding table; 0 means vocab. The added rows are never predicted.
     padded_heads: Count = 0  # query heads in the weights; 0 means heads. Added heads, and their keys, add nothing.
     context: Size  # the longest sequence, and the rows of a learned position table
@@ -138,7 +141,10 @@ class Model:
         if self.heads % self.kv_heads:
             wrong.append(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.padded_vocab and self.padded_vocab < self.vocab:
-            wrong.append(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
+            wrong.append(
+                f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}: set padded_vocab to 0, or "
+                "vocab to 0, which means the tokenizer's size with room to divide"
+            )
         group = max(self.heads // self.kv_heads, 1)
         if self.padded_heads and (self.padded_heads < self.heads or (self.kv_heads > 1 and self.padded_heads % group)):
             of = f", and a multiple of {group}, the query heads of each key head" if self.kv_heads > 1 else ""
@@ -167,6 +173,7 @@ class Model:
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
+        assert self.vocab, "model.vocab is 0 until data.tokenizer.sized() has asked the tokenizer"
         return self.padded_vocab or self.vocab
 
     @property
@@ -198,31 +205,6 @@ class Model:
         if not self.sliding_rope_theta:
             return dataclasses.replace(self, layer_pattern=())
         return dataclasses.replace(self, layer_pattern=(), rope_theta=self.sliding_rope_theta, rope_scaling=None)
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Data:
-    """Where tokens come from and how they are put into rows."""
-
-    # stdlib | random:ROWS | one or more globs of .txt .md .py .jsonl .parquet .array_record, separated by spaces
-    source: str = "stdlib"
-    tokenizer: str = "bytes"  # bytes | path of a Hugging Face tokenizer.json
-    text_field: str = "text"  # the field of a .jsonl object or the column of a .parquet file
-    # The field of a .jsonl object that holds a conversation: a list of {role, content}. Rows are then written with the
-    # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
-    messages_field: str = ""
-    # stream: rows are cut from one text, and attention crosses documents.
-    packing: Literal["documents", "stream"] = "documents"
-    batch: Size = 32  # sequences per step, over all devices
-    seq: Size = 256  # tokens per sequence
-    held_out: BelowOne = 0.02  # share of the documents kept for evaluation, chosen by their content
-    seed: Seed = 0  # decides the order of rows
-
-    def __post_init__(self):
-        if self.messages_field and self.packing != "documents":
-            raise ValueError(
-                f"messages_field={self.messages_field} needs packing: documents, which keeps conversations apart"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -307,7 +289,8 @@ def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
             target = target[section]
             if not isinstance(target, dict):
                 raise InputError(f"--set {text}: in {place}, {section} is not a mapping")
-        target[field] = core_yaml.parse(value, f"--set {text}")
+        glob = value.startswith("*")  # in YAML it would be an alias, which has no meaning here
+        target[field] = value if glob else core_yaml.parse(value, f"--set {text}")
 
 
 def from_dict(raw: Mapping[str, Any], place: str) -> Config:
@@ -316,57 +299,10 @@ def from_dict(raw: Mapping[str, Any], place: str) -> Config:
         # In JSON mode a strict tuple may be written as a list.
         return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw))
     except pydantic.ValidationError as error:
-        lines = [line for problem in error.errors() for line in _explain(problem)]
+        lines = [line for problem in error.errors() for line in explained(problem, Config)]
         raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The plain values of a config, ready for YAML or JSON."""
     return pydantic.TypeAdapter(Config).dump_python(config, mode="json")
-
-
-_KINDS = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "tuple_type": "must be a list",
-    "dataclass_type": "must be a mapping",
-}
-_BOUNDS = {
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
-
-
-def _explain(problem: Any) -> list[str]:
-    """The lines of a message about one of pydantic's findings, in the words of the config file."""
-    where, kind, got = ".".join(str(part) for part in problem["loc"]), problem["type"], problem.get("input")
-    if kind == "value_error":  # raised by a section's own checks, with one problem on each line
-        found = problem["msg"].removeprefix("Value error, ").split("\n")
-        return [f"  {where}: {line}" if where else f"  {line}" for line in found]
-    if kind == "unexpected_keyword_argument":
-        section, key = problem["loc"][:-1], str(problem["loc"][-1])
-        deeper = [field for field in _fields_at(section) if key in _fields_at((*section, field))]
-        hint = f" (did you mean {'.'.join([*section, deeper[0], key])}?)" if deeper else ""
-        message = f"unknown key{hint or did_you_mean(key, _fields_at(section))}"
-    elif kind in ("missing", "missing_argument"):
-        message = "missing"
-    elif kind in _BOUNDS:
-        words, name = _BOUNDS[kind]
-        bound = problem["ctx"][name]
-        message = f"must be {words} {int(bound) if bound == int(bound) else bound}, got {got!r}"
-    else:
-        hint = did_you_mean(str(got), problem["ctx"]["expected"].split("'")) if kind == "literal_error" else ""
-        message = f"{_KINDS.get(kind) or problem['msg'].replace('Input should be', 'must be')}, got {got!r}{hint}"
-    return [f"  {where}: {message}"]
-
-
-def _fields_at(path: Sequence[Any]) -> list[str]:
-    kind: Any = Config
-    for part in path:
-        kind = get_type_hints(kind).get(str(part), object)
-        kind = next((arm for arm in getattr(kind, "__args__", ()) if dataclasses.is_dataclass(arm)), kind)
-    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []

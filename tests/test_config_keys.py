@@ -40,7 +40,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     raw["train"]["steps"] = 1
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
-    for key in KEYS:
+    for key in [key for key in KEYS if "[]" not in key.name]:  # a list is empty by default
         *sections, field = key.name.split(".")
         within, again = plain, raw
         for section in sections:

@@ -16,7 +16,18 @@ PLAN = "plan"  # in place of a rules file
 
 def config(values: flags.FlagValues) -> Config:
     """The config that --config names, else the one in the workdir, else tiny, with --set laid over it."""
-    return load_config(_file(values, "config") or "tiny", config_sets(values))
+    found = load_config(_file(values, "config") or "tiny", config_sets(values))
+    return with_tokenizer(found, getattr(values, "workdir", None))
+
+
+def with_tokenizer(config: Config, workdir: str | None = None) -> Config:
+    """The config with the size of its vocabulary, and with the tokenizer that was trained in the workdir."""
+    if config.model.vocab and config.data.tokenizer == "bytes":
+        return config
+    from gspmd_lm.data import trained
+
+    sized = trained.sized(config)
+    return trained.found(sized, workdir) if workdir else sized
 
 
 def config_sets(values: flags.FlagValues) -> list[str]:
