@@ -39,7 +39,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """
     from gspmd_lm.verbs import given
 
-    return given.load_config(name, overrides)
+    return given.with_tokenizer(given.load_config(name, overrides))
 
 
 def load_rules(name: str, task: "Task | None" = None, mesh: str = "") -> Rules:

@@ -21,7 +21,9 @@ from gspmd_lm import checkpoint, compile_cache, core_yaml, files, processes, run
 from gspmd_lm import config as configs
 from gspmd_lm.checkpoint import Checkpoints, Chosen
 from gspmd_lm.config import Config
+from gspmd_lm.data import trained
 from gspmd_lm.data.loader import Loader
+from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.train import metrics, source
 from gspmd_lm.train.state import State
@@ -63,7 +65,8 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return self.step.config
+        config = self.step.config
+        return trained.kept(config, self.workdir) if trained_size(config.data.tokenizer) else config
 
     @functools.cached_property
     def rows(self) -> tuple[Loader, Loader | None]:
@@ -323,10 +326,15 @@ class Run:
         return metrics.Log(self.workdir, start, trackers, configs.to_dict(self.config), self.say)
 
     def _write_description(self) -> None:
-        """Writes config.yaml and rules.yaml as resolved, and versions.json: enough to repeat the run."""
+        """Writes config.yaml and rules.yaml as resolved, versions.json and a tokenizer that was trained.
+
+        These are enough to repeat the run.
+        """
         if not self.machine.is_main:
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
+        if made := self.rows[0].tokenizer:
+            files.replace(self.workdir / made.name, made.read_bytes())
         files.replace(self.workdir / "config.yaml", core_yaml.dump(configs.to_dict(self.config)))
         files.replace(self.workdir / "rules.yaml", self.step.rules.text)
         packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")

@@ -20,7 +20,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state, step
 from gspmd_lm.units import human_bytes
-from gspmd_lm.verbs import session
+from gspmd_lm.verbs import given, session
 
 ORIGINAL = "hugging_face"  # a folder in the workdir: the files that came with the weights
 IGNORED = "ignored.json"  # the fields of config.json that --ignore named
@@ -49,7 +49,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         raise InputError(f"--{', --'.join(idle)}: only for convert --to=DIR\n  fix   drop it{also}")
     if "://" not in str(workdir):
         session.check_folder("workdir", Path(workdir))
-    found = pretrained.read(source, values.set, values.ignore)
+    found = pretrained.read(source, given.config_sets(values), values.ignore)
     carried = {architecture.CONFIG: _json(dict(found.like))} | _beside_weights(source)
     if values.ignore:
         carried[IGNORED] = _json({architecture.CONFIG: values.ignore})
