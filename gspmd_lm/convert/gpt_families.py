@@ -87,7 +87,7 @@ GPT_FAMILIES = (
             *PLAIN_LAYERNORM, Always("head_dim", head_dim), FalconBlock(), Rope(),
             Same("layer_norm_epsilon", "norm_eps", 1e-5), Activation("activation", "gelu", GELU_NEW),
             Switch("bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), False), TIED,
-            Only("alibi", False, "has positions rounded to bfloat16 and scaled, which is not supported"),
+            Switch("alibi", ("positions",), False, "alibi_bf16", "rope"),
             Only("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
         FALCON,

@@ -554,7 +554,6 @@ def test_a_field_that_cannot_be_had(changed, said):
     [
         ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim: 512 is not hidden_size"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False puts norms after"),
-        ("falcon-7b", {"alibi": True}, "alibi: True has positions rounded to bfloat16"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn: 2"),
         ("falcon-40b", {"parallel_attn": False}, "contradicts new_decoder_architecture"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scales attention by layer"),
