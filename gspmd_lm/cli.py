@@ -25,6 +25,7 @@ VERBS = {
     "explain": "Say what a layout costs on hardware you do not have.",
     "compare": "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
     "plan": "Find the best layout for hardware you do not have, and write its rules file.",
+    "plot": "Show what runs have logged, laid over each other in one page: plot RUN RUN2.",
 }
 EXPLAIN = ("explain", "compare")
 FORESIGHT = (*EXPLAIN, "plan")
@@ -90,6 +91,13 @@ def _flags(verb: str) -> flags.FlagValues:
     number = lambda name, default, about: flags.DEFINE_float(name, default, about, flag_values=values)  # noqa: E731
     several = lambda name, about: flags.DEFINE_multi_string(name, [], about, flag_values=values)  # noqa: E731
     yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, flag_values=values)  # noqa: E731
+    if verb == "plot":
+        several("workdir", "The folder of a run, or a folder of runs. This flag may be repeated, and folders may also "
+                "stand without it.")  # fmt: skip
+        text("html", None, "Write the page to this file. The default is plot.html in the run's folder; with several "
+             "runs, in the current folder.")  # fmt: skip
+        flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", flag_values=values)
+        return values
     if verb in FORESIGHT:
         text("config", "tiny", "The config: a path, or a name in configs/. It says what is computed.")
     if verb == "plan":
@@ -219,6 +227,10 @@ def _run(argv: list[str]) -> int:
             raise InputError(f"--{name}= is empty; a variable that is not set?\n  fix   give a value, or drop the flag")
     if len(rest) > 1 and rest[1] in VERBS:
         raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
+    if verb == "plot":
+        from gspmd_lm.verbs import plot
+
+        return plot.run(values, rest[1:])
     if len(rest) > 1 and verb not in EXPLAIN:
         raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
     from gspmd_lm.verbs import given  # what is wrong with a file is told before jax is imported, which takes a second

@@ -72,7 +72,7 @@ class Run:
     executable: Any = None  # the compiled train step, if it was compiled elsewhere
     check_lock: Callable[[], None] = lambda: None  # raises RunFailed if another run now writes to the workdir
     writer: Writer | None = None  # of the texts of train.samples
-    wrote: bool = False  # whether its programs are compiled
+    evaluates: bool = False  # whether the programs of evaluation are compiled
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -131,7 +131,7 @@ class Run:
                 missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
                 if missed and held_out_rows is not None:
                     # The run was asked to stop at this step, and saved it without evaluating it.
-                    best = best.after(start, self._evaluated(state.params, start, log)["eval_loss"])
+                    best = best.after(start, self._evaluated(state.params, start, log, meter)["eval_loss"])
                     meter.begin()
                 for at, batch in meter.waiting(() if best.ends(train.patience) else batches):
                     trace(at)
@@ -153,7 +153,7 @@ class Run:
                         raise self._failed(streak.failed, checkpoints)
                     before = best
                     if (self._counts(done) or done == stop) and held_out_rows is not None and not interrupted:
-                        loss = self._evaluated(state.params, done, log)["eval_loss"]
+                        loss = self._evaluated(state.params, done, log, meter)["eval_loss"]
                         best = best.after(done, loss) if self._counts(done) else best
                         ending = ending or best.ends(train.patience)
                         meter.restart(done)
@@ -287,19 +287,21 @@ class Run:
         """Whether a step is evaluated by the schedule. Only such evaluations say what is best; --steps adds one."""
         return _due(step, self.config.train.eval_every) or step == self.config.train.steps
 
-    def _evaluated(self, params: Any, step: int, log: Log) -> dict[str, float]:
+    def _evaluated(self, params: Any, step: int, log: Log, meter: metrics.Meter) -> dict[str, float]:
         """The metrics of the held-out rows. They are logged, and so are the texts of train.samples."""
+        if not self.evaluates:
+            with meter.once():
+                self._program("evaluation", self.step.lower_evaluate)
+                if self.writer:
+                    self.writer.compile()
+                self._ready(None)
+            self.evaluates = True
         found = self._measured(params, step)
         log.write(step, found)
-        if self.writer:
-            if not self.wrote:
-                self.writer.compile()
-                self._ready(None)
-                self.wrote = True
-            texts = [Sample(*pair) for pair in self.writer(params)]
-            log.write_samples(step, texts)
-            for text in texts:
-                self.say(progress.sample(text.prompt, text.text))
+        texts = [Sample(*pair) for pair in self.writer(params)] if self.writer else []
+        log.write_samples(step, texts)
+        for text in texts:
+            self.say(progress.sample(text.prompt, text.text))
         return found
 
     def _measured(self, params: Any, step: int) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """The numbers of a run: what its steps give, and what the clock adds to them."""
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -41,12 +42,19 @@ class Meter:
 
     def begin(self) -> None:
         """Begins before the first step."""
-        self.began = time.perf_counter()
+        self.began, self.once_s = time.perf_counter(), 0.0
         self.restart(self.start)
 
     def restart(self, step: int) -> None:
         """Begins a new interval, so that evaluation and saving are not counted as steps."""
         self.interval_began, self.at, self.wait_s = time.perf_counter(), step, 0.0
+
+    @contextlib.contextmanager
+    def once(self) -> Iterator[None]:
+        """A context for what happens only once, such as compiling: the time left does not count it."""
+        before = time.perf_counter()
+        yield
+        self.once_s += time.perf_counter() - before
 
     def waiting(self, batches: Any) -> Any:
         """The batches. The time spent waiting for them is recorded."""
@@ -85,4 +93,5 @@ class Meter:
         steps = step - self.start - 1
         if self.first_step_s is None or not steps:
             return None
-        return (time.perf_counter() - self.began - self.first_step_s) / steps * (self.stop - step)
+        taken_s = time.perf_counter() - self.began - self.first_step_s - self.once_s
+        return taken_s / steps * (self.stop - step)
