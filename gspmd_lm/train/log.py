@@ -42,7 +42,8 @@ class Log:
         self.samples = _Rows(workdir / SAMPLES, start_step, say)
         online = [tracker for tracker in train.trackers if tracker != "tensorboard"]
         if online and self.metrics.dropped:
-            say(f"{' and '.join(online)}: keeps its points of steps after {start_step}, and may ignore new ones")
+            say(f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
+                "new ones")  # fmt: skip
         self.trackers = trackers.start(workdir, start_step, train, config)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -388,6 +388,9 @@ class Run:
         packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
         about = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": versions.command(),
+            "host": versions.host(),
+            "commit": versions.commit(),
             "mesh": dict(self.step.rules.mesh),
             "rows": self.rows[0].description,
             "versions": versions.installed(packages) | {"device": self.machine.device_kind},

@@ -4,8 +4,12 @@ import dataclasses
 import io
 import json
 import os
+import platform
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -14,7 +18,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import config as configs
-from gspmd_lm import runtime
+from gspmd_lm import runtime, versions
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
@@ -132,7 +136,25 @@ def test_what_a_workdir_holds(straight):
     assert [speeds & set(row) for row in logged] == [set(), *[speeds] * 11]  # the first step does more than a step
     assert [(row["tokens"], row["epoch"]) for row in logged] == [(8 * 16 * n, 8 * n / 60) for n in range(1, 13)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [6, 12]
-    assert json.loads((workdir / "versions.json").read_text())["versions"]["jax"] == jax.__version__
+    about = json.loads((workdir / "versions.json").read_text())
+    assert about["versions"]["jax"] == jax.__version__ and about["host"] == platform.node()
+    assert about["command"] == shlex.join(["python", *sys.argv]) and about["commit"] == versions.commit()
+
+
+def test_the_commit_of_a_checkout(tmp_path):
+    git = lambda *words: subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True, text=True)  # noqa: E731
+    assert versions.commit(tmp_path) is None
+    git("init")
+    assert versions.commit(tmp_path) is None  # it has no commit
+    (tmp_path / "a.py").write_text("1")
+    git("add", "a.py")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert versions.commit(tmp_path) == head
+    (tmp_path / "a.py").write_text("2")
+    assert versions.commit(tmp_path) == f"{head}, with changes"
+    (tmp_path / "inner").mkdir()
+    assert versions.commit(tmp_path / "inner") is None
 
 
 def test_metrics_are_cut_back_to_the_restored_step(run, tmp_path):
