@@ -1,6 +1,5 @@
 """plot: shows what runs have logged, as a table and as one page."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ def run(values: flags.FlagValues, folders: Sequence[str]) -> int:
     where = values.html or _beside(folders)
     outputs.check((where,))
     table.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
-    files.replace(Path(where), page.render(runs, shlex.join(["python", "main.py", *sys.argv[1:]])))
+    files.replace(Path(where), page.render(runs, outputs.command_line(sys.argv[1:])))
     Console(highlight=False).print(f"wrote {where}", soft_wrap=True, markup=False)
     return 0
 
