@@ -230,7 +230,7 @@ class Optimizer:
 class Samples:
     """Texts that the model writes at each evaluation, to see what it has learnt. They change nothing in training."""
 
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...]  # the beginnings that are continued, one text for each
     tokens: Size = 64  # how many are written after a prompt
     temperature: NotNegative = 0.8  # 0 takes the most likely token
 
