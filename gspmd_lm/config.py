@@ -227,6 +227,19 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Samples:
+    """Texts that the model writes at each evaluation, to see what it has learnt. They change nothing in training."""
+
+    prompts: tuple[str, ...]  # the beginnings that are continued, one text for each
+    tokens: Size = 64  # how many are written after a prompt
+    temperature: NotNegative = 0.8  # 0 takes the most likely token
+
+    def __post_init__(self):
+        if not self.prompts or not all(self.prompts):
+            raise ValueError(f"prompts={list(self.prompts)} must have at least one prompt, and none that is empty")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Train:
     """How long a run trains, and how often it logs, evaluates and saves."""
 
@@ -240,9 +253,26 @@ class Train:
     checkpoint_every: Count = 0  # 0 means only at the end
     keep_checkpoints: Size = 3  # how many of the newest are kept
     keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
+    keep_best: bool = False  # each evaluation with the lowest held-out loss so far is saved, and the best one is kept
+    # A run ends after this many evaluations in a row without a lower held-out loss, and keeps the best. 0 means never.
+    patience: Count = 0
+    samples: Samples | None = None
     max_skipped: Size = 10  # a run stops after this many steps in a row whose loss or gradient is not finite
     # Where figures go, besides metrics.jsonl.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    project: str = "gspmd_lm"  # wandb and trackio: where the run is listed
+    group: str = ""  # wandb and trackio: runs that belong together
+    tags: tuple[str, ...] = ()  # wandb
+
+    def __post_init__(self):
+        if (self.keep_best or self.patience) and not self.eval_every:
+            name = "patience" if self.patience else "keep_best"
+            raise ValueError(f"{name} needs evaluations during training: set eval_every, such as 100")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is kept."""
+        return self.keep_best or self.patience > 0
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -258,6 +288,11 @@ class Config:
     def __post_init__(self):
         if self.data.seq > self.model.context:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+        if self.data.held_out == 0 and (self.train.keeps_best or self.train.samples):
+            raise ValueError(
+                "train.keep_best, train.patience and train.samples belong to evaluation, for which data.held_out=0 "
+                "leaves no rows: set data.held_out, such as 0.02"
+            )
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
