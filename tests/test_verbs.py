@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gspmd_lm import cli, config, errors, processes, runtime
-from gspmd_lm.convert import export
+from gspmd_lm.convert import beside, export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
 from gspmd_lm.verbs import convert, generate, session
@@ -204,10 +204,10 @@ def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one
         (tmp_path / "first" / name).touch()
     (tmp_path / "second" / "mine.json").touch()
     (tmp_path / "second" / "chat_template.jinja").touch()
-    assert convert._beside(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
+    assert beside.of_run(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
         "generation_config.json": tmp_path / "first" / "generation_config.json",
         "chat_template.jinja": tmp_path / "second" / "chat_template.jinja",
         "tokenizer.json": tmp_path / "second" / "mine.json",
     }
     with pytest.raises(errors.InputError, match="no such file"):
-        convert._beside(None, str(tmp_path / "gone.json"))
+        beside.of_run(None, str(tmp_path / "gone.json"))
