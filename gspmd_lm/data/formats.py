@@ -233,6 +233,11 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
                     yield document
 
 
+def whole(path: Path, field: str) -> bytes:
+    """All documents of a file as one text. Raises InputError as `texts` does."""
+    return (b"" if of(path) == _PLAIN else b"\n").join(texts(path, field))
+
+
 def records(path: Path) -> Iterator[Row]:
     """The records of a file, each with its place. Raises InputError as `texts` does."""
     kind = of(path)
