@@ -65,9 +65,8 @@ def copies(
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
         copy = cache_folder("copies") / version / Path(name).name
-        if not copy.is_file():
-            copied = lambda size, before=done: progress and progress("copying files", before + size, total)  # noqa: E731
-            _copy(store, name, copy, f"{place}: {kind}://{name}", copied)
+        copied = lambda size, before=done: progress and progress("copying files", before + size, total)  # noqa: E731
+        _copy(store, name, copy, f"{place}: {kind}://{name}", copied)
         done += about.get("size") or 0
         found.append(copy)
     return found
@@ -85,12 +84,13 @@ def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int],
             "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
         ) from error
     try:
-        if copy.is_file():
+        if copy.is_file() and not files.damage(copy.parent, (copy.name,)):
             return
         with files.replacing(copy) as new, new.open("wb") as out:
             for block in _blocks(store, name, place):
                 out.write(block)
                 copied(out.tell())
+        files.seal(copy.parent, (copy.name,))
     finally:
         lock.release()
 

@@ -207,9 +207,8 @@ def store():
 def test_addresses_are_copied_once(store, monkeypatch):
     assert _read("memory://corpus") == ["a", "b.txt", "sub/c.txt"]
     assert "unknown ending: memory:/corpus/x.pdf" in _open("memory://corpus").notes
-    monkeypatch.setattr(remote, "_copy", lambda *_: pytest.fail("copied again"))
+    monkeypatch.setattr(remote, "_blocks", lambda *_: pytest.fail("copied again"))
     assert _read("memory://corpus/*.txt") == ["b.txt"] and _read("memory://corpus/b.txt") == ["b.txt"]
-    monkeypatch.undo()
 
 
 def test_a_changed_object_is_copied_again(store):
@@ -218,6 +217,12 @@ def test_a_changed_object_is_copied_again(store):
     assert said[0] == ("copying files", 5, 5)
     store.pipe("/corpus/b.txt", b"changed")
     assert _read("memory://corpus/b.txt") == ["changed"]
+
+
+def test_a_damaged_copy_is_copied_again(store):
+    (path,) = remote.copies("memory://corpus/b.txt", "here")
+    path.write_bytes(b"b,txt")
+    assert _read("memory://corpus/b.txt") == ["b.txt"]
 
 
 def test_bad_addresses(store, monkeypatch):
