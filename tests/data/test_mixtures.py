@@ -90,6 +90,7 @@ def test_a_change_of_weights_is_another_order_of_the_same_tokens(monkeypatch):
 
 
 def test_sources_without_weights_are_one():
+    loader.open(_config(_entry("a", 1), _entry("b", 1)))  # has a cache of its own
     joined, _ = loader.open(_config(_entry("a"), _entry("b")))
     assert joined.shares == () and isinstance(joined.rows, packing.Rows)
     order = np.concatenate([joined.indices_at(step, range(8)) for step in range(-(-len(joined.rows) // 8))])
