@@ -252,7 +252,8 @@ def test_conversations_may_stand_in_any_file_of_records(conversations, folder):
     parts, _ = loader.open(_config(vocab=300, **conversations | {"source": source}))
     assert (parts.rows.stream == whole.rows.stream).all() and parts.tokens_per_epoch == whole.tokens_per_epoch
     weighted = [{"path": "a.json", "weight": 1}, {"path": "b.parquet", "weight": 2, "messages_field": "talk"}]
-    mixed, held_out = loader.open(_config(vocab=300, **conversations | {"source": weighted, "held_out": "d.jsonl.gz"}))
+    apart = [{"path": "c.arrow", "messages_field": "talk"}]
+    mixed, held_out = loader.open(_config(vocab=300, **conversations | {"source": weighted, "held_out": apart}))
     assert mixed.shares == (3333, 6667) and held_out
     assert f"{mixed.tokens_per_epoch:,} of them the assistant's" in mixed.description
 
