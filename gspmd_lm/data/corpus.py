@@ -129,7 +129,7 @@ def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
             subfolders.clear()
             continue
         seen.add(os.path.realpath(at))
-        if here != folder and "config.yaml" in names and "checkpoints" in subfolders:
+        if here != folder and "config.yaml" in names and ("rules.yaml" in names or "checkpoints" in subfolders):
             notes.skipped("the folder of a run", here)
             subfolders.clear()
             continue

@@ -13,7 +13,7 @@ from gspmd_lm.data import formats
 from gspmd_lm.errors import InputError
 from gspmd_lm.paths import cache_folder
 
-Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all (0: not known)
+Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all; 0 and 0 for a wait
 
 # The package that reads addresses of a kind, where fsspec itself does not.
 _PACKAGES = {
@@ -65,7 +65,9 @@ def copies(
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
         copy = cache_folder("copies") / version / Path(name).name
-        copied = lambda size, before=done: progress and progress("copying files", before + size, total)  # noqa: E731
+        copied = lambda size, before=done: (
+            progress and progress("copying files", before + size, max(total, before + size))
+        )  # noqa: E731
         _copy(store, name, copy, f"{place}: {kind}://{name}", copied)
         done += about.get("size") or 0
         found.append(copy)

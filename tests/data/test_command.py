@@ -107,6 +107,7 @@ def test_a_log_gets_a_line_every_ten_seconds(monkeypatch):
         "tokenizing: 400.0 of 1,100.0 MB, 36%, 70 s left",
         "tokenizing: 1,100.0 of 1,100.0 MB, 100%",
     ]
+    assert _shown(monkeypatch, [(0, "waiting for another", 0, 0)]) == "waiting for another ...\n"
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(monkeypatch):

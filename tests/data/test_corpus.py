@@ -88,7 +88,8 @@ def test_links_to_folders_are_followed_and_a_circle_ends():
 
 def test_the_folders_of_runs_are_no_texts():
     _write(names="t/a.txt t/run/config.yaml t/run/metrics.jsonl t/run/checkpoints/x.txt")
-    assert _read("t") == ["a.txt"] and "skipped, the folder of a run: t/run" in _open("t").notes
+    _write(names="t/stopped/config.yaml t/stopped/rules.yaml t/stopped/metrics.jsonl")
+    assert _read("t") == ["a.txt"] and "skipped, the folder of a run: t/run, t/stopped" in _open("t").notes
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):

@@ -53,7 +53,7 @@ def test_rows_are_drawn_by_weight():
 def test_each_source_has_epochs_of_its_own():
     mixed, _ = loader.open(_config(_entry("a", 3), _entry("b", 1)))
     sizes = [len(part) for part in mixed.rows.parts]
-    order = np.concatenate([mixed.indices_at(step, range(8)) for step in range(loader.BLOCK // 8)])
+    order = np.concatenate([mixed.indices_at(step, range(8)) for step in range(2 * loader.BLOCK // 8)])
     for own, first, size in ((order[order < sizes[0]], 0, sizes[0]), (order[order >= sizes[0]], *sizes)):
         times = np.bincount(own - first, minlength=size)
         assert times.max() - times.min() <= 1 and len(times) == size
