@@ -1,5 +1,6 @@
 """Files from elsewhere, such as gs:// and hf://, copied to this machine once."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,13 +63,16 @@ def copies(
     if not names:
         raise InputError(f"{place}: {address} matches no file\n  fix   correct the address")
     found, done, total = [], 0, sum(about.get("size") or 0 for about in facts.values())
+
+    def told(before_bytes: int, copied_bytes: int) -> None:
+        now_bytes = before_bytes + copied_bytes
+        if progress:
+            progress("copying files", now_bytes, max(total, now_bytes))
+
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
         copy = cache_folder("copies") / version / Path(name).name
-        copied = lambda size, before=done: (
-            progress and progress("copying files", before + size, max(total, before + size))
-        )  # noqa: E731
-        _copy(store, name, copy, f"{place}: {kind}://{name}", copied)
+        _copy(store, name, copy, f"{place}: {kind}://{name}", functools.partial(told, done))
         done += about.get("size") or 0
         found.append(copy)
     return found
