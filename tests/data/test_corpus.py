@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
+from gspmd_lm import lock
 from gspmd_lm.config import Data
 from gspmd_lm.config_data import Source
 from gspmd_lm.data import corpus, formats, remote, sources
@@ -89,7 +90,8 @@ def test_links_to_folders_are_followed_and_a_circle_ends():
 def test_the_folders_of_runs_are_no_texts():
     _write(names="t/a.txt t/run/config.yaml t/run/metrics.jsonl t/run/checkpoints/x.txt")
     _write(names="t/stopped/config.yaml t/stopped/rules.yaml t/stopped/metrics.jsonl")
-    assert _read("t") == ["a.txt"] and "skipped, the folder of a run: t/run, t/stopped" in _open("t").notes
+    _write(names=f"t/z/{lock.LOCK} t/z/{lock.HOLDER}")
+    assert _read("t") == ["a.txt"] and "skipped, the folder of a run: t/run, t/stopped, t/z" in _open("t").notes
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
