@@ -30,14 +30,22 @@ class RopeScaling:
     """RoPE whose frequencies are slowed by `factor`.
 
     linear (arXiv 2306.15595) slows all frequencies. llama3 slows those whose wavelength is above original_context /
-    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor.
+    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor. yarn
+    (arXiv 2309.00071) has the same two limits and blends between them by the number of the frequency. dynamic raises
+    rope_theta for rows that are longer than original_context. longrope (arXiv 2402.13753) divides each frequency by a
+    number of its own: one of long_factors for rows that are longer than original_context, else one of short_factors.
+    A row's length is data.seq in training; in generation it is the prompt and all that may follow.
     """
 
-    kind: Literal["llama3", "linear"] = "llama3"  # which of the two
-    factor: Positive = 8.0  # by how much the slowed frequencies are divided
-    low_freq_factor: Positive = 1.0  # llama3: original_context over the wavelength from which frequencies are slowed
-    high_freq_factor: Positive = 4.0  # llama3: original_context over the wavelength up to which frequencies stay
-    original_context: Size = 8192  # llama3: the context that the model was trained with before
+    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope"] = "llama3"  # which of them
+    factor: Positive = 8.0  # by how much the slowed frequencies are divided; dynamic: the factor of rope_theta's growth
+    low_freq_factor: Positive = 1.0  # llama3, yarn (beta_slow): turns in original_context below which one is slowed
+    high_freq_factor: Positive = 4.0  # llama3, yarn (beta_fast): turns in original_context above which one stays
+    original_context: Size = 8192  # the context that the model was trained with before; linear does not use it
+    truncate: bool = True  # yarn: the frequencies between which it blends have whole numbers
+    attention_factor: Positive = 1.0  # rotated queries and keys are multiplied by it
+    short_factors: tuple[Positive, ...] = ()  # longrope: what frequencies are divided by in rows up to original_context
+    long_factors: tuple[Positive, ...] = ()  # longrope: what they are divided by in longer rows
 
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
@@ -83,6 +91,7 @@ class Model:
 
     block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
     shared_norm: bool = True  # whether attention and MLP of a parallel block read the same norm
+    pre_norms: bool = True  # attention and MLP read the residual stream through a norm; OLMo 2 has post_norms instead
     post_norms: bool = False  # the outputs of attention and MLP go through a norm too (Gemma 2)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # the kind of all norms
     norm_scale: bool = True  # whether norms have a learned scale
@@ -91,9 +100,14 @@ class Model:
     norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
     embedding_norm: bool = False  # a norm right after the token table (BLOOM)
     embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
-    qk_norm: bool = False  # a norm of each head's queries and keys, before RoPE
+    residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
+    qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
+    # shared: each head by itself, all with one scale. per_head: each by itself, with a scale of its own and no bias
+    # (Cohere). joint: all heads together (OLMo 2).
+    qk_norm_kind: Literal["shared", "per_head", "joint"] = "shared"
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"  # the nonlinearity of the feed-forward network
+    # The nonlinearity of the feed-forward network. relu2 is the square of relu.
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"  # how a token's position enters
     position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
     rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
@@ -101,8 +115,9 @@ class Model:
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
-    # Which layers have the window. The pattern is repeated over the depth; () means all layers.
-    layer_pattern: tuple[Literal["sliding", "full"], ...] = ()
+    # Which layers have the window. The pattern is repeated over the depth; () means all layers. A layer of kind nope
+    # has neither a window nor positions.
+    layer_pattern: tuple[Literal["sliding", "full", "nope"], ...] = ()
     query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
     qkv_bias: bool = False  # whether the query, key and value projections have biases
     attention_out_bias: bool = False  # whether the projection after attention has a bias
@@ -111,7 +126,8 @@ class Model:
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_softcap: NotNegative = 0.0  # 0 means none; otherwise cap * tanh(scores / cap)
-    logit_softcap: NotNegative = 0.0  # the same for the logits
+    logit_scale: Positive = 1.0  # logits are multiplied by it, before the cap
+    logit_softcap: NotNegative = 0.0  # the same cap for the logits
     z_loss: NotNegative = 0.0  # weight of the squared log-partition function
     init_std: NotNegative = 0.02  # the standard deviation of new weights
     lora: Lora | None = None  # adapters that are trained in place of the weights
@@ -136,6 +152,17 @@ class Model:
         if self.positions == "rope" and (self.head_dim % 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim):
             sizes = f"head_dim={self.head_dim}, rope_dim={self.rope_dim}"
             wrong.append(f"positions: rope needs even sizes, and a rope_dim of at most head_dim: {sizes}")
+        pairs, scaling = (self.rope_dim or self.head_dim) // 2, self.rope_scaling
+        if scaling and scaling.kind == "dynamic" and pairs < 2:
+            wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
+        if (
+            scaling
+            and scaling.kind == "longrope"
+            and {*map(len, (scaling.short_factors, scaling.long_factors))} != {pairs}
+        ):
+            wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
+        if self.qk_norm_kind == "joint" and self.norm != "rmsnorm":
+            wrong.append("qk_norm_kind: joint needs norm: rmsnorm")
         if "sliding" in self.layer_pattern and not self.sliding_window:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
@@ -162,10 +189,15 @@ class Model:
     @property
     def layer_kinds(self) -> tuple["Model", ...]:
         """The settings of each layer of `layer_pattern`; a single one if all layers are alike."""
-        if not self.layer_pattern:
-            return (self.sliding_layer if self.sliding_window else self,)
         full = dataclasses.replace(self, sliding_window=0, layer_pattern=())
-        return tuple(full if kind == "full" else self.sliding_layer for kind in self.layer_pattern)
+        kinds = {"full": full, "nope": dataclasses.replace(full, positions="none"), "sliding": self.sliding_layer}
+        return tuple(kinds[kind] for kind in self.layer_pattern or self.kind_of_each_layer[:1])
+
+    @property
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "full", "nope"], ...]:
+        """The pattern, repeated over the depth."""
+        pattern = self.layer_pattern or ("sliding" if self.sliding_window else "full",)
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
     @property
     def sliding_layer(self) -> "Model":
@@ -195,6 +227,19 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Samples:
+    """Texts that the model writes at each evaluation, to see what it has learnt. They change nothing in training."""
+
+    prompts: tuple[str, ...]  # the beginnings that are continued, one text for each
+    tokens: Size = 64  # how many are written after a prompt
+    temperature: NotNegative = 0.8  # 0 takes the most likely token
+
+    def __post_init__(self):
+        if not self.prompts or not all(self.prompts):
+            raise ValueError(f"prompts={list(self.prompts)} must have at least one prompt, and none that is empty")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Train:
     """How long a run trains, and how often it logs, evaluates and saves."""
 
@@ -208,9 +253,26 @@ class Train:
     checkpoint_every: Count = 0  # 0 means only at the end
     keep_checkpoints: Size = 3  # how many of the newest are kept
     keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
+    keep_best: bool = False  # each evaluation with the lowest held-out loss so far is saved, and the best one is kept
+    # A run ends after this many evaluations in a row without a lower held-out loss, and keeps the best. 0 means never.
+    patience: Count = 0
+    samples: Samples | None = None
     max_skipped: Size = 10  # a run stops after this many steps in a row whose loss or gradient is not finite
     # Where figures go, besides metrics.jsonl.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    project: str = "gspmd_lm"  # wandb and trackio: where the run is listed
+    group: str = ""  # wandb and trackio: runs that belong together
+    tags: tuple[str, ...] = ()  # wandb
+
+    def __post_init__(self):
+        if (self.keep_best or self.patience) and not self.eval_every:
+            name = "patience" if self.patience else "keep_best"
+            raise ValueError(f"{name} needs evaluations during training: set eval_every, such as 100")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is kept."""
+        return self.keep_best or self.patience > 0
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -226,6 +288,11 @@ class Config:
     def __post_init__(self):
         if self.data.seq > self.model.context:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+        if self.data.held_out == 0 and (self.train.keeps_best or self.train.samples):
+            raise ValueError(
+                "train.keep_best, train.patience and train.samples belong to evaluation, for which data.held_out=0 "
+                "leaves no rows: set data.held_out, such as 0.02"
+            )
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:

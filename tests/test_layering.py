@@ -62,8 +62,9 @@ MAY_IMPORT = {
     "convert": "arrays model placement checkpoint rules axes data files config",
     "foresight": "train infer task arrays placement mesh rules axes vocabulary data runtime files versions config",
     "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
-    "verbs": "plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data "
-    "runtime compile_cache processes lock files versions core_yaml config",
+    "runs": "foresight train files core_yaml",
+    "verbs": "runs plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint "
+    "data runtime compile_cache processes lock files versions core_yaml config",
     "cli": "verbs processes config_keys config __version__",
     "__main__": "cli",
     "api": "verbs plan foresight train task checkpoint runtime rules_file rules axes config",
