@@ -127,8 +127,8 @@ def attention_problems(
         return []
     if padded and "segments" in reason:
         reason = "prompts that are padded on the left"
-    place = f"{rules.path}: attention.{platform}: {kernel}"
-    fix = f"set attention.{platform} to xla, or change the config"
+    place = rules.place(f"attention.{platform}", kernel)
+    fix = f"--set rules.attention.{platform}=xla, or change the config"
     return [Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 

@@ -1,20 +1,18 @@
 """The command line: verbs, their flags, and the order in which a run comes together."""
 
-import ctypes
 import errno
-import importlib
 import os
+import platform
 import sys
-import tempfile
 import textwrap
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import entry_points
-from pathlib import Path
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 from absl import flags
 
+from gspmd_lm import __version__
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean
 
 VERBS = {
@@ -26,9 +24,53 @@ VERBS = {
     "compare": "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
     "plan": "Find the best layout for hardware you do not have, and write its rules file.",
     "plot": "Show what runs have logged, laid over each other in one page: plot RUN RUN2.",
+    "keys": "Print the keys of a config, each with its type, default and meaning: all, or those with a word in them.",
 }
+EXAMPLES = {  # verb -> commands, each with what it does
+    "train": [
+        ("", "Train the tiny config on one device, on the text that Python brings."),
+        ("--config=gpt2_124m --rules=fsdp8 --dry-run", "Show every array, and its bytes on each device."),
+        ("--config=uva --rules=tp8 --workdir=runs/a", "Train on 8 devices, simulated if there are none. The same "
+         "command goes on."),
+        ("--workdir=runs/a --rules=fsdp8", "Go on under another layout."),
+        ("--set data.source='my texts/*.txt' --set rules.remat=block", "Lay values over the config and the rules."),
+    ],
+    "eval": [
+        ("eval --workdir=runs/a", "Score the held-out rows."),
+        ("eval --workdir=runs/a --text='books/*.txt'", "Score texts."),
+    ],
+    "generate": [
+        ("generate --workdir=runs/a --prompt='Once upon'", "Take the most likely tokens."),
+        ("generate --workdir=runs/a --prompt='Once upon' --temperature=0.8 --top-p=0.95", "Sample."),
+    ],
+    "convert": [
+        ("convert --from=Llama-3.2-1B --workdir=runs/llama", "Bring a model in."),
+        ("convert --workdir=runs/a --to=exported", "Write one that transformers can load."),
+    ],
+    "explain": [
+        ("explain --config=tiny --rules=fsdp8 --target=v5p:2x2x2", "Time, memory and collectives on 8 TPU v5p."),
+        ("explain --config=llama3_8b --rules=fsdp_tp --target=v5p-128 --html=page.html", "The same as a page."),
+    ],
+    "compare": [
+        ("compare fsdp8 tp8 --config=tiny --target=v5p:2x2x2", "Two layouts side by side."),
+    ],
+    "plan": [
+        ("plan --config=llama3_8b --target=v5e:4x8 --out=mine.yaml", "Find the best layout, and write it."),
+        ("plan --config=llama3_8b --target=v5e:4x8,v5p-32 --tokens=1e12", "Compare hardware for a trillion tokens."),
+    ],
+    "plot": [
+        ("plot runs/a runs/b", "Lay the curves of two runs over each other, in plot.html."),
+    ],
+    "keys": [
+        ("keys", "All keys, which --set can set too."),
+        ("keys rope", "Those with rope in their names."),
+    ],
+}  # fmt: skip
+# Groups of flags, in the help.
+INPUTS, RUN, RESULTS, MACHINE, HELP = "What is computed, and where", "The run", "Results", "The machine", "Help"
 EXPLAIN = ("explain", "compare")
 FORESIGHT = (*EXPLAIN, "plan")
+OF_FILES = ("keys", "plot")  # verbs that compute nothing
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -37,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     code, said = 0, ""
     try:
         code = _run(argv)
-    except (InputError, flags.Error) as error:
+    except InputError as error:
         code, said = 2, str(error)
     except RunFailed as error:
         code, said = 1, str(error)
@@ -82,28 +124,35 @@ def _system_error(error: Exception) -> str:
 
 
 def _flags(verb: str) -> flags.FlagValues:
-    """The flags of one verb, and of no other."""
+    """The flags of one verb, and of no other. The module of each, in absl's words, is its group in the help."""
     values = flags.FlagValues()
-    text = lambda name, default, about: flags.DEFINE_string(name, default, about, flag_values=values)  # noqa: E731
+    here: dict[str, Any] = {"flag_values": values, "module_name": INPUTS}
+
+    def group(title: str) -> None:
+        here["module_name"] = title
+
+    text = lambda name, default, about: flags.DEFINE_string(name, default, about, **here)  # noqa: E731
     whole = lambda name, default, about, least=None: flags.DEFINE_integer(  # noqa: E731
-        name, default, about, lower_bound=least, flag_values=values
+        name, default, about, lower_bound=least, **here
     )
-    number = lambda name, default, about: flags.DEFINE_float(name, default, about, flag_values=values)  # noqa: E731
-    several = lambda name, about: flags.DEFINE_multi_string(name, [], about, flag_values=values)  # noqa: E731
-    yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, flag_values=values)  # noqa: E731
-    if verb == "plot":
+    number = lambda name, default, about: flags.DEFINE_float(name, default, about, **here)  # noqa: E731
+    several = lambda name, about: flags.DEFINE_multi_string(name, [], about, **here)  # noqa: E731
+    yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, **here)  # noqa: E731
+    if verb == "keys":
+        yes_no("markdown", "Print the page docs/config.md.")
+    elif verb == "plot":
+        here["module_name"] = RUN
         several("workdir", "The folder of a run, or a folder of runs. This flag may be repeated, and folders may also "
                 "stand without it.")  # fmt: skip
+        group(RESULTS)
         text("html", None, "Write the page to this file. The default is plot.html in the run's folder; with several "
              "runs, in the current folder.")  # fmt: skip
-        flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", flag_values=values)
-        return values
-    if verb in FORESIGHT:
+    elif verb in FORESIGHT:
         text("config", "tiny", "The config: a path, or a name in configs/. It says what is computed.")
     if verb == "plan":
         text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
              "Commas separate several, which are compared.")  # fmt: skip
-        text("out", None, "Write the best layout to this rules file.")
+        group("The search")
         number("minutes", 15.0, "Compile nothing new after this many minutes. A plan that was stopped goes on from "
                "what it has compiled.")  # fmt: skip
         text("batch", None, "A:B: let the batch be any of A, 2A, 4A, ... up to B rows. By default it is data.batch.")
@@ -111,6 +160,8 @@ def _flags(verb: str) -> flags.FlagValues:
         number("days", None, "In how many days --tokens must be done.")
         several("price", "Dollars per chip and hour, such as v5e=1.2. By default the lowest public price, where there "
                 "is one. This flag may be repeated.")  # fmt: skip
+        group(RESULTS)
+        text("out", None, "Write the best layout to this rules file.")
         text("json", None, "Write all figures to this file (docs/plan.md).")
         text("html", None, "Write one self-contained page to this file.")
     elif verb in EXPLAIN:
@@ -121,23 +172,32 @@ def _flags(verb: str) -> flags.FlagValues:
              "docs/validation.md.")  # fmt: skip
         text("phase", "train", "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
              "rows with data.seq slots each.")  # fmt: skip
+        group(RESULTS)
         text("json", None, "Write all figures to this file (docs/explain_json.md).")
         text("html", None, "Write one self-contained page to this file.")
         text("export", None, "Keep the compiled train step of one layout in this file. On the target, "
              "train --executable runs it.")  # fmt: skip
-    else:
+    elif verb not in OF_FILES:
         text("config", None, "The config: a path, or a name in configs/. It says what is computed. The default is the "
              "workdir's config, else tiny.")  # fmt: skip
         text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout for "
              "the devices at hand. It says where and how the config is computed. The default is the workdir's rules "
              "file, else none.")  # fmt: skip
-    several("set", "Lay section.key=value over the config. This flag may be repeated.")
-    if verb != "plan":
+    group(INPUTS)
+    if verb not in OF_FILES:
+        several("set", "Lay section.key=value over the config, such as model.layers=4, or rules.KEY=value over the "
+                "rules file, such as rules.remat=block. The verb keys lists all keys. This flag may be "
+                "repeated.")  # fmt: skip
+    if verb not in ("plan", *OF_FILES):
         text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
-    flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", flag_values=values)
-    if verb in FORESIGHT:
+    group(HELP)
+    flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", **here)
+    yes_no("version", "Show the versions of this program, jax and Python, and stop.")
+    if verb in (*FORESIGHT, *OF_FILES):
         return values
+    group(RUN)
     text("workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in runs/.")
+    group(MACHINE)
     text("platform", None, "The platform: cpu, gpu or tpu. By default it is the one that this machine has.")
     whole("devices", 8, "How many devices to simulate on a CPU if the mesh has a size of -1.", 1)
     text("coordinator", None, "HOST:PORT of the first of several processes, if jax does not find it by itself.")
@@ -145,6 +205,7 @@ def _flags(verb: str) -> flags.FlagValues:
     whole("process_id", None, "The number of this process, counted from 0.")
     text("compile_cache", None, "The folder of compiled programs; none switches the cache off. The default is the "
          "user's cache folder.")  # fmt: skip
+    group(RUN)
     whole("step", None, "The step of the checkpoint to begin from. The default is the newest checkpoint that is not in "
           "doubt; --step also accepts one in doubt.")  # fmt: skip
     if verb == "train":
@@ -163,24 +224,29 @@ def _flags(verb: str) -> flags.FlagValues:
     elif verb == "eval":
         text("text", None, "Score the text files that match these globs, instead of the held-out rows.")
         text("continuations", None, "Score this JSONL file of {prompt, continuation} instead.")
+        group(RESULTS)
         text("output", None, "Write the log-likelihoods to this file, as JSONL. The default is the terminal.")
+        group(RUN)
         whole("batch", 8, "How many rows are scored at a time.", 1)
         whole("seq", None, "How many tokens a row of --text has. The default is data.seq, with which the model was "
               "trained.", 1)  # fmt: skip
     elif verb == "generate":
+        group("Prompts and texts")
         several("prompt", "Continue this prompt. This flag may be repeated.")
         text("prompts", None, "Continue the prompts of this JSONL file of {prompt} or {messages} instead.")
         text("output", None, "Write the texts to this file, as JSONL. The default is the terminal.")
         yes_no("chat", "Treat each prompt as a user's message, in the model's chat template.")
+        several("stop", "Stop before this text. This flag may be repeated.")
         whole("max_new_tokens", 128, "Stop after this many tokens at the latest.", 1)
         whole("batch", 8, "How many prompts are continued at a time.", 1)
+        group("Sampling")
         number("temperature", 0.0, "The temperature of sampling. With 0, the most likely token is taken.")
         whole("top_k", 0, "Sample from this many of the most likely tokens. With 0, sample from all tokens.", 0)
         number("top_p", 1.0, "Sample from the most likely tokens whose probabilities add up to this.")
         number("min_p", 0.0, "Sample from the tokens with at least this share of the most likely token's probability.")
         whole("seed", 0, "The seed of sampling.")
-        several("stop", "Stop before this text. This flag may be repeated.")
     else:
+        group("The published model")
         text("from", None, "The folder to read: config.json and *.safetensors, as transformers writes them.")
         several("ignore", "Pass over this field of --from's config.json, whose meaning is not known. This flag may be "
                 "repeated.")  # fmt: skip
@@ -192,6 +258,47 @@ def _flags(verb: str) -> flags.FlagValues:
     return values
 
 
+def _parsed(verb: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    """The flags of a verb, and the arguments that are not flags. Raises InputError for a flag that is wrong."""
+    values = _flags(verb)
+    try:
+        return values, values(["", *_spelled(values, arguments)])[1:]
+    except flags.UnrecognizedFlagError as error:
+        name = error.flagname
+        others = [other for other in VERBS if name in _flags(other)]
+        hint = f": it belongs to {', '.join(others)}" if others else ""
+        hint = hint or did_you_mean(f"--{name}", [f"--{known}" for known in values])
+        wrong = f"--{name}: {verb} has no such flag{hint}"
+    except flags.IllegalFlagValueError as error:
+        name, _, rest = str(error).removeprefix("flag --").partition("=")
+        kind = values[name].flag_type()
+        wanted = "true or false" if kind == "bool" else values[name].parser.syntactic_help
+        given = "" if kind == "bool" else f"={rest.partition(': ')[0]}"
+        wrong = f"--{name}{given}: must be {wanted}"
+    except flags.Error as error:
+        wrong = str(error)
+    raise InputError(f"{wrong}\n  fix   python main.py {verb} --help lists the flags")
+
+
+def _spelled(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
+    """The arguments with the names of flags as they are defined: --dry-run is --dry_run."""
+    found: list[str] = []
+    value_follows = False
+    for at, argument in enumerate(arguments):
+        if argument == "--":
+            return [*found, *arguments[at:]]
+        if value_follows or not argument.startswith("-"):
+            found.append(argument)
+            value_follows = False
+            continue
+        name, equals, value = argument.partition("=")
+        dashes = "-" * (len(name) - len(name.lstrip("-")))
+        name = name[len(dashes) :].replace("-", "_")
+        value_follows = not equals and name in values and values[name].flag_type() != "bool"
+        found.append(f"{dashes}{name}{equals}{value}")
+    return found
+
+
 def _help(verb: str | None) -> str:
     """The text of --help: all verbs and the flags of train without a verb, else the flags of the verb."""
     if verb is None:
@@ -200,48 +307,60 @@ def _help(verb: str | None) -> str:
             "usage: python main.py [VERB] [--flag=value ...]\n\nverbs (train is the default):\n"
             f"{verbs}\n\n{_help('train')}\n\npython main.py VERB --help shows the flags of another verb."
         )
-    lines = [f"python main.py {verb}: {VERBS[verb]}", ""]
-    found = _flags(verb)
-    for name in found:
-        flag = found[name]
-        if name == flag.short_name:
-            continue
-        default = f" The default is {flag.default}." if flag.default not in (None, "", [], False) else ""
-        said = flag.help.partition(";\n")[0]  # absl appends to the help of flags that may be repeated
-        about = textwrap.wrap(f"{said}{default}", 90)
-        lines += [f"  --{name:16} {about[0]}", *(f"{'':21}{line}" for line in about[1:])]
+    lines = [f"python main.py {verb}: {VERBS[verb]}"]
+    groups = _flags(verb).flags_by_module_dict()
+    for title in sorted(groups, key=lambda title: (title == HELP, title == MACHINE)):
+        lines += ["", f"{title}:"]
+        for flag in groups[title]:
+            default = f" The default is {flag.default}." if flag.default not in (None, "", [], False) else ""
+            said = flag.help.partition(";\n")[0]  # absl appends to the help of flags that may be repeated
+            about = textwrap.wrap(f"{said}{default}", 90)
+            lines += [f"  --{flag.name:16} {about[0]}", *(f"{'':21}{line}" for line in about[1:])]
+    lines += ["", "In the name of a flag, - and _ are the same.", "", "Examples:"]
+    for command, about in EXAMPLES[verb]:
+        lines += [f"  python main.py {command}".rstrip(), f"      {about}"]
     return "\n".join(lines)
+
+
+def _version() -> str:
+    """The text of --version. No library is imported for it."""
+    return f"gspmd_lm {__version__}, jax {version('jax')}, Python {platform.python_version()}"
 
 
 def _run(argv: list[str]) -> int:
     verb = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else None
     if verb is not None and verb not in VERBS:
         raise InputError(f"{verb}: no such verb{did_you_mean(verb, VERBS)}\n  fix   use one of {', '.join(VERBS)}")
-    values = _flags(verb or "train")
-    rest = values([argv[0], *argv[2 if verb else 1 :]])
-    if values.help:
-        print(_help(verb))
+    values, rest = _parsed(verb or "train", argv[2 if verb else 1 :])
+    if values.help or values.version:
+        print(_version() if values.version else _help(verb))
         return 0
     for name in values:
         if values[name].present and values[name].value == "":
             raise InputError(f"--{name}= is empty; a variable that is not set?\n  fix   give a value, or drop the flag")
-    if len(rest) > 1 and rest[1] in VERBS:
-        raise InputError(f"{rest[1]}: the verb comes first\n  fix   python main.py {rest[1]} --flag=value ...")
+    if rest and rest[0] in VERBS:
+        raise InputError(f"{rest[0]}: the verb comes first\n  fix   python main.py {rest[0]} --flag=value ...")
+    if rest and verb not in (*EXPLAIN, *OF_FILES):
+        raise InputError(f"{rest[0]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
+    if verb == "keys":
+        from gspmd_lm import config_keys
+
+        print(config_keys.page().rstrip() if values.markdown else config_keys.text("".join(rest[:1])))
+        return 0
     if verb == "plot":
         from gspmd_lm.verbs import plot
 
-        return plot.run(values, rest[1:])
-    if len(rest) > 1 and verb not in EXPLAIN:
-        raise InputError(f"{rest[1]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
+        return plot.run(values, rest)
     from gspmd_lm.verbs import given  # what is wrong with a file is told before jax is imported, which takes a second
 
     if verb in EXPLAIN:
-        given.layouts(values, rest[1:])
-    elif verb != "plan":
+        given.layouts(values, rest)
+    elif verb == "plan":
+        given.no_rules_sets(values)
+    else:
         given.rules(values)
     if verb != "convert":  # a published model brings its own config
         given.config(values)
-    _import_jax()
     if verb == "plan":
         from gspmd_lm.verbs import plan
 
@@ -249,7 +368,10 @@ def _run(argv: list[str]) -> int:
     if verb in EXPLAIN:
         from gspmd_lm.verbs import explain
 
-        return explain.run(verb, values, rest[1:])
+        return explain.run(verb, values, rest)
+    from gspmd_lm.verbs import without_a_gpu
+
+    without_a_gpu.import_jax()
     if verb == "generate":
         from gspmd_lm.verbs import generate
 
@@ -265,28 +387,3 @@ def _run(argv: list[str]) -> int:
     from gspmd_lm.verbs import train
 
     return train.run(verb or "train", values)
-
-
-def _import_jax() -> None:
-    """Imports jax, and hides the lines that its CUDA plugin writes on a machine without a GPU's driver.
-
-    The plugin is also installed for foresight, on machines that never had a GPU.
-    """
-    plugins = [plugin for plugin in entry_points(group="jax_plugins") if plugin.name.startswith("xla_cuda")]
-    if not plugins or os.path.exists("/dev/nvidiactl"):
-        return
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as written:
-        os.dup2(written.fileno(), 2)
-        try:
-            importlib.import_module("jax")
-            for plugin in plugins:
-                for library in Path(plugin.load().__file__).parent.glob("xla_*plugin.so"):
-                    ctypes.CDLL(str(library))  # jax would load it later, with the first device
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            written.seek(0)
-            for line in written.read().decode(errors="replace").splitlines():
-                if "cudart_stub" not in line and "before absl::InitializeLog()" not in line:
-                    print(line, file=sys.stderr)

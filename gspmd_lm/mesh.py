@@ -25,8 +25,8 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     if slices > 1 and math.prod(rules.dcn.values()) != slices:
         axis = next((name for name, size in rules.mesh.items() if size % slices == 0), next(iter(rules.mesh)))
         message = f"dcn: the devices are {slices} slices, the rules say {math.prod(rules.dcn.values())}"
-        place = f"{rules.path}: dcn: {dict(rules.dcn)}"
-        check([Problem(message, place, f"say which mesh axis crosses them, such as dcn: {{{axis}: {slices}}}")])
+        place = rules.place("dcn", dict(rules.dcn))
+        check([Problem(message, place, f"say which mesh axis crosses them, such as --set rules.dcn.{axis}={slices}")])
     if devices[0].platform == "cpu" or len(devices) == 1:
         grid = np.array(devices).reshape(shape)
     elif rules.dcn:

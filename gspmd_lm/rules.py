@@ -21,6 +21,9 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
 
 
+_NOT_FACTS = ("path", "vocabulary", "text", "flags", "problems")
+
+
 class ShardingError(InputError):
     """A rules file contradicts itself, or does not fit the model or the devices. The message lists every problem."""
 
@@ -92,11 +95,16 @@ class Rules:
     compiler_options: Mapping[str, Mapping[str, Any]]
     dcn: Mapping[str, int]
     problems: tuple[Problem, ...]
-    text: str = ""  # the content of the file
+    text: str = ""  # the content of the file, with what flags have set
+    flags: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> the flag that set it
 
     @property
     def name(self) -> str:
         return self.path.rsplit("/", 1)[-1].removesuffix(".yaml")
+
+    def place(self, key: str, value: Any) -> str:
+        """The flag or the row of the file where the value of a key was set."""
+        return place(self.path, self.flags, key, value)
 
     @property
     def devices(self) -> int:
@@ -140,7 +148,7 @@ class Rules:
         plain["remat"] = dataclasses.asdict(self.remat)
         plain["mesh"] = list(self.mesh.items())  # in the order of devices
         plain["rows"] = {row.key: row.mesh_axes for row in self.rows}
-        return {name: value for name, value in plain.items() if name not in ("path", "vocabulary", "text", "problems")}
+        return {name: value for name, value in plain.items() if name not in _NOT_FACTS}
 
     def row(self, table: str, path: str, axis: str) -> Row | None:
         """The row that places one axis of an array, or None.
@@ -180,7 +188,7 @@ class Rules:
             if twice:
                 first, key = taken[twice[0]], f"{row.table}.{path.split('.')[-1]}.{axis}"
                 message = f"{path}: {twice[0]} would split both {first.axis} and {axis}"
-                fix = f"give one of them another mesh axis, or set {key} to null"
+                fix = f"give one of them another mesh axis, or --set rules.{key}=null"
                 problems.append(Problem(message, f"{first.place}\n        {row.place}", fix))
             taken.update(dict.fromkeys(names, row))
             pieces = self.piece_count(names)
@@ -194,7 +202,7 @@ class Rules:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
         pieces = self.piece_count(names)
         fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
-        instead = f"use {names[0]}={either(fitting)}" if len(names) == 1 else ""
+        instead = f"--mesh={names[0]}={max(fitting)}" if len(names) == 1 else ""
         setting = self.vocabulary.settings.get(axis)
         if axis == self.vocabulary.rows:
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
@@ -202,15 +210,15 @@ class Rules:
             return Problem(f"{path}: {axis}={size}{each} does not divide over {over}", row.place, fix, instead)
         message = f"{path}: {axis}={size} does not divide over {over}"
         if setting:
-            instead = f"pad the table: {setting}: {-(-size // pieces) * pieces}"
-        return Problem(message, row.place, f"set {row.key} to null", instead, total_bytes)
+            instead = f"--set {setting}={-(-size // pieces) * pieces}, which pads the table"
+        return Problem(message, row.place, f"--set rules.{row.key}=null", instead, total_bytes)
 
     def fill(self, device_count: int, instead: str = "--platform=cpu to simulate {known}") -> "Rules":
         """These rules with the -1 in their mesh replaced, so that the mesh has `device_count` devices.
 
         If the mesh cannot have so many, the result has a problem more, and `instead` is its second fix.
         """
-        mesh, place = dict(self.mesh), f"{self.path}: mesh: {flow(dict(self.mesh))}"
+        mesh, place = dict(self.mesh), self.place("mesh", dict(self.mesh))
         known = math.prod(size for size in mesh.values() if size > 0)
         open_axis = next((name for name, size in mesh.items() if size == -1), None)
         problems = list(self.problems)
@@ -230,7 +238,7 @@ class Rules:
             problems.append(Problem(message, place, fix, instead.format(known=known)))
         problems += [
             Problem(f"dcn: {name}={mesh[name]} does not divide into {slices} slices",
-                    f"{self.path}: dcn.{name}: {slices}", f"use a divisor of {mesh[name]}")
+                    self.place(f"dcn.{name}", slices), f"use a divisor of {mesh[name]}")
             for name, slices in self.dcn.items() if mesh[name] % slices
         ]  # fmt: skip
         return dataclasses.replace(self, mesh=mesh, problems=tuple(problems))
@@ -265,7 +273,7 @@ class Rules:
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):
                 message = f"mesh: {name}={size} splits nothing, so its devices compute the same {size} times"
-                place, fix = f"{self.path}: mesh.{name}: {size}", f"map an axis to {name}, or drop it"
+                place, fix = self.place(f"mesh.{name}", size), f"map an axis to {name}, or drop it"
                 problems.append(Problem(message, place, fix, warning=True))
         return problems
 
@@ -288,6 +296,18 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
     if texts:
         raise ShardingError("\n".join(texts))
     return [problem for problem in problems if problem.warning]
+
+
+def place(path: str, flags: Mapping[str, str], key: str, value: Any) -> str:
+    """The flag that set the value of a key, or of a key above it, else the row of the file.
+
+    Flags that set only parts of the value follow the row.
+    """
+    above = [flag for known, flag in flags.items() if f"{key}.".startswith(f"{known}.")]
+    parts = dict.fromkeys(flag for known, flag in flags.items() if known.startswith(f"{key}."))
+    if above:
+        return above[-1]
+    return f"{path}: {key}: {flow(value)}" + (f" with {' '.join(parts)}" if parts else "")
 
 
 def either(words: Iterable[Any]) -> str:

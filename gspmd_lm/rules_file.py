@@ -1,11 +1,11 @@
 """Rules from the plain values of a YAML file, with every problem of the file collected."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gspmd_lm import core_yaml
 from gspmd_lm.axes import DECODER
-from gspmd_lm.core_yaml import parse
 from gspmd_lm.errors import did_you_mean
 from gspmd_lm.paths import find_file, read_text
 from gspmd_lm.rules import (
@@ -20,32 +20,39 @@ from gspmd_lm.rules import (
     ShardingError,
     either,
     flow,
+    place,
 )  # fmt: skip
 from gspmd_lm.vocabulary import Vocabulary
 
 SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
 
 
-def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
+def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:
     """The rules of a file, with its problems in `.problems`.
 
     `name` is a path, or a name in rules/; "none" is rules/single.yaml. `mesh_override` is 'tensor=4' or
-    'data=2,tensor=4'. `vocabulary` has the names of the model's axes and arrays. Raises InputError if the file does not
-    exist or is not a YAML mapping.
+    'data=2,tensor=4'. `vocabulary` has the names of the model's axes and arrays. Each of `overrides`, such as
+    'rules.rules.residual.seq=null' or 'rules.remat=block', is laid over the file before `mesh_override`. Raises
+    InputError if the file does not exist or is not a YAML mapping, or if an override cannot be laid over it.
     """
     path = find_file("single" if name == "none" else name, "rules")
     text = read_text(path)
-    raw = parse(text, str(path))
+    raw = core_yaml.parse(text, str(path))
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
                             f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
-    return dataclasses.replace(from_dict(raw, str(path), mesh_override, vocabulary), text=text)
+    reader = _Reader(str(path), vocabulary)
+    found = reader.laid(raw, mesh_override, overrides)
+    if reader.flags:
+        text = f"# {path} with {' '.join(dict.fromkeys(reader.flags.values()))}\n{core_yaml.dump(found)}"
+    return dataclasses.replace(reader.rules(found), text=text)
 
 
 def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
     """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
-    return _Reader(path, vocabulary).rules(raw, mesh_override)
+    reader = _Reader(path, vocabulary)
+    return reader.rules(reader.laid(raw, mesh_override, ()))
 
 
 class _Reader:
@@ -55,9 +62,10 @@ class _Reader:
         self.path = path
         self.vocabulary = vocabulary
         self.problems: list[Problem] = []
+        self.flags: dict[str, str] = {}  # key -> the flag that set it
 
     def wrong(self, message: str, key: str, value: Any, fix: str) -> None:
-        self.problems.append(Problem(message, f"{self.path}: {key}: {flow(value)}", fix))
+        self.problems.append(Problem(message, place(self.path, self.flags, key, value), fix))
 
     def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
         """Whether `word` is one of `words`. If not, that is a problem."""
@@ -78,10 +86,65 @@ class _Reader:
             self.wrong(f"{key}: must be a mapping", key, value, f"write '{key}: {{name: value}}' or drop it")
         return value if isinstance(value, dict) else {}
 
-    def rules(self, raw: Mapping[Any, Any], mesh_override: str) -> Rules:
+    def laid(self, raw: Mapping[Any, Any], mesh_override: str, overrides: Sequence[str]) -> dict[Any, Any]:
+        """The values of a file with those of flags laid over them."""
+        found = dict(raw)
+        for text in overrides:
+            self.lay(found, text)
+        if mesh_override and isinstance(found.get("mesh"), dict):
+            found["mesh"] = self.sizes(found["mesh"], mesh_override)
+        return found
+
+    def lay(self, raw: dict[Any, Any], text: str) -> None:
+        """Lays one 'rules.KEY=VALUE' over the values of a file. What follows the section in KEY is one row."""
+        flag = f"--set {text}"
+        name, equals, written = text.partition("=")
+        first, _, key = name.strip().partition(".")
+        if not equals or first != "rules" or not key or key.endswith("."):
+            raise ShardingError(
+                f"{flag}: not a key of a rules file and its value\n"
+                "  fix   write --set rules.TABLE.ROW=VALUE, such as rules.rules.heads=null"
+            )
+        section, _, row = key.partition(".")
+        if section not in SECTIONS:
+            row_of_rules = key.rpartition(".")[2] in self.vocabulary.axes
+            fix = f"--set rules.rules.{key}={written}" if row_of_rules else f"use {either(SECTIONS)}"
+            hint = "" if row_of_rules else did_you_mean(section, SECTIONS)
+            raise ShardingError(f"{flag}: a rules file has no section {section}{hint}\n  fix   {fix}")
+        value, within = core_yaml.parse(written, flag), raw
+        path = [section, row] if row else [section]
+        if section == "compiler_options":
+            path = key.split(".", 2)
+        for number, part in enumerate(path[:-1], 1):
+            if within.get(part) is not None and not isinstance(within[part], dict):
+                known = ".".join(path[:number])
+                raise ShardingError(f"{flag}: in {self.path}, {known} is {flow(within[part])}, which has no rows\n"
+                                    f"  fix   --set rules.{known}=VALUE")  # fmt: skip
+            within[part] = dict(within.get(part) or {})
+            within = within[part]
+        within[path[-1]] = value
+        self.flags[key] = flag
+
+    def sizes(self, mesh: Mapping[Any, Any], override: str) -> dict[Any, Any]:
+        """The sizes of a mesh with those of --mesh laid over them."""
+        raw = dict(mesh)
+        for item in filter(None, override.split(",")):
+            name, _, size = item.partition("=")
+            if name not in raw:
+                raise ShardingError(
+                    f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
+                    f"  fix   its axes are {', '.join(map(str, raw))}"
+                )
+            if not size.removeprefix("-").isdigit():
+                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh=data=2,tensor=4")
+            raw[name] = int(size)
+            self.flags[f"mesh.{name}"] = f"--mesh={override}"
+        return raw
+
+    def rules(self, raw: Mapping[Any, Any]) -> Rules:
         for key, value in raw.items():
             self.known(key, SECTIONS, "unknown section", str(key), value)
-        mesh = self.mesh(raw.get("mesh"), mesh_override)
+        mesh = self.mesh(raw.get("mesh"))
         rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
         microbatches = raw.get("microbatches", 1)
         return Rules(
@@ -98,23 +161,13 @@ class _Reader:
             },
             dcn=self.dcn(raw.get("dcn"), mesh),
             problems=tuple(self.problems),
+            flags=self.flags,
         )
 
-    def mesh(self, value: Any, override: str) -> dict[str, int]:
-        if not isinstance(value, dict) or not value:
-            self.wrong("mesh: a rules file needs a mesh", "mesh", value, "write for example 'mesh: {tensor: 8}'")
+    def mesh(self, raw: Any) -> dict[str, int]:
+        if not isinstance(raw, dict) or not raw:
+            self.wrong("mesh: a rules file needs a mesh", "mesh", raw, "write for example 'mesh: {tensor: 8}'")
             return {}
-        raw = dict(value)
-        for item in filter(None, override.split(",")):
-            name, _, size = item.partition("=")
-            if name not in raw:
-                raise ShardingError(
-                    f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
-                    f"  fix   its axes are {', '.join(map(str, raw))}"
-                )
-            if not size.removeprefix("-").isdigit():
-                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh=data=2,tensor=4")
-            raw[name] = int(size)
         mesh: dict[str, int] = {}
         for name, size in raw.items():
             self.known(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
@@ -122,9 +175,7 @@ class _Reader:
             mesh[str(name)] = size if size == -1 or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
         still_open = [name for name, size in mesh.items() if size == -1]
         if len(still_open) > 1:
-            self.wrong(
-                f"mesh: {' and '.join(still_open)} are both -1", "mesh", value, "give all but one of them a size"
-            )
+            self.wrong(f"mesh: {' and '.join(still_open)} are both -1", "mesh", raw, "give all but one of them a size")
             mesh |= dict.fromkeys(still_open[1:], 1)
         return mesh
 
@@ -147,7 +198,7 @@ class _Reader:
                     what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
                     self.known(name, mesh, what, where, target, rest)
             if len(self.problems) == found and mesh:
-                yield Row(f"{self.path}: {where}: {flow(target)}", table, array, axis, names)
+                yield Row(place(self.path, self.flags, where, target), table, array, axis, names)
 
     def remat(self, value: Any) -> Remat:
         if not isinstance(value, dict):

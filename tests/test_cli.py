@@ -1,9 +1,12 @@
 """The command line: verbs, flags, exit codes, and that wrong input never shows a traceback."""
 
 import errno
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +14,10 @@ from pathlib import Path
 import filelock
 import pytest
 
+import gspmd_lm
 from gspmd_lm import cli, compile_cache
 from gspmd_lm.errors import RunFailed
-from gspmd_lm.verbs import train
+from gspmd_lm.verbs import given, train
 
 ROOT = Path(__file__).parent.parent
 DRY = ("--rules=tp8", "--dry_run")
@@ -40,16 +44,33 @@ def run(capsys, monkeypatch):
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot\n",
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
+        (
+            ("keys", "layres"),
+            "layres: no key of a config has this in its name (did you mean layers?)\n  fix   keys shows",
+        ),
+        (
+            ("--set", "layers=3"),
+            "configs/tiny.yaml --set layers=3: 1 problem\n  layers: unknown key (did you mean model.layers?)",
+        ),
         (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),
-        (("--rule=tp8",), "Unknown command line flag 'rule'. Did you mean: rules ?\n"),
-        (("eval", "--dry_run"), "Unknown command line flag 'dry_run'\n"),
-        (("--steps=many",), "flag --steps=many: invalid literal for int() with base 10: 'many'\n"),
-        (("--steps=0",), "flag --steps=0: 0 is not a positive integer\n"),
-        (("--devices=0",), "flag --devices=0: "),
+        (
+            ("--rule=tp8",),
+            "--rule: train has no such flag (did you mean --rules?)\n"
+            "  fix   python main.py train --help lists the flags\n",
+        ),
+        (("eval", "--dry-run"), "--dry_run: eval has no such flag: it belongs to train\n"),
+        (("--steps=many",), "--steps=many: must be a positive integer\n"),
+        (("--steps=0",), "--steps=0: must be a positive integer\n"),
+        (("--devices=0",), "--devices=0: must be a positive integer\n"),
+        (("--dry-run=maybe",), "--dry_run: must be true or false\n"),
+        (("plan", "--minutes=x"), "--minutes=x: must be a number\n"),
+        (("generate", "--top-k"), "Missing value for flag --top_k\n  fix   python main.py generate --help"),
+        (("explain", "--target=cpu:8"), "explain needs --rules\n  fix   explain --rules=fsdp8 --target="),
+        (("compare", "--target=cpu:8"), "compare needs --rules\n  fix   compare fsdp8 tp8 --target="),
         (("eval",), "--workdir is missing\n  fix   eval --workdir=DIR, the folder of a run that has saved"),
         (("generate",), "--workdir is missing\n  fix   generate --workdir=DIR"),
         (("generate", "--workdir=w"), "w: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR"),
@@ -75,7 +96,7 @@ def run(capsys, monkeypatch):
             ("--rules=tp8", "--set", "model.kv_heads=2"),
             "layers.attention.wk: kv_heads=2 does not divide over tensor=8\n"
             "  rule  rules/tp8.yaml: rules.kv_heads: tensor\n"
-            "  fix   set rules.kv_heads to null (replicates 131.1 kB per device), or use tensor=1 or 2\n"
+            "  fix   --set rules.rules.kv_heads=null (replicates 131.1 kB per device), or --mesh=tensor=2\n"
             "  also  layers.attention.wv, k, v\n",
         ),
     ],
@@ -91,8 +112,10 @@ def test_wrong_input_exits_with_2(run, arguments, message):
     ("arguments", "begins"),
     [
         (("--help",), "usage: "),
+        (("--version",), "gspmd_lm "),
         (("explain", "--help"), "python main.py explain: "),
-        (("--confg=tiny",), "Unknown command line flag 'confg'"),
+        (("--confg=tiny",), "--confg: train has no such flag"),
+        (("keys",), "Everything that decides what is computed."),
         (("--config=tinny",), "tinny: no such file"),
         (("--set=train.step=3",), "configs/tiny.yaml --set train.step=3: 1 problem"),
         (("eval", "--rules=tp9"), "tp9: no such file"),
@@ -101,17 +124,54 @@ def test_wrong_input_exits_with_2(run, arguments, message):
         (("explain", "--rules=tp8,tp9", "--target=cpu:8"), "tp9: no such file"),
         (("compare", "tp8", "tp9", "--target=cpu:8"), "tp9: no such file"),
         (("compare", "tp8", "--config=tinny", "--target=cpu:8"), "tinny: no such file"),
+        (("compare", "tp8", "--target=v5q:2x2"), "--target=v5q:2x2: unknown chip"),
+        (("plan", "--target=v5q:2x2"), "--target=v5q:2x2: unknown chip"),
     ],
 )
-def test_what_is_told_without_importing_jax(arguments, begins, tmp_path):
-    for name in ("jax", "numpy"):
+def test_what_is_told_before_anything_heavy_is_imported(arguments, begins, tmp_path):
+    """What is wrong with a flag is told before a config is read, and what is wrong with a file before jax comes."""
+    heavy = ["jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "pyarrow", "tokenizers"]
+    if "--target=v5q:2x2" not in arguments:
+        heavy += ["numpy", "rich"]
+    if begins.startswith(("usage", "gspmd_lm", "python", "--confg")):
+        heavy += ["pydantic", "yaml"]
+    for name in heavy:
         (tmp_path / f"{name}.py").write_text("raise SystemError('imported')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "main.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.stdout + done.stderr).startswith(begins)
-    assert done.returncode == (0 if "--help" in arguments else 2)
+    assert done.returncode == (0 if {"--help", "--version", "keys"} & {*arguments} else 2)
+    assert not done.stdout or not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        ("train", ("--dry-run", "--num-processes=2", "--compile-cache", "a-b", "--set", "a-b=c-d")),
+        ("train", ("--dry_run", "--num_processes=2", "--compile_cache=a-b", "--set=a-b=c-d")),
+        ("train", ("-dry-run", "--num-processes", "2", "--compile-cache=a-b", "--set", "a-b=c-d")),
+    ],
+)
+def test_dashes_in_names_of_flags(verb, arguments):
+    values, rest = cli._parsed(verb, arguments)
+    assert (values.dry_run, values.num_processes, values.compile_cache, values.set, rest) == (
+        True, 2, "a-b", ["a-b=c-d"], []
+    )  # fmt: skip
+
+
+def test_a_value_may_look_like_a_flag():
+    values, rest = cli._parsed("generate", ["--prompt", "--not-a-flag", "--top-k", "3", "--chat", "--", "--this-one"])
+    assert (values.prompt, values.top_k, values.chat, rest) == (["--not-a-flag"], 3, True, ["--this-one"])
+
+
+def test_the_package_is_a_command():
+    command = [sys.executable, "-m", "gspmd_lm", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    installed = importlib.metadata.version("jax")
+    wanted = f"gspmd_lm {gspmd_lm.__version__}, jax {installed}, Python {platform.python_version()}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, "")
 
 
 def test_every_problem_of_a_rules_file_in_one_message(run, tmp_path):
@@ -144,10 +204,27 @@ def test_help(run, arguments, flags):
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_help_is_made_of_sentences(run, verb):
-    title, *flags = re.split(r"^  --\w+ +", run(verb, "--help")[1].strip(), flags=re.M)
+    flags_of, examples = run(verb, "--help")[1].strip().split("\n\nIn the name of a flag, - and _ are the same.\n\n")
+    title, *flags = re.split(r"^  --\w+ +|^\w[^:\n]*:$", flags_of, flags=re.M)
     assert flags and title.startswith(f"python main.py {verb}: ")
-    for text in (title.split(": ", 1)[1].strip(), *map(str.strip, flags)):
+    about = re.findall(r"^      (.+)$", examples, re.M)
+    for text in (title.split(": ", 1)[1].strip(), *filter(None, map(str.strip, flags)), *about):
         assert re.match("[A-Z]", text) and re.search(r"(\.|=\.\.\.)$", text) and ";\n" not in text, text
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_examples_of_the_help_are_commands(run, verb, monkeypatch):
+    """Their flags, configs and rules files exist."""
+    examples = re.findall(r"^  python main.py ?(.*)$", run(verb, "--help")[1].split("Examples:")[1], re.M)
+    assert len(examples) == len(cli.EXAMPLES[verb]) > 0
+    for example in examples:
+        arguments = shlex.split(example)
+        assert (arguments[:1] == [verb]) == (verb != "train")
+        values, rest = cli._parsed(verb, arguments[verb != "train" :])
+        if verb in cli.EXPLAIN:
+            assert given.layouts(values, rest)
+        if verb not in ("convert", *cli.OF_FILES):
+            assert given.config(values)
 
 
 def test_help_of_a_verb_shows_only_its_flags(run):
@@ -171,6 +248,68 @@ def test_dry_run_takes_a_size_from_mesh(run):
     code, out, _ = run("--rules=dp2_tp4", "--mesh=data=4,tensor=2", "--dry_run")
     assert code == 0
     assert "mesh data=4 x tensor=2" in out
+
+
+@pytest.mark.parametrize("flag", ["--mesh=data=4,tensor=2", "--set=rules.mesh.data=4", "--set=rules.mesh={data: 4}"])
+def test_a_flag_sets_a_size_of_the_mesh(run, flag):
+    rest = [] if "tensor" in flag else ["--set", "rules.mesh.tensor=2"]
+    code, out, _ = run("--rules=dp2_tp4", flag, *rest, "--dry-run")
+    assert code == 0 and "mesh data=4 x tensor=2" in out
+
+
+def test_set_lays_rows_over_the_rules(run):
+    _, before, _ = run("--rules=tp8", "--dry-run")
+    kept = run("--rules=tp8", "--dry-run", "--set=rules.rules.wo.heads=null", "--set=model.layers=2")[1]
+    assert re.search(r"layers.attention.wo .*heads/tensor", before)
+    assert not re.search(r"layers.attention.wo .*heads/tensor", kept) and "layers.attention.wo" in kept
+    assert re.search(r"layers.attention.wq .*heads/tensor", kept)
+
+
+SETS = re.findall(r"^python main.py (.*--set '?rules.*--dry-run)$", (ROOT / "docs/rules.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("command", SETS)
+def test_rules_that_a_flag_sets_as_the_page_shows(run, command):
+    code, out, err = run(*shlex.split(command))
+    assert (code, err) == (0, "") and "bytes per device" in out
+
+
+def test_the_page_shows_rules_that_a_flag_sets():
+    assert len(SETS) == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--rules=tp8", "--set=model.kv_heads=2"),
+        ("--rules=tp8", "--set=model.padded_vocab=0"),
+        ("--rules=tp8", "--set=rules.rules.residual.seq=tensor", "--set=data.seq=100"),
+    ],
+)
+def test_the_flags_of_a_fix_mend_what_is_wrong(run, wrong):
+    """Each flag that a message names is given by itself, or all of those that several problems need."""
+    code, _, err = run(*wrong, "--dry-run")
+    assert code == 2
+    first = [f"--set={flag}" for flag in re.findall(r"(?:fix   |, or )--set (rules\.[\w.=]+)", err)]
+    assert first and run(*wrong, *first, "--dry-run")[0] == 0
+    for flag in re.findall(r", or --set (model\.[\w.=]+), which pads the table$", err, re.M):
+        assert run(*wrong, f"--set={flag}", "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rules=tp8", "--set=rules.rules.hed=dp"), "rules.hed: unknown axis hed (did you mean heads?)\n  rule  "),
+        (("compare", "tp8", "dp8", "--target=cpu:8", "--set=rules.remt=block"), "--set rules.remt=block: a rules file"),
+        (("generate", "--rules=tp8", "--set=rules.remt=block"), "--set rules.remt=block: a rules file has no section"),
+        (("convert", "--rules=tp8", "--set=rules.remt=block"), "--set rules.remt=block: a rules file has no section"),
+        (("plan", "--target=cpu:8", "--set=rules.remat=block"), "--set rules.remat=block: a plan chooses the rules\n"),
+        (("--rules=plan", "--set=rules.remat=block"), "--set rules.remat=block: a plan chooses the rules\n  fix"),
+    ],
+)  # fmt: skip
+def test_rules_that_a_flag_sets_wrongly(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and err.startswith(message)
 
 
 def test_dry_run_shows_warnings(run, tmp_path):

@@ -23,12 +23,15 @@ LONGEST = 430  # lines of a file
 FOR_ALL = ("errors", "units", "paths")
 # Room -> the rooms it may import from, itself and those for all aside. Downward only. A room is a folder or a file.
 MAY_IMPORT = {
+    "__version__": "",
     "errors": "",
     "units": "",
     "paths": "errors",
     "versions": "",
     "core_yaml": "errors",
-    "config": "core_yaml",
+    "config_types": "",
+    "config_data": "config_types",
+    "config": "config_data config_types core_yaml",
     "vocabulary": "",
     "files": "config",
     "trees": "config",
@@ -39,6 +42,7 @@ MAY_IMPORT = {
     "placing": "vocabulary",
     "products": "placing",
     "rules": "vocabulary core_yaml",
+    "config_keys": "rules core_yaml config",
     "rules_file": "axes vocabulary core_yaml rules",
     "runtime": "rules processes config",
     "mesh": "rules config",
@@ -48,7 +52,7 @@ MAY_IMPORT = {
     "model": "kernels products placing axes config",
     "arrays": "kernels placement rules vocabulary config",
     "program": "arrays placement placing runtime mesh rules",
-    "data": "files config",
+    "data": "files config_data config",
     "verdicts": "files",
     "orbax_folder": "files trees config",
     "checkpoint": "orbax_folder verdicts processes files trees config",
@@ -61,7 +65,8 @@ MAY_IMPORT = {
     "runs": "foresight train files core_yaml",
     "verbs": "runs plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint "
     "data runtime compile_cache processes lock files versions core_yaml config",
-    "cli": "verbs processes config",
+    "cli": "verbs processes config_keys config __version__",
+    "__main__": "cli",
     "api": "verbs plan foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
@@ -89,6 +94,7 @@ NEVER = {
     "vocabulary": ("jax", "flax", "numpy"),
     "rules": ("jax", "flax", "numpy"),
     "rules_file": ("jax", "flax", "numpy"),
+    "config_keys": ("jax", "flax", "numpy"),
     "cli": ("jax", "flax", "numpy", "orbax", "grain"),  # when it is imported; a verb's code comes when the verb runs
     "api": ("jax", "flax", "numpy", "orbax", "grain"),  # the same
 }

@@ -27,6 +27,7 @@ class Case:
     devices: int = 8
     platform: str = "cpu"
     mesh: str = ""
+    sets: tuple[str, ...] = ()  # of the rules
 
 
 WRONG = {
@@ -55,6 +56,23 @@ WRONG = {
     "--mesh without a size": Case(TP, mesh="tensor"),
     "--mesh with a word": Case(TP, mesh="tensor=four"),
     "--mesh that does not fill the devices": Case(TP, mesh="tensor=4"),
+    # What --set lays over the file
+    "--set of no section": Case(TP, sets=("rules.remt=block",)),
+    "--set of a row without its table": Case(TP, sets=("rules.residual.seq=tensor",)),
+    "--set without a key": Case(TP, sets=("rules={batch: data}",)),
+    "--set without a value": Case(TP, sets=("rules.remat",)),
+    "--set that is not YAML": Case(TP, sets=("rules.mesh={tensor: 8",)),
+    "--set of a row of what has none": Case(TP, sets=("rules.remat=block", "rules.remat.save=[q]")),
+    "--set of an unknown axis": Case(TP, sets=("rules.rules.hed=tensor",)),
+    "--set of an unknown mesh axis": Case(TP, sets=("rules.mesh.tenser=2",)),
+    "--set of a size that is none": Case(TP, sets=("rules.mesh.tensor=four",)),
+    "--set of an unknown policy": Case(TP, sets=("rules.remat=blok",)),
+    "--set of an unknown kernel": Case(TP, sets=("rules.attention.gpu=cudn",)),
+    "--set of a row that does not divide": Case(TP, ("model.kv_heads=2",), sets=("rules.rules.wk.kv_heads=tensor",)),
+    "--set of a row that does nothing": Case(TP, sets=("rules.weights.residul.seq=tensor",)),
+    "--set of sizes that do not fill the devices": Case(TP, sets=("rules.mesh.data=2", "rules.rules.batch=data")),
+    "--set of a whole table": Case(TP, sets=("rules.rules={batch: tensr}",)),
+    "--set of dcn that does not divide": Case(TP, sets=("rules.dcn.tensor=3",)),
     # Rows
     "unknown axis": Case("mesh: {tensor: 8}\nrules: {head: tensor}\n"),
     "unknown axis of an array": Case("mesh: {tensor: 8}\nrules: {residual.sequence: tensor}\n"),
@@ -113,9 +131,9 @@ def read(tmp_path, monkeypatch):
     """The rules of a text, as if it stood in layout.yaml."""
     monkeypatch.chdir(tmp_path)
 
-    def read(text, mesh=""):
+    def read(text, mesh="", sets=()):
         (tmp_path / "layout.yaml").write_text(text)
-        return rules_file.load("layout.yaml", mesh)
+        return rules_file.load("layout.yaml", mesh, overrides=sets)
 
     return read
 
@@ -126,7 +144,7 @@ def resolved(read, shapes_once):  # noqa: F811
 
     def resolved(case):
         return state.checked(
-            config.load("tiny", case.overrides), read(case.text, case.mesh).fill(case.devices), case.platform
+            config.load("tiny", case.overrides), read(case.text, case.mesh, case.sets).fill(case.devices), case.platform
         )[1]
 
     return resolved
@@ -137,7 +155,9 @@ def test_wrong_file(name, resolved):
     case = WRONG[name]
     with pytest.raises(InputError) as error:
         resolved(case)
-    given = [f"--set {override}" for override in case.overrides] + [f"--mesh={case.mesh}"] * bool(case.mesh)
+    given = [f"--set {override}" for override in (*case.overrides, *case.sets)] + [f"--mesh={case.mesh}"] * bool(
+        case.mesh
+    )
     causes = case.text + "".join(f"{flag}\n" for flag in given)
     same_as_recorded("rules_errors.txt", name, f"{textwrap.indent(causes, '    ')}\n{error.value}")
 
@@ -264,6 +284,34 @@ def test_finer_tables_refine_coarser_ones(read):
         for table in rules.TABLES
     }
     assert got == {"rules": [(), ("tensor",)], "weights": [("fsdp",), ()], "optimizer": [(), ()]}
+
+
+def test_values_laid_over_a_file_are_as_if_they_stood_in_it(read):
+    """The rest of a key after its table is the row, with its dots. The text has what was laid over the file."""
+    text = (
+        "mesh: {data: 2, tensor: 8}\nrules: {batch: data, heads: tensor, residual.seq: tensor}\nremat: dots\n"
+        "attention: {tpu: splash}\ncompiler_options: {tpu: {xla_a.b: 1}}\n"
+    )
+    sets = (
+        "rules.rules.residual.seq=null", "rules.rules.attention.wq.heads=[data, tensor]", "rules.rules.mlp=tensor",
+        "rules.weights.embed=data", "rules.optimizer={mlp: null}", "rules.remat={save: [q]}", "rules.remat.offload=[k]",
+        "rules.microbatches=2", "rules.attention.gpu=cudnn", "rules.compiler_options.tpu.xla_a.b=false",
+        "rules.compiler_options.gpu.xla_c=1", "rules.dcn.data=2", "rules.mesh.fsdp=2",
+    )  # fmt: skip
+    whole = (
+        "mesh: {data: 2, tensor: 4, fsdp: 2}\n"
+        "rules: {batch: data, heads: tensor, residual.seq: null, attention.wq.heads: [data, tensor], mlp: tensor}\n"
+        "weights: {embed: data}\noptimizer: {mlp: null}\nremat: {save: [q], offload: [k]}\nmicrobatches: 2\n"
+        "attention: {tpu: splash, gpu: cudnn}\ncompiler_options: {tpu: {xla_a.b: false}, gpu: {xla_c: 1}}\n"
+        "dcn: {data: 2}\n"
+    )
+    found, wanted = read(text, "tensor=4", sets), read(whole)
+    assert found.problems == wanted.problems == () and found.facts() == wanted.facts()
+    again = read(found.text)
+    assert again.facts() == wanted.facts() and not again.flags
+    first = found.text.partition("\n")[0]
+    assert first == " ".join(["# layout.yaml with", *(f"--set {text}" for text in sets), "--mesh=tensor=4"])
+    assert read(text).text == text and wanted.text == whole
 
 
 def test_several_mesh_axes_and_sizes_of_one(read):

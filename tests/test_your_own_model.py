@@ -121,7 +121,7 @@ def test_a_dry_run_lists_every_array_and_compiles_nothing(monkeypatch):
          "  fix   use pixel or width"),
         ("{mesh: {data: 8}, rules: {label: data}}",
          "head: label=4 does not divide over data=8\n  rule  {file}: rules.label: data\n"
-         "  fix   set rules.label to null"),
+         "  fix   --set rules.rules.label=null"),
         ("{mesh: {data: 8}, rules: {batch: data}, microbatches: 8}",
          "batch=4 in each of 8 microbatches does not divide over data=8\n  rule  {file}: rules.batch: data\n"
          "  fix   make the rows of a batch a multiple of 64"),

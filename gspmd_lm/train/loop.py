@@ -6,8 +6,9 @@ import dataclasses
 import datetime
 import functools
 import json
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -20,9 +21,11 @@ from gspmd_lm import checkpoint, compile_cache, core_yaml, files, processes, run
 from gspmd_lm import config as configs
 from gspmd_lm.checkpoint import Checkpoints, Chosen
 from gspmd_lm.config import Config
+from gspmd_lm.data import trained
 from gspmd_lm.data.loader import Loader
+from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.train import metrics, progress, source, trackers
+from gspmd_lm.train import metrics, progress, source, trace, trackers
 from gspmd_lm.train.best import Best
 from gspmd_lm.train.log import Log, Sample
 from gspmd_lm.train.state import State
@@ -77,7 +80,8 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return self.step.config
+        config = self.step.config
+        return trained.kept(config, self.workdir) if trained_size(config.data.tokenizer) else config
 
     @functools.cached_property
     def rows(self) -> tuple[Loader, Loader | None]:
@@ -117,7 +121,7 @@ class Run:
             done, interrupted = start, False
             streak = Streak(checkpoints, train.max_skipped)
             if self.foreseen:
-                self.say(self.foreseen.paragraph)
+                self.say(textwrap.fill(self.foreseen.paragraph, 80, break_on_hyphens=False))
             shown = progress.Shown(
                 self.console, start, stop, main=self.machine.is_main, mfu=meter.peak_flops_per_s is not None
             )
@@ -125,7 +129,7 @@ class Run:
                 contextlib.closing(self._log(start)) as log,
                 contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
                 shown.running(),
-                self._trace(start, stop) as trace,
+                trace.steps(self.profile, start, stop, self.workdir / "profile", self.say) as traced,
                 runtime.StopSignal() as signal,
             ):
                 missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
@@ -134,7 +138,7 @@ class Run:
                     best = best.after(start, self._evaluated(state.params, start, log, meter)["eval_loss"])
                     meter.begin()
                 for at, batch in meter.waiting(() if best.ends(train.patience) else batches):
-                    trace(at)
+                    traced(at)
                     state, values = program(state, batch)
                     done = at + 1
                     shown.advance(done, meter.tokens_per_s, meter.left_s(done))
@@ -349,40 +353,21 @@ class Run:
             peak and peak * self.step.mesh.size,
         )  # fmt: skip
 
-    @contextlib.contextmanager
-    def _trace(self, begin: int, end: int) -> Iterator[Callable[[int], None]]:
-        """A function to call with each step before the step runs. It writes a trace of the steps in `profile`."""
-        start, stop = self.profile or (-1, -1)
-        tracing = False
-        if self.profile and not begin <= start < end:
-            self.say(f"warning: --profile={start}:{stop} traces nothing, because the run goes from step {begin} to "
-                     f"{end}")  # fmt: skip
-
-        def told(step: int | None) -> None:
-            nonlocal tracing
-            if tracing and step in (stop, None):
-                jax.profiler.stop_trace()
-                tracing = False
-                self.say(f"trace of steps {start} to {stop}: {self.workdir / 'profile'}")
-            elif step == start:
-                jax.profiler.start_trace(str(self.workdir / "profile"))
-                tracing = True
-
-        try:
-            yield told
-        finally:
-            told(None)
-
     def _log(self, start: int) -> Any:
         if not self.machine.is_main:
             return _Silent()
         return Log(self.workdir, start, self.config.train, configs.to_dict(self.config), self.say)
 
     def _write_description(self) -> None:
-        """Writes config.yaml and rules.yaml as resolved, and versions.json: enough to repeat the run."""
+        """Writes config.yaml and rules.yaml as resolved, versions.json and a tokenizer that was trained.
+
+        These are enough to repeat the run.
+        """
         if not self.machine.is_main:
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
+        if made := self.rows[0].tokenizer:
+            files.replace(self.workdir / made.name, made.read_bytes())
         files.replace(self.workdir / "config.yaml", core_yaml.dump(configs.to_dict(self.config)))
         files.replace(self.workdir / "rules.yaml", self.step.rules.text)
         packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")

@@ -85,7 +85,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
         more.append(
             Problem(
                 f"{first.array}: {first.axes[0]}={task.rows} does not divide into microbatches={rules.microbatches}",
-                f"{rules.path}: microbatches: {rules.microbatches}",
+                rules.place("microbatches", rules.microbatches),
                 f"use a divisor of {task.vocabulary.settings.get(first.axes[0], task.rows)}",
             )
         )

@@ -19,7 +19,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state, step
 from gspmd_lm.units import human_bytes
-from gspmd_lm.verbs import generate, session
+from gspmd_lm.verbs import generate, given, session
 
 ORIGINAL = "hugging_face"  # a folder in the workdir: the files that came with the weights
 # Files beside the weights, about the tokenizer, the chat template and the tokens that end an answer.
@@ -51,7 +51,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         raise InputError(f"--{', --'.join(idle)}: only for convert --to=DIR\n  fix   drop it{also}")
     if "://" not in str(workdir):
         session.check_folder("workdir", Path(workdir))
-    found = pretrained.read(source, values.set, values.ignore)
+    found = pretrained.read(source, given.config_sets(values), values.ignore)
     beside = {architecture.CONFIG: _json(dict(found.like))} | _beside_weights(source)
     if values.ignore:
         beside[IGNORED] = _json({architecture.CONFIG: values.ignore})
@@ -62,6 +62,8 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
         built = _placed(here, found.config)
         here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
+        if found.left_out:
+            here.say(f"{source}: only the text part is read; {found.left_out:,} tensors of other parts are left out")
         if values.ignore:
             here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
         if (found.config.data.tokenizer == "bytes" and not found.tokenizer

@@ -10,7 +10,7 @@ from rich.console import Console
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.verbs import given, outputs
+from gspmd_lm.verbs import given, outputs, without_a_gpu
 
 
 def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
@@ -18,7 +18,8 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     config, rules = given.config(values), given.layouts(values, layouts)
     if not rules or values.target is None:
         lacking = "--target" if rules else "--rules"
-        raise InputError(f"{verb} needs {lacking}\n  fix   {verb} --rules=fsdp8 --target=v5p:2x2x2 (or cpu:8, h100:8)")
+        named = "--rules=fsdp8" if verb == "explain" else "fsdp8 tp8"
+        raise InputError(f"{verb} needs {lacking}\n  fix   {verb} {named} --target=v5p:2x2x2 (or cpu:8, h100:8)")
     target = targets.parse(values.target)
     if values.phase not in compile.PHASES:
         known = ", ".join(compile.PHASES)
@@ -29,6 +30,7 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     if values.export and len(rules) > 1:
         raise InputError(f"--export={values.export}: a file holds one executable\n  fix   give one rules file")
     outputs.check((values.json, values.html, values.export))
+    without_a_gpu.import_jax()
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator

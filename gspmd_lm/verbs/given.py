@@ -16,7 +16,39 @@ PLAN = "plan"  # in place of a rules file
 
 def config(values: flags.FlagValues) -> Config:
     """The config that --config names, else the one in the workdir, else tiny, with --set laid over it."""
-    return configs.load(_file(values, "config") or "tiny", values.set)
+    found = load_config(_file(values, "config") or "tiny", config_sets(values))
+    return with_tokenizer(found, getattr(values, "workdir", None))
+
+
+def with_tokenizer(config: Config, workdir: str | None = None) -> Config:
+    """The config with the size of its vocabulary, and with the tokenizer that was trained in the workdir."""
+    if config.model.vocab and config.data.tokenizer == "bytes":
+        return config
+    from gspmd_lm.data import trained
+
+    sized = trained.sized(config)
+    return trained.found(sized, workdir) if workdir else sized
+
+
+def config_sets(values: flags.FlagValues) -> list[str]:
+    """What --set lays over the config."""
+    return [text for text in values.set if text not in rules_sets(values)]
+
+
+def rules_sets(values: flags.FlagValues) -> list[str]:
+    """What --set lays over the rules file: the keys that begin with rules."""
+    return [text for text in values.set if text.partition("=")[0].partition(".")[0].strip() == "rules"]
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a YAML file (a path, or a name in configs/), or of a published model's folder or config.json."""
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        from gspmd_lm.convert import architecture
+
+        if architecture.is_published(path):
+            return architecture.new_config(path, overrides)
+    return configs.load(name, overrides)
 
 
 def rules(values: flags.FlagValues) -> Rules:
@@ -29,8 +61,15 @@ def rules(values: flags.FlagValues) -> Rules:
             raise InputError(
                 f"--mesh={values.mesh}: a plan chooses the mesh\n  fix   drop --mesh, or name a rules file"
             )
+        no_rules_sets(values)
         return rules_file.from_dict({"mesh": {"data": -1}}, PLAN)
-    return rules_file.load(_file(values, "rules") or "none", values.mesh)
+    return rules_file.load(_file(values, "rules") or "none", values.mesh, overrides=rules_sets(values))
+
+
+def no_rules_sets(values: flags.FlagValues) -> None:
+    """Raises InputError if --set names a key of the rules, where a plan chooses them."""
+    for text in rules_sets(values):
+        raise InputError(f"--set {text}: a plan chooses the rules\n  fix   drop it, or name a rules file")
 
 
 def planned(values: flags.FlagValues) -> bool:
@@ -41,7 +80,7 @@ def planned(values: flags.FlagValues) -> bool:
 def layouts(values: flags.FlagValues, more: Sequence[str]) -> list[Rules]:
     """The rules files of a verb that takes several: those of --rules, with commas between them, and `more`."""
     names = [*filter(None, (values.rules or "").split(",")), *more]
-    return [rules_file.load(name, values.mesh) for name in names]
+    return [rules_file.load(name, values.mesh, overrides=rules_sets(values)) for name in names]
 
 
 def _file(values: flags.FlagValues, flag: str) -> str | None:

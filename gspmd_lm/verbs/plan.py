@@ -16,13 +16,14 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.verbs import given, outputs
+from gspmd_lm.verbs import given, outputs, without_a_gpu
 
 _EXAMPLE = "plan --config=llama3_8b --target=v5e:4x8 --out=rules/mine.yaml"
 
 
 def run(values: flags.FlagValues) -> int:
     """Plans for each target, prints what was found and writes the files of the flags. Returns the exit code."""
+    given.no_rules_sets(values)
     config = given.config(values)
     if not values.target:
         raise InputError(f"plan needs --target\n  fix   {_EXAMPLE}")
@@ -30,6 +31,7 @@ def run(values: flags.FlagValues) -> int:
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices = _prices(values.price)
     _check(values, cases)
+    without_a_gpu.import_jax()
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator

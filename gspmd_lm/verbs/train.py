@@ -15,7 +15,8 @@ from rich.console import Console
 from gspmd_lm import compile_cache as compile_caches
 from gspmd_lm import processes
 from gspmd_lm.config import Config
-from gspmd_lm.data import loader, sources, tokenizer
+from gspmd_lm.data import loader, sources, trained
+from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.machine import hardware, target
@@ -177,7 +178,7 @@ def _profile(span: str | None) -> tuple[int, int] | None:
 
 def _train_tokenizer(config: Config, path: str, console: Console) -> int:
     source = sources.open(config.data, session.progress(console))
-    trained = tokenizer.train(source.documents(), config.model.vocab, path)
-    console.print(f"{path}: {trained.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
-    console.print(f"use it with --set data.tokenizer={path}", soft_wrap=True)
+    made = trained.train(source.documents(), trained_size(config.data.tokenizer) or config.model.vocab, path)
+    console.print(f"{path}: {made.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
+    console.print(f"use it with --set data.tokenizer={path} --set model.vocab=0", soft_wrap=True)
     return 0

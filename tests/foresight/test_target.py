@@ -1,9 +1,11 @@
 """Targets: what may be written, and devices that are only compiled for."""
 
+import math
+
 import pytest
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight.machine import target
+from gspmd_lm.foresight.machine import hardware, target
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,44 @@ from gspmd_lm.foresight.machine import target
 def test_targets(text, platform, devices, slices):
     found = target.parse(text)
     assert (found.text, found.platform, found.devices, found.slices) == (text, platform, devices, slices)
+
+
+# Google Cloud's names and topologies, of its documentation. The number counts TensorCores for v4, v5p and tpu7x.
+CLOUD = """
+v5litepod-1 1x1, v5litepod-4 2x2, v5litepod-8 2x4, v5litepod-16 4x4, v5litepod-32 4x8, v5litepod-64 8x8,
+v5litepod-128 8x16, v5litepod-256 16x16, v5e-16 4x4,
+v6e-1 1x1, v6e-4 2x2, v6e-8 2x4, v6e-16 4x4, v6e-32 4x8, v6e-64 8x8, v6e-128 8x16, v6e-256 16x16,
+v4-8 2x2x1, v4-16 2x2x2, v4-32 2x2x4, v4-64 2x4x4, v4-128 4x4x4, v4-256 4x4x8, v4-512 4x8x8, v4-1024 8x8x8,
+v4-1536 8x8x12, v4-2048 8x8x16, v4-4096 8x16x16,
+v5p-8 2x2x1, v5p-16 2x2x2, v5p-32 2x2x4, v5p-64 2x4x4, v5p-128 4x4x4, v5p-256 4x4x8, v5p-384 4x4x12, v5p-512 4x8x8,
+v5p-640 4x4x20, v5p-768 4x8x12, v5p-1024 8x8x8, v5p-1152 4x12x12, v5p-1536 8x8x12, v5p-2048 8x8x16, v5p-3072 8x12x16,
+v5p-4096 8x16x16, v5p-6144 12x16x16, v5p-7680 12x16x20, v5p-8192 16x16x16, v5p-10368 12x12x36, v5p-12288 16x16x24,
+tpu7x-8 2x2x1, tpu7x-16 2x2x2, tpu7x-32 2x2x4, tpu7x-64 2x4x4, tpu7x-128 4x4x4, tpu7x-256 4x4x8, tpu7x-512 4x8x8,
+tpu7x-1024 8x8x8, tpu7x-2048 8x8x16, tpu7x-4096 8x16x16, tpu7x-8192 16x16x16, tpu7x-18432 16x24x24
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"), [entry.split() for entry in CLOUD.replace(",", "\n").strip().splitlines() if entry]
+)
+def test_names_of_google_cloud(name, topology):
+    chip, _, number = name.partition("-")
+    found = target.parse(name)
+    assert found == target.parse(f"{chip.replace('litepod', 'e')}:{topology}") and found.text.endswith(topology)
+    per_chip = 2 if chip in ("v4", "v5p", "tpu7x") else 1
+    assert math.prod(found.topology) * per_chip == int(number)
+    several = target.parse(f"3@{name}")
+    assert (several.text, several.devices) == (f"3@{found.text}", 3 * found.devices)
+
+
+@pytest.mark.parametrize(
+    "chip", [chip for chip in hardware.CHIPS.values() if chip.platform == "tpu"], ids=lambda chip: chip.name
+)
+def test_every_name_of_google_cloud_is_a_target(chip):
+    names = target.cloud_names(chip)
+    for number in names:
+        assert target.parse(f"{chip.name}-{number}").text == f"{chip.name}:{names[number]}"
+    assert len(names) == {"v5e": 8, "v6e": 8, "v4": 68, "v5p": 94, "tpu7x": 130}[chip.name]
 
 
 def test_gpus_beyond_one_host_are_on_several():
@@ -64,6 +104,18 @@ def test_the_gpus_of_a_host_share_its_network(request_of):
         ("h100:2x8/80000", "a network of '80000' Gbit/s per host", "h100:2x8/800"),
         ("h100:2x8/800/8", "a network of '800/8' Gbit/s per host", "h100:2x8/800"),
         ("v5p:4x4x4/800", "only hosts of GPUs differ in their networks", "--target=v5p:4x4x4"),
+        (
+            "v5p-100",
+            "Google Cloud has no slice of 100 TensorCores, of which a chip has two",
+            "v5p-64 (2x4x4), v5p-128 (4x4x4)",
+        ),
+        ("v5p-64000", "Google Cloud has no slice of 64000 TensorCores", "v5p-12160 (4x20x76), v5p-12288 (16x16x24)"),
+        ("v5litepod-12", "Google Cloud has no slice of 12 chips", "v5litepod-8 (2x4), v5litepod-16 (4x4)"),
+        ("2@v6e-0", "Google Cloud has no slice of 0 chips", "v6e-1 (1x1), v6e-4 (2x2)"),
+        ("v5lite-8", "Google Cloud has no TPU slices named v5lite-N (did you mean v5litepod?)", "v5p-128"),
+        ("h100-8", "Google Cloud has no TPU slices named h100-N", "h100:8"),
+        ("0@v5p-128", "no such form", "2@v6e:16x16"),
+        ("v5p-128/800", "only hosts of GPUs differ in their networks", "--target=v5p-128"),
         ("cpu:8/800", "only hosts of GPUs differ in their networks", "--target=cpu:8"),
     ],
 )

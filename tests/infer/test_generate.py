@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_an_error_before_anything_is_allocated(speaking, sm
     with pytest.raises(ShardingError) as caught:
         planned(speaking(kv_heads=2), filled("decode_tp8"), prompts)
     assert "layers.attention.wk: kv_heads=2 does not divide over tensor=8" in str(caught.value)
-    assert "cache" in str(caught.value) and "fix   set rules.kv_heads to null" in str(caught.value)
+    assert "cache" in str(caught.value) and "fix   --set rules.rules.kv_heads=null" in str(caught.value)
     assert {id(array) for array in jax.live_arrays()} <= before
 
 

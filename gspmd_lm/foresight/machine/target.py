@@ -1,4 +1,7 @@
-"""Targets such as v5p:4x4x4, 2@v6e:16x16, h100:4x8, h100:4x8/800 or cpu:8, and compile-only jax devices of them."""
+"""Targets such as v5p:4x4x4, 2@v6e:16x16, h100:4x8, h100:4x8/800 or cpu:8, and compile-only jax devices of them.
+
+Google Cloud's names of TPU slices, such as v5p-128 or v5litepod-16, are targets too.
+"""
 
 import dataclasses
 import importlib.util
@@ -21,16 +24,20 @@ _SMALL_CUBOIDS = (
 )  # v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes
 _CUBE = 4
 _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")  # of the larger ones, cubes doubled
+# How many such cubes a slice has at most. Source: Cloud TPU documentation, per-version pages, read in 2026: a v4 pod
+# has 4096 chips, the largest v5p slice 6144 (16x16x24), a tpu7x pod 9216.
+_MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
+_LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
 _GPUS_PER_HOST = 8
 _GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
-_EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
+_EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The hardware that a layout is explained for."""
 
-    text: str  # as the user wrote it
+    text: str  # as the user wrote it, but for names of Google Cloud, which become the topology that they mean
     platform: str  # cpu, gpu or tpu
     chip: Chip | None  # None: cpu. Its network is the one that the text names.
     topology: tuple[int, ...]  # chips per dimension of a slice; hosts x GPUs; simulated devices
@@ -53,6 +60,9 @@ def parse(text: str) -> Target:
     place = f"--target={text}"
     hardware, slash, network = text.partition("/")
     slices, at, rest = hardware.rpartition("@")
+    if named := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
+        rest = _meant(place, *named.groups())
+        text = f"{slices}{at}{rest}"
     name, colon, size = rest.partition(":")
     if name not in (*CHIPS, "cpu"):
         known = ", ".join(("cpu", *CHIPS))
@@ -74,6 +84,44 @@ def parse(text: str) -> Target:
     if wrong:
         raise InputError(f"{place}: {name} has no topology {size}\n  fix   {wrong}")
     return Target(text, "tpu", chip, dimensions, int(slices or 1))
+
+
+def cloud_names(chip: Chip) -> dict[int, str]:
+    """The number in Google Cloud's name of each slice of a TPU -> its topology.
+
+    v4, v5p and tpu7x have two TensorCores in a chip, which the number counts. Of several shapes with as many cubes, a
+    name means the one nearest to a cube.
+    """
+    if chip.torus_dimensions == 2:
+        shapes = [tuple(map(int, size.split("x"))) for size in _FLAT]
+    else:
+        shapes = [tuple(map(int, size.split("x"))) for size in _SMALL_CUBOIDS]
+        for cubes in range(1, _MOST_CUBES[chip.name] + 1):
+            whole = [(a, b, cubes // (a * b)) for a in range(1, cubes + 1) for b in range(a, cubes // a + 1)
+                     if cubes % (a * b) == 0 and cubes // (a * b) >= b]  # fmt: skip
+            shape = min(whole, key=sum)
+            if shape[-1] * _CUBE <= _LONGEST:
+                shapes.append(tuple(side * _CUBE for side in shape))
+    per_chip = chip.torus_dimensions - 1
+    return {math.prod(shape) * per_chip: "x".join(map(str, shape)) for shape in shapes}
+
+
+def _meant(place: str, name: str, number: str) -> str:
+    """The target that Google Cloud's name of a slice means: v5p:4x4x4 for v5p-128."""
+    chip = CHIPS.get("v5e" if name == "v5litepod" else name)
+    tpus = {"v5litepod", *(known for known, one in CHIPS.items() if one.platform == "tpu")}
+    if chip is None or chip.platform != "tpu":
+        raise InputError(
+            f"{place}: Google Cloud has no TPU slices named {name}-N{did_you_mean(name, tpus)}\n"
+            f"  fix   write it like {_EXAMPLES}"
+        )
+    names = cloud_names(chip)
+    if int(number) not in names:
+        near = sorted(sorted(names, key=lambda known: abs(known - int(number)))[:4])
+        unit = "TensorCores, of which a chip has two" if chip.torus_dimensions == 3 else "chips"
+        offered = ", ".join(f"{name}-{known} ({names[known]})" for known in near)
+        raise InputError(f"{place}: Google Cloud has no slice of {number} {unit}\n  fix   the nearest are {offered}")
+    return f"{chip.name}:{names[int(number)]}"
 
 
 def _counted(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:

@@ -1,0 +1,34 @@
+"""jax, imported without the lines that its CUDA plugin writes on a machine that has no GPU."""
+
+import ctypes
+import importlib
+import os
+import sys
+import tempfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+
+def import_jax() -> None:
+    """Imports jax, and hides the lines that its CUDA plugin writes on a machine without a GPU's driver.
+
+    The plugin is also installed for foresight, on machines that never had a GPU.
+    """
+    plugins = [plugin for plugin in entry_points(group="jax_plugins") if plugin.name.startswith("xla_cuda")]
+    if not plugins or os.path.exists("/dev/nvidiactl"):
+        return
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            importlib.import_module("jax")
+            for plugin in plugins:
+                for library in Path(plugin.load().__file__).parent.glob("xla_*plugin.so"):
+                    ctypes.CDLL(str(library))  # jax would load it later, with the first device
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            for line in written.read().decode(errors="replace").splitlines():
+                if "cudart_stub" not in line and "before absl::InitializeLog()" not in line:
+                    print(line, file=sys.stderr)
