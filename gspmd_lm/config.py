@@ -262,7 +262,7 @@ class Train:
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     project: str = "gspmd_lm"  # wandb and trackio: where the run is listed
     group: str = ""  # wandb and trackio: runs that belong together
-    tags: tuple[str, ...] = ()  # wandb
+    tags: tuple[str, ...] = ()  # words to find the run by, in wandb
 
     def __post_init__(self):
         if (self.keep_best or self.patience) and not self.eval_every:
