@@ -62,9 +62,11 @@ MAY_IMPORT = {
     "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "verbs": "plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint data "
     "runtime compile_cache processes lock files versions core_yaml config",
+    "results": "plan foresight task rules config",
+    "loaded": "verbs infer data compile_cache rules_file rules runtime config",
     "cli": "verbs processes config_keys config __version__",
     "__main__": "cli",
-    "api": "verbs plan foresight train task checkpoint runtime rules_file rules axes config",
+    "api": "results loaded verbs plan foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
 IN_FORESIGHT = {
