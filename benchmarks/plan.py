@@ -4,9 +4,10 @@
     python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # prices beside predictions
     python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
     python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
+    python -m benchmarks.plan published --rows 8 9    # the plan beside published layouts, tuned by hand
     python -m benchmarks.plan show    # the tables of all that was kept
 
-rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What they
+rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What they all
 compile is kept by `explain`, too.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import measure
+from benchmarks import measure, step_times
 from benchmarks.layouts import LLAMA_1B, PAIRS
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
@@ -283,12 +284,43 @@ def shipped(name: str, minutes: float) -> None:
                   f"{plan.best.step_time_s / row['step_time_s'] - 1:+.1%}")  # fmt: skip
 
 
+def published(numbers: Sequence[int], minutes: float) -> None:
+    """The plan beside the layouts that others chose by hand and measured: the same work, chips and batch."""
+    told = {row["number"]: row["predicted_s"] for row in measure.read("foresight_times")}
+    for number, row in enumerate(step_times.rows()):
+        if number not in numbers:
+            continue
+        plan = search.plan(row.config(), targets.parse(row.target), minutes=minutes, say=print)
+        assert plan.best
+        others = [one for one in kept("plan_published") if one["number"] != number]
+        found = {
+            "number": number,
+            "row": row.name,
+            "published_layout_s": told[number],
+            "plan_s": round(plan.best.step_time_s, 5),
+            "rules": dict(plan.best.raw),
+            "compiled": plan.compiled,
+            "minutes": round(plan.seconds / 60, 1),
+            "date": datetime.date.today().isoformat(),
+        }
+        measure.write("plan_published", sorted([*others, found], key=lambda one: one["number"]))
+    show_published()
+
+
+def show_published() -> None:
+    for row in kept("plan_published"):
+        print(f"{row['number']:3} {row['row']:45} by hand {row['published_layout_s']:7.3f} s, the plan "
+              f"{row['plan_s']:7.3f} s ({row['plan_s'] / row['published_layout_s'] - 1:+.1%}): "
+              f"{describe(row['rules'])}")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pricing", "rank", "regret", "shipped", "show"))
+    parser.add_argument("what", choices=("pricing", "rank", "regret", "shipped", "published", "show"))
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--count", type=int, default=16, help="how many layouts are ranked")
     parser.add_argument("--again", action="store_true", help="predict kept layouts anew, after prices have changed")
+    parser.add_argument("--rows", type=int, nargs="+", default=(), help="numbers of published rows, from 0")
     parser.add_argument("--minutes", type=float, default=15, help="of a plan")
     parser.add_argument("--write", action="store_true", help="keep the figure in results/")
     arguments = parser.parse_args()
@@ -302,6 +334,9 @@ def main() -> None:
         for name in dict.fromkeys(row["case"] for row in kept("plan_rank")):
             show_rank(Bench(name, "plan_rank"))
         recorded()
+        show_published()
+    elif arguments.what == "published":
+        published(arguments.rows, arguments.minutes)
     elif arguments.what == "rank":
         rank(arguments.case, arguments.count, arguments.again)
     elif arguments.what == "regret":

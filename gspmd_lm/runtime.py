@@ -40,6 +40,9 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     # a product and the sum that it goes into are then rounded one after the other.
     "cpu once": {"xla_backend_optimization_level": 1},
     "gpu": {
+        # Products by cuBLAS. Published runs of large models turn Triton's off too, and where no GPU tunes them, as in
+        # `explain`, Triton's take up to a percent longer and fail to compile for some widths, such as 2304.
+        "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_all_gather_combine_threshold_bytes": 256 * 2**20,
         "xla_gpu_all_reduce_combine_threshold_bytes": 256 * 2**20,

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import yaml
@@ -161,3 +162,15 @@ def test_the_pods_of_a_job_set_run_a_command_that_is_taken(tmp_path):
     own = ["--dry_run", "--platform=cpu", "--devices=8"]
     done = subprocess.run([sys.executable, "main.py", *flags, *own], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_image_has_all_that_the_package_is_built_from():
+    text = (ROOT / "jobs/Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for name in line.split()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert copied == {"pyproject.toml", project["project"]["readme"], "LICENSE", *wheel["packages"],
+                      *wheel["force-include"]}  # fmt: skip
+    extras = set(project["project"]["optional-dependencies"])
+    assert {"gcs", *re.findall("HARDWARE=(\\w+)", text)} <= extras
+    assert list(project["project"]["scripts"]) == re.findall(r'ENTRYPOINT \["(.+)"\]', text)

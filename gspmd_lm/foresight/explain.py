@@ -129,6 +129,7 @@ def report(
         compile_s=program.compile_s,
         versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
         arrays=tuple(named),
+        rules_text=rules.text,
     )
     looked_up, notes = traced.looked_up, program.notes
     found_out = advice.warnings(said, config, rules, target.platform, problems, looked_up, module, notes)

@@ -47,6 +47,7 @@ class Report:
     compile_s: float
     versions: Mapping[str, str]  # jax, jaxlib, libtpu, ... and the compiler options that were set
     arrays: tuple[PlacedArray, ...]
+    rules_text: str = ""  # of the rules file
 
 
 # What the JSON holds. `x[].y` is y of each entry of a list, `x.*` any key of an object. Bytes and seconds are of one
@@ -59,6 +60,7 @@ KEYS = {
     "devices": "how many devices the mesh has",
     "config": "the name of the config",
     "rules": "the path of the rules file",
+    "rules_text": "the text of the rules file; empty where the rules are values of a program",
     "phase": "the program: train, prefill or decode",
     "mesh.*": "mesh axis -> its size. The keys are in the order of devices, and the last axis varies fastest",
     "parameters": "how many parameters the model has [counted]",

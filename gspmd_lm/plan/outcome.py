@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.foresight.machine.rent import RENTS
+from gspmd_lm.foresight.show.figures import Parts, difference, parts_s
 from gspmd_lm.plan.search import Candidate, Plan
-from gspmd_lm.units import human_seconds
 
 HOURS, DAYS = 3600, 86400
 SHOWN = 10  # layouts in a table
@@ -100,39 +100,25 @@ class Outcome:
         best = self.plan.best
         assert best
         behind = other.step_time_s / best.step_time_s - 1
-        own, others = parts_s(best), parts_s(other)
-        gaps = {name: others.get(name, 0.0) - own.get(name, 0.0) for name in (*own, *others)}
-        told = sorted((gap, name) for name, gap in gaps.items() if abs(gap) > 0.001 * best.step_time_s)
-        longer = [f"{name} +{human_seconds(gap)}" for gap, name in reversed(told) if gap > 0]
-        shorter = [f"{name} -{human_seconds(-gap)}" for gap, name in told if gap < 0]
-        why = ", ".join([*longer, *shorter]) or "no part differs by more than a thousandth of the step"
         if behind < 0.0005:
             return f"as fast, {'and it leaves less memory' if other.peak_bytes > best.peak_bytes else 'and no simpler'}"
         within = ", which is within the known error" if any(other is one for one in self.plan.ties) else ""
-        return f"{behind:.1%} slower{within}: {why}"
+        return f"{behind:.1%} slower{within}: {difference(_known(best), _known(other), best.step_time_s)}"
 
     def waits(self) -> str:
         """What the best layout waits for."""
         best = self.plan.best
         assert best
-        waits = [(seconds, name) for name, seconds in parts_s(best).items() if name.startswith("waiting")]
+        waits = [(seconds, name) for name, seconds in parts_s(_known(best)).items() if name.startswith("waiting")]
         waits = sorted((pair for pair in waits if pair[0] > 0.001 * best.step_time_s), reverse=True)
         if not waits:
             return "nothing: all that it sends is hidden behind compute"
         return ", ".join(f"{seconds / best.step_time_s:.1%} of the step {name}" for seconds, name in waits)
 
 
-def parts_s(one: Candidate) -> dict[str, float]:
-    """The seconds of each part of a step: of its prediction where it was compiled, else of its price."""
-    known = one.report.prediction if one.report and one.report.prediction else one.price
-    waits = {f"waiting for {axes}": seconds for axes, seconds in known.exposed_by_axis.items()}
-    return {
-        "matmuls": known.matmul_s,
-        "attention": known.attention_s,
-        "other compute": known.other_s,
-        **waits,
-        "waiting for copies to the host": known.exposed_host_copy_s,
-    }
+def _known(one: Candidate) -> Parts:
+    """The parts of its step: of its prediction where it was compiled, else of its price."""
+    return one.report.prediction if one.report and one.report.prediction else one.price
 
 
 def front(lines: Sequence[Line]) -> list[Line]:

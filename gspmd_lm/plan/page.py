@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gspmd_lm.foresight.show import page
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.pieces import document, rows_of, section
+from gspmd_lm.foresight.show.pieces import document, file_of, made_by, rows_of, section, words
 from gspmd_lm.plan import terminal, written
 from gspmd_lm.plan.advice import Change
 from gspmd_lm.plan.outcome import Outcome, front
@@ -19,7 +19,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 340, 70, 40, 16  # of a picture, in pixe
 def render(outcomes: Sequence[Outcome], helps: Sequence[Change], command: str) -> str:
     """The HTML of the page. The first plan of `terminal.ranked` is shown in full."""
     best, *others = terminal.ranked(outcomes)
-    body = f"<p class=about><code>{text(command)}</code></p>"
+    body = made_by(command)
     if others:
         body += _targets([best, *others])
     if best.plan.best is None:
@@ -28,14 +28,14 @@ def render(outcomes: Sequence[Outcome], helps: Sequence[Change], command: str) -
     body += _ranking(best, helps) + _memory(best)
     chosen = [line.candidate for line in best.lines() if line.candidate.report][:IN_FULL]
     reports = [one.report for one in chosen if one.report]
-    file = text(written.rules_file(best.plan, best.plan.best, command))
-    body += section("h2", "The rules file", "", f'<pre style="white-space:pre-wrap">{file}</pre>')
+    body += section("h2", "The rules file", "", file_of(written.rules_file(best.plan, best.plan.best, command)))
     if reports:
         names = "".join(
             f'<button type="button" class="pick" data-layout="{i}" aria-pressed="false">{text(one.name)}</button> '
             for i, one in enumerate(chosen)
         )
         body += f"<p>{names if len(reports) > 1 else ''}</p>" + page.layouts(reports)
+    body += words()
     return document(f"Plan of {best.plan.config} on {best.plan.target.text}", body, page.data(reports))
 
 

@@ -1,6 +1,6 @@
 """A layout of a plan as a rules file: text that people read, and that any verb takes as --rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gspmd_lm.plan.search import Candidate, Plan
@@ -37,9 +37,3 @@ def yaml(raw: Mapping[str, Any]) -> str:
         else:
             lines.append(f"{section}: {flow(value)}")
     return "\n".join(lines) + "\n"
-
-
-def command_line(arguments: Sequence[str]) -> str:
-    """The command of a plan, without the files that it writes, which say nothing of what was found."""
-    kept = [one for one in arguments if not one.lstrip("-").startswith(("out=", "json=", "html="))]
-    return " ".join(["python main.py", *kept])

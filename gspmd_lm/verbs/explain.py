@@ -43,5 +43,5 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     if values.json:
         Path(values.json).write_text(json.dumps(report.to_json(found), indent=1) + "\n", encoding="utf-8")
     if values.html:
-        Path(values.html).write_text(page.render(found), encoding="utf-8")
+        Path(values.html).write_text(page.render(found, outputs.command_line(sys.argv[1:])), encoding="utf-8")
     return 0

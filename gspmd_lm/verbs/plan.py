@@ -38,7 +38,7 @@ def run(values: flags.FlagValues) -> int:
     from gspmd_lm.plan import advice, outcome, page, search, terminal, written
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    command = written.command_line(sys.argv[1:])
+    command = outputs.command_line(sys.argv[1:])
     found: list[outcome.Outcome] = []
     for place, asked in cases:
         outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")

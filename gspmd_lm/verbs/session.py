@@ -101,7 +101,7 @@ def _planned(values: flags.FlagValues, config: Config, machine: runtime.Runtime)
 
     target = targets.of(jax.devices())
     sets = [f"--set={one}" for one in values.set]
-    command = written.command_line(
+    command = outputs.command_line(
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
     )
     if values.workdir and (kept := path_of(values.workdir) / "rules.yaml").is_file():

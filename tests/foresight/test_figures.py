@@ -6,7 +6,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures
-from gspmd_lm.units import human_count, human_seconds
+from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,34 @@ def test_the_comparison_says_how_it_knows():
     assert known["peak memory"] == known["sent"] == "compiled" and known["sent / floor"] == "counted"
     assert known["step time"] == known["tokens/s/device"] == known["MFU"] == known["exposed comm."] == "predicted"
     assert known["target"] == ""
+
+
+def test_a_verdict_says_fit_time_and_traffic():
+    said = figures.verdict(sample.LLAMA)
+    told = sample.PREDICTION
+    assert said.startswith("fsdp_tp fits, ")
+    assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in said
+    assert f"waits {figures.percent(told.exposed_communication_s / told.step_time_s)} of it" in said
+    assert said.endswith(f"Each device sends {figures.communication(sample.LLAMA)}.")
+    assert "does not fit" in figures.verdict(sample.REFUSED) and "sends" not in figures.verdict(sample.REFUSED)
+    assert figures.verdict(sample.CPU).startswith(
+        f"fsdp2_tp4 needs {human_bytes(sample.CPU.memory.peak_bytes)} per device."
+    )
+
+
+def test_the_winner_and_why():
+    def slower(share, **parts):
+        told = dataclasses.replace(sample.PREDICTION, step_time_s=sample.PREDICTION.step_time_s * (1 + share), **parts)
+        return dataclasses.replace(sample.LLAMA, rules="rules/other.yaml", prediction=told)
+
+    more_s = sample.PREDICTION.matmul_s + 0.1 * sample.PREDICTION.step_time_s
+    other = slower(0.1, matmul_s=more_s)
+    assert figures.winner([sample.LLAMA, other]) == (
+        "fsdp_tp wins: a step of other, the next, takes 10.0% longer "
+        f"(matmuls +{human_seconds(0.1 * sample.PREDICTION.step_time_s)})."
+    )
+    assert "same time" in figures.winner([sample.LLAMA, slower(0.005)])
+    assert figures.winner([sample.LLAMA, sample.REFUSED]) == "fsdp_tp wins: no other layout fits."
+    assert figures.winner([sample.REFUSED, sample.REFUSED]).startswith("None of the 2 layouts fits; ")
+    untimed = dataclasses.replace(sample.CPU, rules="rules/more.yaml", collectives=sample.CPU.collectives * 2)
+    assert figures.winner([sample.CPU, untimed]).startswith("No times are predicted here. fsdp2_tp4 sends least")

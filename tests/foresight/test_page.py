@@ -1,5 +1,7 @@
 """The HTML page: what stands in it, that it loads nothing and trusts no text, and that it works in a browser."""
 
+import collections
+import dataclasses
 import functools
 import html.parser
 import itertools
@@ -13,12 +15,13 @@ import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures, page
+from gspmd_lm.units import human_bytes, human_seconds
 
 SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
-VOID = ("meta", "input", "br")  # elements without an end
+VOID = ("meta", "input", "br", "wbr")  # elements without an end
 
 
 class Reader(html.parser.HTMLParser):
@@ -62,7 +65,7 @@ def test_the_page_is_whole(reports):
     names = [one["id"] for one in found.elements if "id" in one]
     assert len(names) == len(set(names))
     for head in found.find("th"):
-        assert head.get("scope") in ("col", "row") and head["text"].strip()
+        assert head.get("scope") in ("col", "row", "rowgroup") and head["text"].strip()
 
 
 @pytest.mark.parametrize("reports", [[sample.LLAMA], [sample.SLICES], SEVERAL])
@@ -89,7 +92,7 @@ def test_text_from_files_is_no_markup():
 
 def test_every_collective_and_span_is_there():
     found = Reader(page.render([sample.LLAMA]))
-    (table,) = found.find("table", **{"class": "sortable"})
+    (table,) = found.find("table", **{"class": "sortable stack"})
     sources = [one["text"] for one in found.find("code")]
     for one in sample.COLLECTIVES:
         assert one.source in sources and f"{one.times_per_step:,}" in table["text"]
@@ -135,6 +138,45 @@ def test_without_a_prediction_the_reason_stands_there():
     assert sample.REFUSED.memory.refusal in page.render([sample.REFUSED])
 
 
+def test_collectives_stand_in_groups_with_their_sums():
+    found = Reader(page.render([sample.LLAMA]))
+    groups = [one["text"] for one in found.find("tbody", **{"class": "group"})]
+    sums = collections.Counter[tuple[str, str]]()
+    for one in sample.COLLECTIVES:
+        sums["+".join(one.mesh_axes), one.phase] += one.bytes_per_device_per_step
+    assert len(groups) == len(sums)
+    for said, ((axes, phase), size) in zip(groups, sums.most_common(), strict=True):
+        assert said.startswith(f"{axes}, {phase}") and human_bytes(size) in said
+    (foot,) = found.find("tfoot")
+    assert foot["text"] == f"in all{human_bytes(sums.total())}"
+
+
+def test_lists_add_up():
+    text = page.render([sample.LLAMA])
+    memory, prediction = sample.LLAMA.memory, sample.PREDICTION
+    others = memory.temporaries_bytes - sum(one.bytes for one in memory.largest)
+    assert re.search(f">{re.escape(human_bytes(others))}</td><td[^>]*>all others", text)
+    computed_s = prediction.matmul_s + prediction.attention_s + prediction.other_s
+    rest_s = computed_s - sum(seconds for _, seconds in prediction.fusions)
+    assert rest_s > 0 and re.search(f"all others</td><td[^>]*>{re.escape(human_seconds(rest_s))}", text)
+
+
+def test_the_command_and_the_rules_file_are_there():
+    report = dataclasses.replace(sample.LLAMA, rules_text="mesh: {data: 8}  # a <b> comment\n")
+    found = Reader(page.render([report], "python main.py explain --rules=a"))
+    assert found.find("pre")[0]["text"] == report.rules_text
+    assert "python main.py explain --rules=a" in [one["text"] for one in found.find("code")]
+    assert not Reader(page.render([sample.LLAMA])).find("pre")
+
+
+def test_words_say_what_they_mean():
+    found = Reader(page.render(SEVERAL))
+    told = {one["text"]: one["title"] for one in found.find("abbr")}
+    assert told and told.items() <= figures.MEANINGS.items()
+    assert {one["title"] for one in found.find("span", **{"class": "known"})} <= set(figures.MEANINGS.values())
+    assert [one["text"] for one in found.find("summary")].count("What the words mean") == 1
+
+
 def test_several_are_ranked():
     found = Reader(page.render(SEVERAL))
     assert [one["text"] for one in found.find("button", **{"class": "pick"})] == ["fsdp", "fsdp_tp", "tp8"]
@@ -160,11 +202,18 @@ document.querySelectorAll(".pick")[1]?.click();
 told.chosen.push(shown());
 const theme = document.getElementById("theme"), ground = () => getComputedStyle(document.body).backgroundColor;
 told.grounds = [ground()]; theme.click(); told.grounds.push(ground()); theme.click(); told.grounds.push(ground());
-const times = $(".sortable th:nth-child(4) button");
-const column = () => [...article().querySelectorAll(".sortable tbody tr")].map((row) => row.cells[3].textContent);
+const times = $(".sortable thead th:nth-child(4) button");
+const groups = () => [...article().querySelectorAll(".members")].map((group) => [...group.rows]);
+const column = () => groups().map((rows) => rows.map((row) => row.cells[3].textContent));
+told.folded = $(".members").classList.contains("folded");
+$(".fold").click(); told.folded = [told.folded, $(".members").classList.contains("folded")];
+article().querySelectorAll("details").forEach((one) => { one.open = true; });
+const boxes = [...article().querySelectorAll(".scroll, .strip, pre, dl")];
+told.cut = boxes.filter((one) => one.scrollWidth > one.clientWidth + 1)
+  .map((one) => one.getAttribute("aria-label") || one.tagName);
 told.sorts = [0, 1].map(() => { times.click(); return [times.parentElement.getAttribute("aria-sort"), column()]; });
-$(".sortable th:nth-child(1) button").click();
-told.kinds = [...article().querySelectorAll(".sortable tbody tr")].map((row) => row.cells[0].textContent);
+$(".sortable thead th:nth-child(1) button").click();
+told.kinds = groups().map((rows) => rows.map((row) => row.cells[0].textContent));
 const strip = $(".strip"), spoken = () => $(".timeline").parentElement.querySelector(".status").textContent;
 press(strip, "ArrowRight"); told.spoken = [spoken()]; press(strip, "ArrowRight"); told.spoken.push(spoken());
 const select = $(".choice select"), where = () => $(".mesh > .status").textContent;
@@ -218,7 +267,7 @@ def visit(tmp_path_factory):
     return open_page
 
 
-@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("width", [375, 1280, 1400])
 def test_in_a_browser(visit, width):
     told = visit(width, "LLAMA")
     assert told["width"] == width and told["overflow"] <= 0
@@ -226,8 +275,12 @@ def test_in_a_browser(visit, width):
     assert len(set(told["grounds"])) == 2 and told["grounds"][0] == told["grounds"][2]
     (down, most), (up, least) = told["sorts"]
     assert (down, up) == ("descending", "ascending")
-    assert most == sorted(most, key=int, reverse=True) and least == sorted(least, key=int) and len(most) == 16
-    assert told["kinds"] == sorted(one.kind for one in sample.COLLECTIVES)
+    assert most == [sorted(group, key=int, reverse=True) for group in most] and sum(map(len, most)) == 16
+    assert least == [sorted(group, key=int) for group in least]
+    assert told["kinds"] == [sorted(group) for group in told["kinds"]]
+    assert sorted(itertools.chain(*told["kinds"])) == sorted(one.kind for one in sample.COLLECTIVES)
+    assert told["folded"] == [True, False]
+    assert not told["cut"]
     first, second = told["spoken"]
     assert first.startswith("compute: other layers.attention_norm, 1.1 ms") and second != first
 

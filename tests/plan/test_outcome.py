@@ -17,6 +17,7 @@ from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import outcome, page, space, terminal, written
 from gspmd_lm.plan.price import Price
 from gspmd_lm.plan.search import Candidate, Plan
+from gspmd_lm.verbs import outputs
 
 TARGET = targets.parse("h100:8")
 RAWS = (
@@ -116,7 +117,7 @@ def test_the_written_file_is_the_layout(found):
 
 def test_the_command_in_a_file_says_nothing_of_files():
     given = ["plan", "--config=tiny", "--out=a.yaml", "--html=b", "-json=c", "--set=data.batch=8"]
-    assert written.command_line(given) == "python main.py plan --config=tiny --set=data.batch=8"
+    assert outputs.command_line(given) == "python main.py plan --config=tiny --set=data.batch=8"
 
 
 def test_json_has_the_documented_keys_and_no_others(found):

@@ -3,11 +3,52 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.units import human_bytes, human_seconds
+
+_NARROW = ("bf16", "f16")
+ALIKE = 0.01  # the times of two layouts that differ by less are the same
+# What the words of a page mean, for readers who do not know them.
+MEANINGS = {
+    "compiled": "Read from the program that the compiler made for the target: exact.",
+    "predicted": "Computed from the compiled program with a model of the hardware. The page says how far such "
+    "predictions were off.",
+    "counted": "Follows from the shapes of the model and from the rules alone.",
+    "peak memory": "The most memory of one device that is in use at once.",
+    "temporaries": "What is in memory during a step only: activations, gradients and scratch space.",
+    "limit": "The memory of a device that a program may use.",
+    "tokens/s per device": "Tokens of a step over its time and the number of devices.",
+    "MFU": "Model FLOPs utilisation: FLOPs that the model needs per second, without those of recomputation, as a share "
+    "of what the chip can do.",
+    "exposed communication": "The part of a step in which compute waits for other devices. What is sent while compute "
+    "goes on takes no time.",
+    "floor": "The least that any program must compute, read or send when the model is split so.",
+    "split at rest": "The mesh axes that split an array between steps.",
+    "split in use": "The mesh axes that split an array while a layer computes.",
+    "overlaps": "Whether compute goes on while it is sent.",
+    "because of": "The rows of the rules file that make it necessary.",
+    "recomputation": "Activations that were not kept are computed again in the backward pass.",
+    "collective": "An operation in which devices exchange data, such as an all-gather.",
+}
+
+
+class Parts(Protocol):
+    """What a prediction and a price both know: the seconds of each part of a step."""
+
+    @property
+    def matmul_s(self) -> float: ...
+    @property
+    def attention_s(self) -> float: ...
+    @property
+    def other_s(self) -> float: ...
+    @property
+    def exposed_by_axis(self) -> Mapping[str, float]: ...
+    @property
+    def exposed_host_copy_s(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +115,85 @@ def breakdown(prediction: Prediction) -> tuple[tuple[str, str, float], ...]:
     )
 
 
+def parts_s(known: Parts) -> dict[str, float]:
+    """The seconds of each part of a step, under names for sentences."""
+    waits = {f"waiting for {axes}": seconds for axes, seconds in known.exposed_by_axis.items()}
+    return {
+        "matmuls": known.matmul_s,
+        "attention": known.attention_s,
+        "other compute": known.other_s,
+        **waits,
+        "waiting for copies to the host": known.exposed_host_copy_s,
+    }
+
+
+def difference(best: Parts, other: Parts, step_s: float) -> str:
+    """Where `other` takes longer than `best`, and where less: 'waiting for fsdp +12 ms, matmuls -3 ms'.
+
+    Parts that differ by less than a thousandth of `step_s` are left out.
+    """
+    own, others = parts_s(best), parts_s(other)
+    gaps = {name: others.get(name, 0.0) - own.get(name, 0.0) for name in (*own, *others)}
+    told = sorted((gap, name) for name, gap in gaps.items() if abs(gap) > 0.001 * step_s)
+    longer = [f"{name} +{human_seconds(gap)}" for gap, name in reversed(told) if gap > 0]
+    shorter = [f"{name} -{human_seconds(-gap)}" for gap, name in told if gap < 0]
+    return ", ".join([*longer, *shorter]) or "no part differs by more than a thousandth of the step"
+
+
+def other_temporaries_bytes(memory: Memory) -> int:
+    """The bytes of all temporaries but the largest ones, so that the list adds up."""
+    return max(0, memory.temporaries_bytes - sum(found.bytes for found in memory.largest))
+
+
+def verdict(report: Report) -> str:
+    """What to make of one layout, in three sentences: whether it fits, what its time goes to, and what it sends."""
+    memory, found = report.memory, report.prediction
+    name = layout(report)
+    if memory.limit_bytes is None:
+        said = [f"{name} needs {human_bytes(memory.peak_bytes)} per device."]
+    else:
+        said = [f"{name} {fit(memory)}."]
+    if found:
+        label, most_s = max(list(parts_s(found).items())[:3], key=lambda part: part[1])
+        waits = {name: seconds for name, seconds in found.exposed_by_axis.items() if seconds > 0}
+        waited_s = found.exposed_communication_s
+        share = percent(waited_s / found.step_time_s)
+        said.append(
+            f"A step takes {human_seconds(found.step_time_s)}: {label} take{'s' if label != 'matmuls' else ''} "
+            f"{percent(most_s / found.step_time_s)} of it, and it waits {share} of it for other devices"
+            + (f", most for {max(waits, key=waits.__getitem__)}." if waits else ".")
+        )
+    if not memory.refusal:
+        said.append(f"Each device sends {communication(report)}.")
+    return " ".join(said)
+
+
+def winner(reports: Sequence[Report]) -> str:
+    """Which of several layouts to take, and why. `reports` are ranked."""
+    best, *others = reports
+    name = layout(best)
+    fitting = [report for report in others if report.memory.fits]
+    if not best.memory.fits:
+        nearest = min(reports, key=lambda report: report.memory.peak_bytes)
+        return f"None of the {len(reports)} layouts fits; {layout(nearest)} comes nearest, with {fit(nearest.memory)}."
+    if not fitting:
+        return f"{name} wins: no other layout fits."
+    if best.prediction is None:
+        least = min((best, *fitting), key=sent_bytes)
+        smallest = min((best, *fitting), key=lambda report: report.memory.peak_bytes)
+        return (f"No times are predicted here. {layout(least)} sends least ({human_bytes(sent_bytes(least))}), and "
+                f"{layout(smallest)} needs the least memory ({human_bytes(smallest.memory.peak_bytes)}).")  # fmt: skip
+    second = fitting[0]
+    if second.prediction is None:
+        return f"{name} wins: for the other layouts that fit no time is predicted."
+    step_s = best.prediction.step_time_s
+    behind = second.prediction.step_time_s / step_s - 1
+    if behind < ALIKE:
+        return f"{name} and {layout(second)} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
+    return (f"{name} wins: a step of {layout(second)}, the next, takes {percent(behind)} longer "
+            f"({difference(best.prediction, second.prediction, step_s)}).")  # fmt: skip
+
+
 def sent_bytes(report: Report) -> int:
     """The bytes that one device sends in one step."""
     return sum(found.bytes_per_device_per_step for found in report.collectives)
@@ -92,9 +212,6 @@ def above_floor(report: Report) -> float | None:
         found.bytes_per_device_per_step * (2 if found.dtype in _NARROW else 1) for found in report.collectives
     )
     return (sent_bytes(report) if alike else sum(as_float32)) / least_bytes
-
-
-_NARROW = ("bf16", "f16")
 
 
 def other_width(report: Report) -> str:

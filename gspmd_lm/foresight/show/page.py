@@ -3,8 +3,8 @@
 import json
 from collections.abc import Sequence
 
-from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.show import collectives
 from gspmd_lm.foresight.show.drawing import bar, text, timeline
 from gspmd_lm.foresight.show.figures import (
     breakdown,
@@ -15,23 +15,41 @@ from gspmd_lm.foresight.show.figures import (
     layout,
     mesh,
     of_floor,
+    other_temporaries_bytes,
     parts,
     percent,
     placement_text,
     ranked,
     sent_bytes,
+    verdict,
+    winner,
 )
-from gspmd_lm.foresight.show.pieces import document, known_as, rows_of, scroll, section, swatch
+from gspmd_lm.foresight.show.pieces import (
+    breakable,
+    document,
+    file_of,
+    known_as,
+    made_by,
+    rows_of,
+    scroll,
+    section,
+    swatch,
+    term,
+    words,
+)
 from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 
-def render(reports: Sequence[Report]) -> str:
-    """The HTML of the page. Its styles and scripts are in `page.html`. Without scripts it shows all but the mesh."""
+def render(reports: Sequence[Report], command: str = "") -> str:
+    """The HTML of the page. Its styles and scripts are in `page.html`. Without scripts it shows all but the mesh.
+
+    command: what made the page, for readers who want to repeat it.
+    """
     reports = ranked(reports)
     several = len(reports) > 1
     title = f"{len(reports)} layouts of {_one_of(reports, 'config')}" if several else _name(reports[0])
-    body = (_comparison(reports) if several else "") + layouts(reports)
+    body = made_by(command) + (_comparison(reports) if several else "") + layouts(reports) + words()
     return document(title, body, data(reports))
 
 
@@ -81,9 +99,10 @@ def _comparison(reports: Sequence[Report]) -> str:
         for i, report in enumerate(reports)
     ]
     rows = [
-        f'<tr><th scope="row">{text(row.label)} {known_as(row.known)}</th>'
+        f'<tr><th scope="row">{term(row.label)} {known_as(row.known)}</th>'
         + "".join(
-            f'<td class="num{" best" if i in row.best else " bad" if cell == "NO" else ""}">'
+            f'<td class="num{" best" if i in row.best else " bad" if cell == "NO" else ""}" '
+            f'data-name="{text(layout(reports[i]))}">'
             f"{text(cell)}{'*' if i in row.best else ''}</td>"
             for i, cell in enumerate(row.cells)
         )
@@ -98,9 +117,10 @@ def _comparison(reports: Sequence[Report]) -> str:
         for report in reports
     )
     head = f"<tr><td></td>{''.join(heads)}</tr>"
-    table = f"<table class=compare><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    table = f'<table class="compare stack"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
     content = (
-        scroll("Comparison of layouts", table)
+        f'<p class="verdict">{text(winner(reports))}</p>'
+        + scroll("Comparison of layouts", table)
         + "<p>* best of those that fit. Ranked by predicted time. Choose a name to see that layout below.</p>"
         + "".join(f"<p>Error of predicted times: {text(error)}.</p>" for error in errors(reports))
         + f"<h3>Memory {known_as('compiled')} above step time {known_as('predicted')}, on one scale each</h3>"
@@ -118,17 +138,18 @@ def _layout(report: Report, number: int, heading: str) -> str:
         _time(report, heading),
         _layer(report, heading),
         _mesh(report, number, heading),
-        _collectives(report, heading),
+        collectives.table(report, heading),
         _made_with(report, heading),
     ]
     name = f"<h2>{text(_name(report))}</h2>" if heading == "h3" else ""
     about = (
-        f"{text(report.rules)} on {text(hardware(report))}, mesh {text(mesh(report.mesh))}. "
+        f"{text(layout(report))} on {text(hardware(report))}, mesh {text(mesh(report.mesh))}. "
         f"{human_count(report.parameters)} parameters and {human_count(report.tokens)} tokens per step "
         f"{known_as('counted')}; phase {text(report.phase)}."
     )
     return (
-        f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>{"".join(sections)}</article>'
+        f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>'
+        f'<p class="verdict">{text(verdict(report))}</p>{"".join(sections)}</article>'
     )
 
 
@@ -148,7 +169,7 @@ def _facts(report: Report) -> str:
     if not memory.refusal:
         facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), of_floor(report)))
     cells = [
-        f"<div><dt>{text(name)} {known_as(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
+        f"<div><dt>{term(name)} {known_as(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
         for name, known, value, note in facts
     ]
     return f'<dl class="facts{"" if memory.fits else " over"}">{"".join(cells)}</dl>'
@@ -168,13 +189,16 @@ def _memory(report: Report, heading: str) -> str:
     amounts = [(name, name, size) for name, size in parts(memory)]
     extra = [("", "peak", memory.peak_bytes), ("", "limit", memory.limit_bytes), ("", "on the host", memory.host_bytes)]
     rows = [
-        [swatch(kind), text(name), human_bytes(size)] for kind, name, size in [*amounts, *extra] if size is not None
+        [swatch(kind), term(name), human_bytes(size)] for kind, name, size in [*amounts, *extra] if size is not None
     ]
     largest = [
-        [human_bytes(found.bytes), f"<code>{text(found.shape)}</code>",
-         text(" ".join(axis or "?" for axis in found.axes)), f"<code>{text(found.source)}</code>", text(found.op)]
+        [human_bytes(found.bytes), f"<code>{breakable(found.shape)}</code>",
+         text(" ".join(axis or "?" for axis in found.axes)), f"<code>{breakable(found.source)}</code>",
+         breakable(found.op)]
         for found in memory.largest
     ]  # fmt: skip
+    if largest:
+        largest.append([human_bytes(other_temporaries_bytes(memory)), "all others", "", "", ""])
     refusal = (
         f'<p class="refusal">The compiler refused the program: {text(memory.refusal)}</p>' if memory.refusal else ""
     )
@@ -225,7 +249,11 @@ def _time(report: Report, heading: str) -> str:
     if found.unpriced_share:
         shares = ", ".join(f"{name} {percent(share)}" for name, share in found.unpriced.items())
         notes.append(("Not priced", f"{percent(found.unpriced_share)} of the program's bytes: {shares}"))
-    costly = [[text(name), human_seconds(seconds)] for name, seconds in found.fusions]
+    costly = [[breakable(name), human_seconds(seconds)] for name, seconds in found.fusions]
+    if costly:
+        computed_s = found.matmul_s + found.attention_s + found.other_s
+        rest_s = computed_s - sum(seconds for _, seconds in found.fusions)
+        costly += [["all others", human_seconds(max(rest_s, 0.0))], ["compute", human_seconds(computed_s)]]
     content = (
         _time_bar(report, found.step_time_s)
         + '<div class="pair">'
@@ -258,7 +286,7 @@ def _layer(report: Report, heading: str) -> str:
     kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
              ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
     rows = [
-        [text(span.part), text(span.lane), text(span.kind), text(span.name), human_seconds(span.start_s),
+        [text(span.part), text(span.lane), text(span.kind), breakable(span.name), human_seconds(span.start_s),
          human_seconds(span.end_s - span.start_s)]
         for span in spans
     ]  # fmt: skip
@@ -276,7 +304,7 @@ def _layer(report: Report, heading: str) -> str:
 def _mesh(report: Report, number: int, heading: str) -> str:
     rows = [
         [
-            text(array.path),
+            breakable(array.path),
             text(_shape(array)),
             "-" if array.at_rest is None else text(placement_text(array.axes, array.at_rest)),
             text(placement_text(array.axes, array.in_use)),
@@ -290,7 +318,7 @@ def _mesh(report: Report, number: int, heading: str) -> str:
         '<p class="status" aria-live="polite"></p></div>'
         '<p class="legend">Each device shows its number, and below it the piece of the array that it holds. Point at a '
         "device, or go from one to the next with the arrow keys.</p>"
-        f'<div class="tall">{rows_of(columns, rows, "Arrays and how they are split", numbers=(4,))}</div>'
+        f"{rows_of(columns, rows, 'Arrays and how they are split', numbers=(4,))}"
     )
     return section(heading, "Mesh and arrays", "counted", content)
 
@@ -299,40 +327,10 @@ def _shape(array: PlacedArray) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))
 
 
-def _collectives(report: Report, heading: str) -> str:
-    if report.memory.refusal:
-        return section(heading, "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>")
-    if not report.collectives:
-        return section(heading, "Collectives", "compiled", "<p>None.</p>")
-    columns = ["kind", "axes", "dtype", "times", "sent", "overlaps", "phase", "op", "because of", "source"]
-    found = sorted(report.collectives, key=lambda one: -one.bytes_per_device_per_step)
-    most = found[0].bytes_per_device_per_step or 1
-    heads = [
-        f'<th scope="col"{" aria-sort=descending" if i == 4 else ""}><button type="button" data-column="{i}">{name}'
-        "</button></th>"
-        for i, name in enumerate(columns)
-    ]
-    rows = []
-    for one in found:
-        size = one.bytes_per_device_per_step
-        slow = "<br><small>between slices or hosts</small>" if one.link in SLOW_LINKS else ""
-        product = f"<br><small>{text(one.einsum)}</small>" if one.einsum else ""
-        cells = [
-            f"<td>{text(one.kind)}</td><td>{text('+'.join(one.mesh_axes))}{slow}</td><td>{text(one.dtype)}</td>",
-            f'<td class="num" data-value="{one.times_per_step}">{one.times_per_step:,}</td>',
-            f'<td class="num size" data-value="{size}" style="--share:{size / most:.4f}">{human_bytes(size)}</td>',
-            f'<td class="{"good" if one.overlapped else "bad"}">{"yes" if one.overlapped else "no"}</td>',
-            f"<td>{text(one.phase)}</td><td>{text(one.op)}{product}</td>",
-            f"<td class=rows>{text(', '.join(one.rules)) or 'no row'}</td><td><code>{text(one.source)}</code></td>",
-        ]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    table = f"<table class=sortable><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    above = f", {of_floor(report)} {known_as('counted')}" if of_floor(report) else ""
-    total = f"<p>{human_bytes(sent_bytes(report))} sent per device and step{above}. Choose a heading to sort by it.</p>"
-    return section(heading, f"Collectives ({len(found)})", "compiled", total + scroll("Collectives", table))
-
-
 def _made_with(report: Report, heading: str) -> str:
-    rows = [[text(name), text(value)] for name, value in report.versions.items()]
-    content = f"<p>Compiled in {human_seconds(report.compile_s)}.</p>" + rows_of(["what", "which"], rows, "Versions")
-    return section(heading, "Made with", "", content)
+    rows = [[breakable(name), breakable(value)] for name, value in report.versions.items()]
+    versions = rows_of(["what", "which"], rows, "Versions")
+    content = f"<details><summary>Versions and compiler options</summary>{versions}</details>"
+    if report.rules_text:
+        content = f"<p>{text(layout(report))}, the rules file:</p>{file_of(report.rules_text)}{content}"
+    return section(heading, "Made with", "", f"{content}<p>Compiled in {human_seconds(report.compile_s)}.</p>")

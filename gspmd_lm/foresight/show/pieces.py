@@ -3,10 +3,13 @@ names.
 """
 
 import importlib.resources
+import re
 from collections.abc import Iterable, Sequence
 
 from gspmd_lm.foresight.show.drawing import text
+from gspmd_lm.foresight.show.figures import MEANINGS
 
+MOST_ON_A_PHONE = 4  # short columns side by side
 TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
 
 
@@ -26,7 +29,33 @@ def section(heading: str, title: str, known: str, content: str, name: str = "") 
 
 def known_as(how: str) -> str:
     """The label that says how a figure is known."""
-    return f'<span class="known">{how}</span>' if how else ""
+    return f'<span class="known" title="{text(MEANINGS[how])}">{how}</span>' if how else ""
+
+
+def term(name: str) -> str:
+    """A word of `MEANINGS`, which says its meaning where one points; any other text as it is."""
+    return f'<abbr title="{text(MEANINGS[name])}">{text(name)}</abbr>' if name in MEANINGS else text(name)
+
+
+def breakable(name: object) -> str:
+    """A path or a name, which may go on in the next line after each of its parts, but not within one."""
+    return re.sub(r"(?<=[./_(\],:+-])(?=\w)", "<wbr>", text(name))
+
+
+def words() -> str:
+    """The meanings of all words, folded: for screens on which one cannot point."""
+    told = "".join(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in MEANINGS.items())
+    return f'<details><summary>What the words mean</summary><dl class="notes">{told}</dl></details>'
+
+
+def made_by(command: str) -> str:
+    """The line below a title that says which command made the page; "" for pages made in Python."""
+    return f"<p class=about><code>{text(command)}</code></p>" if command else ""
+
+
+def file_of(content: str) -> str:
+    """The text of a file."""
+    return f"<pre>{text(content)}</pre>"
 
 
 def swatch(kind: str) -> str:
@@ -41,10 +70,15 @@ def scroll(name: str, content: str) -> str:
 def rows_of(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str, numbers: Sequence[int] = ()) -> str:
     kinds = ['class="num"' if i in numbers else "" for i in range(len(columns))]
     head = "".join(
-        f'<th scope="col" {kind}>{name}</th>' if name else "<td></td>"
+        f'<th scope="col" {kind}>{term(name)}</th>' if name else "<td></td>"
         for name, kind in zip(columns, kinds, strict=True)
     )
-    body = "".join(
-        f"<tr>{''.join(f'<td {kind}>{cell}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>" for row in rows
-    )
-    return scroll(name, f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>") if body else ""
+    body = "".join(f"<tr>{''.join(map(_cell, columns, kinds, row))}</tr>" for row in rows)
+    stack = ' class="stack"' if len(columns) > MOST_ON_A_PHONE else ""
+    table = f"<table{stack}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return scroll(name, table) if body else ""
+
+
+def _cell(column: str, kind: str, content: str) -> str:
+    """A cell that names its column: on a phone a row is a list of names and values."""
+    return f'<td {kind} data-name="{text(column)}">{content}</td>'

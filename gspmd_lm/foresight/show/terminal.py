@@ -20,10 +20,12 @@ from gspmd_lm.foresight.show.figures import (
     layout,
     mesh,
     of_floor,
+    other_temporaries_bytes,
     parts,
     percent,
     ranked,
     sent_bytes,
+    winner,
 )
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
@@ -117,6 +119,8 @@ def _memory(report: Report, wide: bool) -> RenderableType:
         axes = " ".join(axis or "?" for axis in found.axes)
         largest.add_row(*_cells(human_bytes(found.bytes), found.shape, axes, _place(found.source, wide)))
     if memory.largest:
+        if others := other_temporaries_bytes(memory):
+            largest.add_row(*_cells(human_bytes(others), "all others", "", ""))
         blocks += [Text("  largest temporaries", style="dim"), _indented(largest)]
     return Group(*blocks)
 
@@ -253,6 +257,7 @@ def _side_by_side(reports: Sequence[Report], console: Console) -> None:
         console.print(table)
         console.print()
         first = last
+    console.print(Text(winner(reports)))
     console.print(Text("* best of those that fit; ranked by predicted time", style="dim"))
     for error in errors(reports):
         console.print(Text(f"error of predicted times: {error}", style="dim"))
