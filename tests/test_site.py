@@ -1,4 +1,4 @@
-"""The documents as a site, and the pages about Python: they name what there is, and the site builds without warnings."""
+"""The documents as a site, which builds without warnings, and the pages about Python, which name what there is."""
 
 import ast
 import inspect
