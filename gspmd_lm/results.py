@@ -112,9 +112,11 @@ class Trained(dict[str, float]):
         return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
     def _repr_html_(self) -> str:
-        shown = {name: human_seconds(value) if name.endswith("_s") else f"{value:,.6g}" for name, value in self.items()
-                 if isinstance(value, int | float)}  # fmt: skip
-        rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{value}</td></tr>" for name, value in shown.items())
+        rows = ""
+        for name, value in self.items():
+            seconds = name.endswith("_s") and not name.endswith("_per_s")
+            said = human_seconds(value) if seconds else f"{value:,.6g}"
+            rows += f"<tr><th>{html.escape(name)}</th><td>{said}</td></tr>"
         about = f"<p>{html.escape(str(self.workdir))}</p>"
         return f"{about}{curve(self.losses, 'loss')}<table>{rows}</table>" if self else f"{about}<p>Nothing to do.</p>"
 

@@ -10,6 +10,7 @@ import pytest
 import gspmd_lm as g
 from gspmd_lm import cli, results
 from gspmd_lm.foresight.show import page
+from gspmd_lm.units import human_seconds
 from tests.convert.ours import QUICK
 
 SMALL = [
@@ -98,6 +99,9 @@ def test_a_run_shows_its_losses(trained):
     (line,) = re.findall(r'points="([^"]*)"', picture)
     heights = [float(point.split(",")[1]) for point in line.split()]
     assert len(heights) == 4 and (heights[0] < heights[-1]) == (losses[0] > losses[-1])
+    cells = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", picture))
+    assert cells["step_time_s"] == human_seconds(trained["step_time_s"]) and cells.keys() == trained.keys()
+    assert float(cells["tokens_per_s"].replace(",", "")) == pytest.approx(trained["tokens_per_s"], rel=1e-4)
     assert "<th>loss</th>" in picture and str(trained.workdir) in picture and "step 4" in picture
 
 
