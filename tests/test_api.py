@@ -134,6 +134,7 @@ def test_programs_and_weights_are_used_again_where_they_suffice(model, monkeypat
 
 def test_a_model_under_other_rules(trained, model):
     split = g.load(trained.workdir, rules("tp8"))
+    assert g.load(trained.workdir, "dp8").rules.name == "dp8" and model.rules.devices == 1
     assert split.rules.devices == 8 and repr(split).endswith("under rules/tp8.yaml")
     assert split.generate("def f(", max_new_tokens=5) == model.generate("def f(", max_new_tokens=5)
 
