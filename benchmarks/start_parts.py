@@ -20,7 +20,7 @@ PARTS = {
     "initial state lowered": ["gspmd_lm.train.step:Step.lower_init"],
     "compiled": ["gspmd_lm.runtime:compile"],  # whatever was lowered last
     "report": ["gspmd_lm.foresight.explain:report"],
-    "trackers": ["gspmd_lm.train.metrics:import_tracker", "gspmd_lm.train.metrics:Log"],
+    "trackers": ["gspmd_lm.train.trackers:load", "gspmd_lm.train.log:Log"],
 }
 
 
@@ -82,24 +82,25 @@ def main() -> None:
         for part, functions in PARTS.items():
             for function in functions:
                 module, _, name = function.partition(":")
-                owner: Any = sys.modules[module]
+                owner: Any = sys.modules.get(module)
                 *owners, name = name.split(".")
                 for each in owners:
                     owner = getattr(owner, each)
                 if hasattr(owner, name):  # another commit may not have it
                     setattr(owner, name, timed(part, getattr(owner, name)))
-    line = metrics.Meter.line
+    read = metrics.Meter.read
 
-    def first_step(step: int, stop: int, values: Any) -> str:  # called when the step has ended
+    def first_step(meter: metrics.Meter, step: int, values: Any) -> dict[str, float]:
+        last = read(meter, step, values)  # waits until the step has ended
         if "whole" not in found:
             whole = time.process_time()
             found["the rest, and the first step"] = whole - sum(found.values())
             found["whole"] = whole
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(found, file)
-        return line(step, stop, values)
+        return last
 
-    metrics.Meter.line = staticmethod(first_step)
+    metrics.Meter.read = first_step  # pyright: ignore[reportAttributeAccessIssue]
     cli.main()
 
 

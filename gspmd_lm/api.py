@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
@@ -36,13 +35,15 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a decoder.
 
     Args:
-        name: the path of a YAML file, or a name in configs/.
+        name: the path of a YAML file, or a name in configs/; or of a published model's config.json, or of its folder.
         overrides: `section.key=value`, laid over the file.
 
     Raises:
         InputError: every problem of the file and of the overrides.
     """
-    return configs.load(name, overrides)
+    from gspmd_lm.verbs import given
+
+    return given.with_tokenizer(given.load_config(name, overrides))
 
 
 def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides: Sequence[str] = ()) -> Rules:

@@ -93,7 +93,7 @@ class Checkpoints:
         self._opened_for_saving = False
         self._saved: list[str] = []  # the names of the arrays that are being written
         self._verdicts = Verdicts(self.directory)
-        self._kept_good = _Steps()
+        self._kept_too = _Steps()
         logging.getLogger("absl").addFilter(orbax_folder.is_worth_reading)
 
     def steps(self) -> list[int]:
@@ -118,9 +118,10 @@ class Checkpoints:
         self._verdicts.write(self._steps())
         return self.newest_good()
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], keep: int | None = None) -> None:
         """Copies `state` (a pytree of arrays) to the host, then writes it in the background, with `extra` (small JSON).
 
+        The checkpoint of step `keep` stays too, until another one is named at a later save.
         Waits for an earlier save. The step that was just saved or restored is not written again. Other steps from
         `step` on belong to a course that the run left, because it was rewound or they were damaged. They are reported
         and deleted first, so that the step that was saved last is always the newest.
@@ -139,7 +140,7 @@ class Checkpoints:
             self._empty_trash()
         for old in left:
             manager.delete(old)
-        self._kept_good.steps = {self.newest_good()}
+        self._kept_too.steps = {self.newest_good(), keep}
         self._at = step
         self._verdicts.ask(step)
         self._saved = [name for name, _ in trees.named(state)]
@@ -275,7 +276,7 @@ class Checkpoints:
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
         policies = ocp.checkpoint_managers
-        kept: list[Any] = [policies.LatestN(self._keep), self._kept_good]
+        kept: list[Any] = [policies.LatestN(self._keep), self._kept_too]
         if self._keep_every:
             kept.append(policies.EveryNSteps(self._keep_every))
         options = ocp.CheckpointManagerOptions(

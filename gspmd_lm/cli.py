@@ -23,6 +23,7 @@ VERBS = {
     "explain": "Say what a layout costs on hardware you do not have.",
     "compare": "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
     "plan": "Find the best layout for hardware you do not have, and write its rules file.",
+    "plot": "Show what runs have logged, laid over each other in one page: plot RUN RUN2.",
     "keys": "Print the keys of a config, each with its type, default and meaning: all, or those with a word in them.",
 }
 EXAMPLES = {  # verb -> commands, each with what it does
@@ -57,6 +58,9 @@ EXAMPLES = {  # verb -> commands, each with what it does
         ("plan --config=llama3_8b --target=v5e:4x8 --out=mine.yaml", "Find the best layout, and write it."),
         ("plan --config=llama3_8b --target=v5e:4x8,v5p-32 --tokens=1e12", "Compare hardware for a trillion tokens."),
     ],
+    "plot": [
+        ("plot runs/a runs/b", "Lay the curves of two runs over each other, in plot.html."),
+    ],
     "keys": [
         ("keys", "All keys, which --set can set too."),
         ("keys rope", "Those with rope in their names."),
@@ -66,6 +70,7 @@ EXAMPLES = {  # verb -> commands, each with what it does
 INPUTS, RUN, RESULTS, MACHINE, HELP = "What is computed, and where", "The run", "Results", "The machine", "Help"
 EXPLAIN = ("explain", "compare")
 FORESIGHT = (*EXPLAIN, "plan")
+OF_FILES = ("keys", "plot")  # verbs that compute nothing
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -135,6 +140,13 @@ def _flags(verb: str) -> flags.FlagValues:
     yes_no = lambda name, about: flags.DEFINE_boolean(name, False, about, **here)  # noqa: E731
     if verb == "keys":
         yes_no("markdown", "Print the page docs/config.md.")
+    elif verb == "plot":
+        here["module_name"] = RUN
+        several("workdir", "The folder of a run, or a folder of runs. This flag may be repeated, and folders may also "
+                "stand without it.")  # fmt: skip
+        group(RESULTS)
+        text("html", None, "Write the page to this file. The default is plot.html in the run's folder; with several "
+             "runs, in the current folder.")  # fmt: skip
     elif verb in FORESIGHT:
         text("config", "tiny", "The config: a path, or a name in configs/. It says what is computed.")
     if verb == "plan":
@@ -165,23 +177,23 @@ def _flags(verb: str) -> flags.FlagValues:
         text("html", None, "Write one self-contained page to this file.")
         text("export", None, "Keep the compiled train step of one layout in this file. On the target, "
              "train --executable runs it.")  # fmt: skip
-    elif verb != "keys":
+    elif verb not in OF_FILES:
         text("config", None, "The config: a path, or a name in configs/. It says what is computed. The default is the "
              "workdir's config, else tiny.")  # fmt: skip
         text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout for "
              "the devices at hand. It says where and how the config is computed. The default is the workdir's rules "
              "file, else none.")  # fmt: skip
     group(INPUTS)
-    if verb != "keys":
+    if verb not in OF_FILES:
         several("set", "Lay section.key=value over the config, such as model.layers=4, or rules.KEY=value over the "
                 "rules file, such as rules.remat=block. The verb keys lists all keys. This flag may be "
                 "repeated.")  # fmt: skip
-    if verb not in ("plan", "keys"):
+    if verb not in ("plan", *OF_FILES):
         text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
     group(HELP)
     flags.DEFINE_boolean("help", False, "Show this text and stop.", short_name="h", **here)
     yes_no("version", "Show the versions of this program, jax and Python, and stop.")
-    if verb in FORESIGHT or verb == "keys":
+    if verb in (*FORESIGHT, *OF_FILES):
         return values
     group(RUN)
     text("workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in runs/.")
@@ -328,13 +340,17 @@ def _run(argv: list[str]) -> int:
             raise InputError(f"--{name}= is empty; a variable that is not set?\n  fix   give a value, or drop the flag")
     if rest and rest[0] in VERBS:
         raise InputError(f"{rest[0]}: the verb comes first\n  fix   python main.py {rest[0]} --flag=value ...")
-    if rest and verb not in (*EXPLAIN, "keys"):
+    if rest and verb not in (*EXPLAIN, *OF_FILES):
         raise InputError(f"{rest[0]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
     if verb == "keys":
         from gspmd_lm import config_keys
 
         print(config_keys.page().rstrip() if values.markdown else config_keys.text("".join(rest[:1])))
         return 0
+    if verb == "plot":
+        from gspmd_lm.verbs import plot
+
+        return plot.run(values, rest)
     from gspmd_lm.verbs import given  # what is wrong with a file is told before jax is imported, which takes a second
 
     if verb in EXPLAIN:

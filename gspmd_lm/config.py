@@ -3,25 +3,26 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm import core_yaml
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.config_data import Data
+from gspmd_lm.config_types import STRICT as _STRICT
+from gspmd_lm.config_types import (
+    BelowOne,
+    Count,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    Size,
+    explained,
+)
+from gspmd_lm.errors import InputError
 from gspmd_lm.paths import find_file, read_text
-
-_STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_MOST = 2**31 - 1  # the largest int32
-
-Size = Annotated[int, pydantic.Field(ge=1, le=_MOST)]
-Count = Annotated[int, pydantic.Field(ge=0, le=_MOST)]
-Seed = Annotated[int, pydantic.Field(ge=0, lt=_MOST)]
-Positive = Annotated[float, pydantic.Field(gt=0)]
-NotNegative = Annotated[float, pydantic.Field(ge=0)]
-Share = Annotated[float, pydantic.Field(ge=0, le=1)]
-BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -29,14 +30,22 @@ class RopeScaling:
     """RoPE whose frequencies are slowed by `factor`.
 
     linear (arXiv 2306.15595) slows all frequencies. llama3 slows those whose wavelength is above original_context /
-    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor.
+    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor. yarn
+    (arXiv 2309.00071) has the same two limits and blends between them by the number of the frequency. dynamic raises
+    rope_theta for rows that are longer than original_context. longrope (arXiv 2402.13753) divides each frequency by a
+    number of its own: one of long_factors for rows that are longer than original_context, else one of short_factors.
+    A row's length is data.seq in training; in generation it is the prompt and all that may follow.
     """
 
-    kind: Literal["llama3", "linear"] = "llama3"  # which of the two
-    factor: Positive = 8.0  # by how much the slowed frequencies are divided
-    low_freq_factor: Positive = 1.0  # llama3: original_context over the wavelength from which frequencies are slowed
-    high_freq_factor: Positive = 4.0  # llama3: original_context over the wavelength up to which frequencies stay
-    original_context: Size = 8192  # llama3: the context that the model was trained with before
+    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope"] = "llama3"  # which of them
+    factor: Positive = 8.0  # by how much the slowed frequencies are divided; dynamic: the factor of rope_theta's growth
+    low_freq_factor: Positive = 1.0  # llama3, yarn (beta_slow): turns in original_context below which one is slowed
+    high_freq_factor: Positive = 4.0  # llama3, yarn (beta_fast): turns in original_context above which one stays
+    original_context: Size = 8192  # the context that the model was trained with before; linear does not use it
+    truncate: bool = True  # yarn: the frequencies between which it blends have whole numbers
+    attention_factor: Positive = 1.0  # rotated queries and keys are multiplied by it
+    short_factors: tuple[Positive, ...] = ()  # longrope: what frequencies are divided by in rows up to original_context
+    long_factors: tuple[Positive, ...] = ()  # longrope: what they are divided by in longer rows
 
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
@@ -73,13 +82,16 @@ class Model:
     kv_heads: Size  # key and value heads; each serves heads / kv_heads query heads
     head_dim: Size  # the size of one head
     mlp: Size  # the hidden width of the feed-forward network
-    vocab: Size  # how many tokens there are
+    # How many tokens there are. 0 means as many as data.tokenizer has, with padded_vocab raised to the next multiple of
+    # 128. The config of a run holds the numbers.
+    vocab: Count
     padded_vocab: Count = 0  # rows of the embedding table; 0 means vocab. The added rows are never predicted.
     padded_heads: Count = 0  # query heads in the weights; 0 means heads. Added heads, and their keys, add nothing.
     context: Size  # the longest sequence, and the rows of a learned position table
 
     block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
     shared_norm: bool = True  # whether attention and MLP of a parallel block read the same norm
+    pre_norms: bool = True  # attention and MLP read the residual stream through a norm; OLMo 2 has post_norms instead
     post_norms: bool = False  # the outputs of attention and MLP go through a norm too (Gemma 2)
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # the kind of all norms
     norm_scale: bool = True  # whether norms have a learned scale
@@ -88,9 +100,14 @@ class Model:
     norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
     embedding_norm: bool = False  # a norm right after the token table (BLOOM)
     embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
-    qk_norm: bool = False  # a norm of each head's queries and keys, before RoPE
+    residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
+    qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
+    # shared: each head by itself, all with one scale. per_head: each by itself, with a scale of its own and no bias
+    # (Cohere). joint: all heads together (OLMo 2).
+    qk_norm_kind: Literal["shared", "per_head", "joint"] = "shared"
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"  # the nonlinearity of the feed-forward network
+    # The nonlinearity of the feed-forward network. relu2 is the square of relu.
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"  # how a token's position enters
     position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
     rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
@@ -98,8 +115,9 @@ class Model:
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
-    # Which layers have the window. The pattern is repeated over the depth; () means all layers.
-    layer_pattern: tuple[Literal["sliding", "full"], ...] = ()
+    # Which layers have the window. The pattern is repeated over the depth; () means all layers. A layer of kind nope
+    # has neither a window nor positions.
+    layer_pattern: tuple[Literal["sliding", "full", "nope"], ...] = ()
     query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
     qkv_bias: bool = False  # whether the query, key and value projections have biases
     attention_out_bias: bool = False  # whether the projection after attention has a bias
@@ -108,7 +126,8 @@ class Model:
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_softcap: NotNegative = 0.0  # 0 means none; otherwise cap * tanh(scores / cap)
-    logit_softcap: NotNegative = 0.0  # the same for the logits
+    logit_scale: Positive = 1.0  # logits are multiplied by it, before the cap
+    logit_softcap: NotNegative = 0.0  # the same cap for the logits
     z_loss: NotNegative = 0.0  # weight of the squared log-partition function
     init_std: NotNegative = 0.02  # the standard deviation of new weights
     lora: Lora | None = None  # adapters that are trained in place of the weights
@@ -122,7 +141,10 @@ class Model:
         if self.heads % self.kv_heads:
             wrong.append(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.padded_vocab and self.padded_vocab < self.vocab:
-            wrong.append(f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}")
+            wrong.append(
+                f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}: set padded_vocab to 0, or "
+                "vocab to 0, which means the tokenizer's size with room to divide"
+            )
         group = max(self.heads // self.kv_heads, 1)
         if self.padded_heads and (self.padded_heads < self.heads or (self.kv_heads > 1 and self.padded_heads % group)):
             of = f", and a multiple of {group}, the query heads of each key head" if self.kv_heads > 1 else ""
@@ -130,6 +152,17 @@ class Model:
         if self.positions == "rope" and (self.head_dim % 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim):
             sizes = f"head_dim={self.head_dim}, rope_dim={self.rope_dim}"
             wrong.append(f"positions: rope needs even sizes, and a rope_dim of at most head_dim: {sizes}")
+        pairs, scaling = (self.rope_dim or self.head_dim) // 2, self.rope_scaling
+        if scaling and scaling.kind == "dynamic" and pairs < 2:
+            wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
+        if (
+            scaling
+            and scaling.kind == "longrope"
+            and {*map(len, (scaling.short_factors, scaling.long_factors))} != {pairs}
+        ):
+            wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
+        if self.qk_norm_kind == "joint" and self.norm != "rmsnorm":
+            wrong.append("qk_norm_kind: joint needs norm: rmsnorm")
         if "sliding" in self.layer_pattern and not self.sliding_window:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
@@ -140,6 +173,7 @@ class Model:
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
+        assert self.vocab, "model.vocab is 0 until data.tokenizer.sized() has asked the tokenizer"
         return self.padded_vocab or self.vocab
 
     @property
@@ -155,10 +189,15 @@ class Model:
     @property
     def layer_kinds(self) -> tuple["Model", ...]:
         """The settings of each layer of `layer_pattern`; a single one if all layers are alike."""
-        if not self.layer_pattern:
-            return (self.sliding_layer if self.sliding_window else self,)
         full = dataclasses.replace(self, sliding_window=0, layer_pattern=())
-        return tuple(full if kind == "full" else self.sliding_layer for kind in self.layer_pattern)
+        kinds = {"full": full, "nope": dataclasses.replace(full, positions="none"), "sliding": self.sliding_layer}
+        return tuple(kinds[kind] for kind in self.layer_pattern or self.kind_of_each_layer[:1])
+
+    @property
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "full", "nope"], ...]:
+        """The pattern, repeated over the depth."""
+        pattern = self.layer_pattern or ("sliding" if self.sliding_window else "full",)
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
     @property
     def sliding_layer(self) -> "Model":
@@ -166,31 +205,6 @@ class Model:
         if not self.sliding_rope_theta:
             return dataclasses.replace(self, layer_pattern=())
         return dataclasses.replace(self, layer_pattern=(), rope_theta=self.sliding_rope_theta, rope_scaling=None)
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Data:
-    """Where tokens come from and how they are put into rows."""
-
-    # stdlib | random:ROWS | one or more globs of .txt .md .py .jsonl .parquet .array_record, separated by spaces
-    source: str = "stdlib"
-    tokenizer: str = "bytes"  # bytes | path of a Hugging Face tokenizer.json
-    text_field: str = "text"  # the field of a .jsonl object or the column of a .parquet file
-    # The field of a .jsonl object that holds a conversation: a list of {role, content}. Rows are then written with the
-    # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
-    messages_field: str = ""
-    # stream: rows are cut from one text, and attention crosses documents.
-    packing: Literal["documents", "stream"] = "documents"
-    batch: Size = 32  # sequences per step, over all devices
-    seq: Size = 256  # tokens per sequence
-    held_out: BelowOne = 0.02  # share of the documents kept for evaluation, chosen by their content
-    seed: Seed = 0  # decides the order of rows
-
-    def __post_init__(self):
-        if self.messages_field and self.packing != "documents":
-            raise ValueError(
-                f"messages_field={self.messages_field} needs packing: documents, which keeps conversations apart"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -213,6 +227,19 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Samples:
+    """Texts that the model writes at each evaluation, to see what it has learnt. They change nothing in training."""
+
+    prompts: tuple[str, ...]  # the beginnings that are continued, one text for each
+    tokens: Size = 64  # how many are written after a prompt
+    temperature: NotNegative = 0.8  # 0 takes the most likely token
+
+    def __post_init__(self):
+        if not self.prompts or not all(self.prompts):
+            raise ValueError(f"prompts={list(self.prompts)} must have at least one prompt, and none that is empty")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Train:
     """How long a run trains, and how often it logs, evaluates and saves."""
 
@@ -226,9 +253,26 @@ class Train:
     checkpoint_every: Count = 0  # 0 means only at the end
     keep_checkpoints: Size = 3  # how many of the newest are kept
     keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
+    keep_best: bool = False  # each evaluation with the lowest held-out loss so far is saved, and the best one is kept
+    # A run ends after this many evaluations in a row without a lower held-out loss, and keeps the best. 0 means never.
+    patience: Count = 0
+    samples: Samples | None = None
     max_skipped: Size = 10  # a run stops after this many steps in a row whose loss or gradient is not finite
     # Where figures go, besides metrics.jsonl.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    project: str = "gspmd_lm"  # wandb and trackio: where the run is listed
+    group: str = ""  # wandb and trackio: runs that belong together
+    tags: tuple[str, ...] = ()  # wandb
+
+    def __post_init__(self):
+        if (self.keep_best or self.patience) and not self.eval_every:
+            name = "patience" if self.patience else "keep_best"
+            raise ValueError(f"{name} needs evaluations during training: set eval_every, such as 100")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is kept."""
+        return self.keep_best or self.patience > 0
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -244,6 +288,11 @@ class Config:
     def __post_init__(self):
         if self.data.seq > self.model.context:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+        if self.data.held_out == 0 and (self.train.keeps_best or self.train.samples):
+            raise ValueError(
+                "train.keep_best, train.patience and train.samples belong to evaluation, for which data.held_out=0 "
+                "leaves no rows: set data.held_out, such as 0.02"
+            )
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -275,7 +324,8 @@ def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
             target = target[section]
             if not isinstance(target, dict):
                 raise InputError(f"--set {text}: in {place}, {section} is not a mapping")
-        target[field] = core_yaml.parse(value, f"--set {text}")
+        glob = value.startswith("*")  # in YAML it would be an alias, which has no meaning here
+        target[field] = value if glob else core_yaml.parse(value, f"--set {text}")
 
 
 def from_dict(raw: Mapping[str, Any], place: str) -> Config:
@@ -284,57 +334,10 @@ def from_dict(raw: Mapping[str, Any], place: str) -> Config:
         # In JSON mode a strict tuple may be written as a list.
         return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw))
     except pydantic.ValidationError as error:
-        lines = [line for problem in error.errors() for line in _explain(problem)]
+        lines = [line for problem in error.errors() for line in explained(problem, Config)]
         raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The plain values of a config, ready for YAML or JSON."""
     return pydantic.TypeAdapter(Config).dump_python(config, mode="json")
-
-
-_KINDS = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "tuple_type": "must be a list",
-    "dataclass_type": "must be a mapping",
-}
-_BOUNDS = {
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
-
-
-def _explain(problem: Any) -> list[str]:
-    """The lines of a message about one of pydantic's findings, in the words of the config file."""
-    where, kind, got = ".".join(str(part) for part in problem["loc"]), problem["type"], problem.get("input")
-    if kind == "value_error":  # raised by a section's own checks, with one problem on each line
-        found = problem["msg"].removeprefix("Value error, ").split("\n")
-        return [f"  {where}: {line}" if where else f"  {line}" for line in found]
-    if kind == "unexpected_keyword_argument":
-        section, key = problem["loc"][:-1], str(problem["loc"][-1])
-        deeper = [field for field in _fields_at(section) if key in _fields_at((*section, field))]
-        hint = f" (did you mean {'.'.join([*section, deeper[0], key])}?)" if deeper else ""
-        message = f"unknown key{hint or did_you_mean(key, _fields_at(section))}"
-    elif kind in ("missing", "missing_argument"):
-        message = "missing"
-    elif kind in _BOUNDS:
-        words, name = _BOUNDS[kind]
-        bound = problem["ctx"][name]
-        message = f"must be {words} {int(bound) if bound == int(bound) else bound}, got {got!r}"
-    else:
-        hint = did_you_mean(str(got), problem["ctx"]["expected"].split("'")) if kind == "literal_error" else ""
-        message = f"{_KINDS.get(kind) or problem['msg'].replace('Input should be', 'must be')}, got {got!r}{hint}"
-    return [f"  {where}: {message}"]
-
-
-def _fields_at(path: Sequence[Any]) -> list[str]:
-    kind: Any = Config
-    for part in path:
-        kind = get_type_hints(kind).get(str(part), object)
-        kind = next((arm for arm in getattr(kind, "__args__", ()) if dataclasses.is_dataclass(arm)), kind)
-    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []

@@ -124,8 +124,7 @@ def _comments(kind: type) -> dict[str, str]:
 
 def _mappings(hint: Any, path: str) -> Iterator[tuple[type, str]]:
     """The dataclasses of a type, each with the path of its keys."""
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         yield hint, path
     inside = f"{path}[]" if get_origin(hint) is tuple else path
     for arm in get_args(hint) if get_origin(hint) is not Literal else ():

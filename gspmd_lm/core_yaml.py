@@ -47,6 +47,9 @@ def load(text: str) -> Any:
             raise _refused(event, "a second document; only one is supported")
         return value
     except yaml.YAMLError as error:
+        if isinstance(error, yaml.MarkedYAMLError) and error.context == "while scanning an alias":
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise YamlError(f"line {line}: put quotes around a word that begins with *") from error
         raise YamlError(" ".join(str(error).replace('in "<unicode string>", ', "at ").split())) from error
 
 

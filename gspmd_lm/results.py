@@ -3,7 +3,6 @@
 import dataclasses
 import html
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,9 @@ from gspmd_lm.plan import page as plan_page
 from gspmd_lm.plan import terminal as plan_terminal
 from gspmd_lm.plan.search import Plan
 from gspmd_lm.rules import Rules
+from gspmd_lm.runs import history
+from gspmd_lm.runs import page as run_page
 from gspmd_lm.task import Task
-from gspmd_lm.units import human_seconds
 
 PAGE_HEIGHT = 640  # of a page within a notebook, in pixels; it scrolls
 
@@ -105,20 +105,17 @@ class Trained(dict[str, float]):
         self.workdir = workdir
 
     @property
-    def losses(self) -> list[tuple[int, float]]:
+    def run(self) -> history.Run:
+        """All that the run has logged, as the verb plot reads it."""
+        return history.read([str(self.workdir)])[0]
+
+    @property
+    def losses(self) -> list[tuple[float, float]]:
         """The steps that were logged, each with its loss."""
-        lines = (self.workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = (json.loads(line) for line in lines)
-        return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        return self.run.points("loss")
 
     def _repr_html_(self) -> str:
-        rows = ""
-        for name, value in self.items():
-            seconds = name.endswith("_s") and not name.endswith("_per_s")
-            said = human_seconds(value) if seconds else f"{value:,.6g}"
-            rows += f"<tr><th>{html.escape(name)}</th><td>{said}</td></tr>"
-        about = f"<p>{html.escape(str(self.workdir))}</p>"
-        return f"{about}{curve(self.losses, 'loss')}<table>{rows}</table>" if self else f"{about}<p>Nothing to do.</p>"
+        return framed(run_page.render([self.run], f"gspmd_lm.train(..., workdir={str(self.workdir)!r})"))
 
 
 def text(reports: Sequence[Report], width: int = 120) -> str:
@@ -133,31 +130,6 @@ def framed(document: str) -> str:
     return (
         f'<iframe srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{PAGE_HEIGHT}px;border:0"></iframe>'
-    )
-
-
-def curve(points: Sequence[tuple[int, float]], name: str, width: int = 480, height: int = 200) -> str:
-    """A line through points of a run, as SVG with its first and last step and its range; '' without two points."""
-    if len(points) < 2:
-        return ""
-    (first, *_), (last, *_) = points[0], points[-1]
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    left, bottom, top = 60, 24, 12
-
-    def at(step: int, value: float) -> str:
-        across = left + (step - first) / (last - first) * (width - left - 8)
-        down = top + (high - value) / ((high - low) or 1) * (height - top - bottom)
-        return f"{across:.1f},{down:.1f}"
-
-    line = " ".join(at(step, value) for step, value in points)
-    return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{name} by step">'
-        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
-        f'<g fill="currentColor" font-size="11"><text x="{left - 6}" y="{top + 4}" text-anchor="end">{high:.4g}</text>'
-        f'<text x="{left - 6}" y="{height - bottom + 4}" text-anchor="end">{low:.4g}</text>'
-        f'<text x="{left}" y="{height - 6}">step {first}</text>'
-        f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">step {last}</text>'
-        f'<text x="{width - 8}" y="{top + 4}" text-anchor="end">{name}</text></g></svg>'
     )
 
 

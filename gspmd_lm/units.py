@@ -27,3 +27,24 @@ def human_count(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.2f} {unit}"
     return f"{value:,.0f}"
+
+
+def human_short(value: float) -> str:
+    """'8.03T', '41.2k', '998': three digits and no unit, for columns"""
+    suffixes = iter(("k", "M", "B", "T"))
+    suffix = ""
+    while value >= 999.5 and suffix != "T":
+        value, suffix = value / 1000, next(suffixes)
+    return f"{value:#.3g}".rstrip(".") + suffix if suffix and value < 999.5 else f"{value:.0f}{suffix}"
+
+
+def human_clock(value: float) -> str:
+    """'42s', '7m05s', '2h09m', '3d04h': a time that is left, for columns"""
+    minutes, seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

@@ -1,9 +1,12 @@
-"""Which code is running: the versions of packages, and a hash of this one's own source."""
+"""Which code is running, and where: the versions of packages, this one's own source and commit, command and host."""
 
 import functools
 import hashlib
 import importlib.metadata
 import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,3 +33,29 @@ def source(*names: str) -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             total.update(file.read_bytes())
     return total.hexdigest()
+
+
+def command() -> str:
+    """The command that started this process."""
+    return shlex.join(["python", *sys.argv])
+
+
+def host() -> str:
+    """The name of this machine."""
+    return platform.node()
+
+
+def commit(folder: Path = PACKAGE.parent) -> str | None:
+    """The commit of the git checkout that this package was imported from, and whether files differ from it.
+
+    None if the package was installed without a checkout, or if there is no git.
+    """
+    if not (folder / ".git").exists():  # a checkout around it is not of this package
+        return None
+    git = ["git", "-C", str(folder)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() + (", with changes" if changed.stdout.strip() else "")

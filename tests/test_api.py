@@ -10,7 +10,8 @@ import pytest
 import gspmd_lm as g
 from gspmd_lm import cli, results
 from gspmd_lm.foresight.show import page
-from gspmd_lm.units import human_seconds
+from gspmd_lm.runs import history
+from gspmd_lm.runs import page as run_page
 from tests.convert.ours import QUICK
 
 SMALL = [
@@ -92,23 +93,20 @@ def test_a_plan_in_which_nothing_fits_says_so(found):
     assert "Nothing fits" in shown(none) and "no layout fits" in repr(none)
 
 
-def test_a_run_shows_its_losses(trained):
+def test_a_run_shows_itself(trained):
     steps, losses = zip(*trained.losses, strict=True)
     assert steps == (1, 2, 3, 4) and trained["loss"] == pytest.approx(losses[-1])
-    picture = trained._repr_html_()
-    (line,) = re.findall(r'points="([^"]*)"', picture)
-    heights = [float(point.split(",")[1]) for point in line.split()]
-    assert len(heights) == 4 and (heights[0] < heights[-1]) == (losses[0] > losses[-1])
-    cells = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", picture))
-    assert cells["step_time_s"] == human_seconds(trained["step_time_s"]) and cells.keys() == trained.keys()
-    assert float(cells["tokens_per_s"].replace(",", "")) == pytest.approx(trained["tokens_per_s"], rel=1e-4)
-    assert "<th>loss</th>" in picture and str(trained.workdir) in picture and "step 4" in picture
+    written = shown(trained)
+    assert written == run_page.render(
+        history.read([str(trained.workdir)]), f"gspmd_lm.train(..., workdir='{trained.workdir}')"
+    )
+    assert f"<h1>Run {trained.workdir.name}" in written and "Learning rate" in written
 
 
 def test_a_run_goes_on_under_another_layout_and_then_has_nothing_to_do(trained):
     kept = {path: path.read_bytes() for path in Path(trained.workdir).rglob("*") if path.is_file()}
     again = g.train(config(), rules("tp8"), workdir=trained.workdir, steps=4)
-    assert again == {} and "Nothing to do" in again._repr_html_()
+    assert again == {} and again.losses == trained.losses
     assert all(path.read_bytes() == content for path, content in kept.items() if path.suffix != ".lock")
 
 
@@ -147,9 +145,3 @@ def test_what_cannot_be_loaded(tmp_path, model):
         g.load(tmp_path)
     with pytest.raises(g.InputError, match="prompt 2"):
         model.generate(["a", "b" * 1000], max_new_tokens=5)
-
-
-def test_a_curve():
-    assert results.curve([(1, 2.0)], "loss") == ""
-    flat = results.curve([(10, 2.0), (20, 2.0)], "loss", width=108, height=100)
-    assert 'points="60.0,12.0 100.0,12.0"' in flat and "step 10" in flat and "step 20" in flat

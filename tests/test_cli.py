@@ -44,7 +44,7 @@ def run(capsys, monkeypatch):
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan, keys\n",
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
@@ -223,7 +223,7 @@ def test_the_examples_of_the_help_are_commands(run, verb, monkeypatch):
         values, rest = cli._parsed(verb, arguments[verb != "train" :])
         if verb in cli.EXPLAIN:
             assert given.layouts(values, rest)
-        if verb not in ("convert", "keys"):
+        if verb not in ("convert", *cli.OF_FILES):
             assert given.config(values)
 
 

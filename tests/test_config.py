@@ -58,7 +58,7 @@ def test_a_config_is_frozen(load):
         (
             RIGHT + "data: {batch: 3.5, seq: x, source: 7, held_out: .nan}\noptimizer: [1]\n",
             "mine.yaml: 5 problems\n"
-            "  data.source: must be text, got 7\n"
+            "  data.source: must be text, got 7; with quotes it is text: \"7\"\n"
             "  data.batch: must be a whole number, got 3.5\n"
             "  data.seq: must be a whole number, got 'x'\n"
             "  data.held_out: must be a finite number, got nan\n"
@@ -80,7 +80,8 @@ def test_a_config_is_frozen(load):
             "data: {batch: 0, held_out: 1.0}\noptimizer: {warmup_steps: -1}\n".replace("kv_heads: 8", "kv_heads: 3"),
             "mine.yaml: 7 problems\n"
             "  model: heads=8 is not a multiple of kv_heads=3\n"
-            "  model: padded_vocab=3 is smaller than vocab=257\n"
+            "  model: padded_vocab=3 is smaller than vocab=257: set padded_vocab to 0, or vocab to 0, which means the "
+            "tokenizer's size with room to divide\n"
             "  data.batch: must be at least 1, got 0\n"
             "  data.held_out: must be below 1, got 1.0\n"
             "  optimizer.warmup_steps: must be at least 0, got -1\n"

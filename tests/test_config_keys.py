@@ -37,10 +37,10 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     }
     sizes = dict.fromkeys(["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"], 8)
     raw["model"] |= sizes | {"context": 256}
-    raw["train"]["steps"] = 1
+    raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
-    for key in KEYS:
+    for key in [key for key in KEYS if "[]" not in key.name]:  # a list is empty by default
         *sections, field = key.name.split(".")
         within, again = plain, raw
         for section in sections:

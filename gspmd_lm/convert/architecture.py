@@ -3,11 +3,12 @@
 import dataclasses
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config, paths
+from gspmd_lm.convert import multimodal
 from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.source import Source
@@ -15,6 +16,8 @@ from gspmd_lm.convert.strict_json import parse, shown
 from gspmd_lm.errors import InputError, did_you_mean
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 # Settings that no config.json has: how a run computes, and padding, which export removes.
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
@@ -22,6 +25,44 @@ OURS_ALONE = (
 )  # fmt: skip
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def is_published(path: Path) -> bool:
+    """Whether a path that --config may name is a config.json, or a folder that has one."""
+    return path.suffix == ".json" or (path / CONFIG).is_file()
+
+
+def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
+    """The config of a new model like the one of a folder, or of a config.json alone. Its weights are not read.
+
+    The tokenizer of the folder is taken, if there is one. overrides: section.key=value. Raises InputError.
+    """
+    folder = path if path.is_dir() else path.parent
+    place = str(folder / CONFIG if path.is_dir() else path)
+    raw = multimodal.text_config(load(folder) if path.is_dir() else parse(paths.read_text(path), path), place)
+    row = family(raw, place)
+    values = settings(row, raw, place, fix="take {} out of a copy of the file")
+    name = folder.resolve().name if Path(place).name == CONFIG else path.stem
+    return run_config(name, folder / TOKENIZER, values, overrides, place)
+
+
+def run_config(
+    name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str
+) -> config.Config:
+    """The config of a run with the model that `values` are the settings of, with overrides laid over it.
+
+    tokenizer: its tokenizer.json, if there is such a file.
+    """
+    settings: dict[str, Any] = {
+        "name": name,
+        "model": values,
+        "data": {"seq": min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1},
+        "train": {"steps": 1000},
+    }
+    if tokenizer.is_file():
+        settings["data"]["tokenizer"] = str(tokenizer)
+    config.override(settings, overrides, place)
+    return config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -56,11 +97,13 @@ def _letters(word: str) -> str:
     return re.sub(r"[^a-z0-9]", "", word.lower())
 
 
-def settings(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str] = ()) -> Values:
+def settings(
+    row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str] = (), fix: str = "{flags}"
+) -> Values:
     """The settings of config.Model that a family's config.json asks for.
 
     ignored: fields that may be set although their meaning is not known. Raises an InputError that lists every other
-    field with an unknown meaning, and every field whose value is not supported.
+    field with an unknown meaning, and every field whose value is not supported. fix: what to do about the former.
     """
     source, values = _read(row, raw)
     unknown = [name for name in unknown_fields(row, raw) if name not in ignored]
@@ -72,7 +115,8 @@ def settings(row: Family, raw: Mapping[str, Any], place: str, ignored: Collectio
     lines = [f"{place}: {count}", *(f"  {problem}" for problem in source.problems)]
     if unknown:
         flags = " ".join(f"--ignore={shlex.quote(name)}" for name in unknown)
-        lines.append(f"  fix   {flags}  if nothing that is computed depends on it")
+        said = fix.format(", ".join(unknown), flags=flags)
+        lines.append(f"  fix   {said}  if nothing that is computed depends on it")
     raise InputError("\n".join(lines))
 
 

@@ -81,7 +81,7 @@ class Tensor:
                 found = found * (G + 2) + G + place - 1
         elif letter == "F" and "E" in self.axes:
             found += size * self.weights.index(weight)
-        elif letter == "H" and self.interleaved_rope and weight[-1] in "qk":
+        elif letter == "H" and self.interleaved_rope and weight.removesuffix("_norm.scale")[-1] in "qk":
             turned = model.rope_dim or model.head_dim
             first = found[:turned]
             first[:] = np.concatenate([first[::2], first[1::2]])

@@ -13,14 +13,26 @@ def _linear(name: str, axes: str, *weights: str, bias: bool = True, **options) -
     )
 
 
-def _norm(name: str, ours: str, bias: bool = False, **options) -> tuple[Tensor, ...]:
-    axis = "H" if ours.startswith("attention.") else "D"
+def _norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) -> tuple[Tensor, ...]:
     scale = Tensor(f"{name}.weight", axis, (f"{ours}.scale",), **options)
     return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
 
 
-def _llama(*, mlp_norm: str, more: tuple[Tensor, ...] = (), interleaved_rope: bool = False, fused: str = ""):
-    """Tensors with Llama's names. `fused` says which of qkv and gate_up are one tensor."""
+def _llama(
+    *,
+    mlp_norm: str = "post_attention_layernorm",
+    more: tuple[Tensor, ...] = (),
+    interleaved_rope: bool = False,
+    fused: str = "",
+    out: str = "o_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    last: str = "norm",
+):
+    """Tensors with Llama's names. `fused` says which of qkv and gate_up are one tensor; `out` to `last` rename some.
+
+    A family uses the tensors of the weights that its models have.
+    """
     layer = "model.layers.{}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     separate_qkv = (
@@ -31,27 +43,30 @@ def _llama(*, mlp_norm: str, more: tuple[Tensor, ...] = (), interleaved_rope: bo
     one_qkv = _linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
     separate_mlp = (
         *_linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
-        *_linear(f"{mlp}.up_proj", "F D", "mlp.w_up"),
+        *_linear(f"{mlp}.{up}", "F D", "mlp.w_up"),
     )
     one_mlp = _linear(f"{mlp}.gate_up_proj", "E D", "mlp.w_gate", "mlp.w_up", bias=False)
     return (
         Tensor("model.embed_tokens.weight", "V D", ("embedding",)),
-        *_norm(f"{layer}.input_layernorm", "attention_norm"),
+        *_norm(f"{layer}.input_layernorm", "attention_norm", bias=True),
         *(one_qkv if "qkv" in fused else separate_qkv),
-        *_linear(f"{attention}.o_proj", "D (N H)", "attention.wo"),
-        *_norm(f"{layer}.{mlp_norm}", "mlp_norm"),
+        *_linear(f"{attention}.{out}", "D (N H)", "attention.wo"),
+        *_norm(f"{layer}.{mlp_norm}", "mlp_norm", bias=True),
         *(one_mlp if "gate_up" in fused else separate_mlp),
-        *_linear(f"{mlp}.down_proj", "D F", "mlp.w_down"),
+        *_linear(f"{mlp}.{down}", "D F", "mlp.w_down"),
         *more,
-        *_norm("model.norm", "final_norm"),
+        *_norm(f"model.{last}", "final_norm", bias=True),
         Tensor("lm_head.weight", "V D", ("unembedding",)),
+        Tensor("lm_head.bias", "V", ("unembedding_bias",)),
     )
 
 
-def _qk_norm():
+def _qk_norm(q: str = "H", k: str = "H", name: str = "norm", **options):
+    """Norms of queries and keys; the axes of their scales."""
+    attention = "model.layers.{}.self_attn"
     return (
-        *_norm("model.layers.{}.self_attn.q_norm", "attention.q_norm"),
-        *_norm("model.layers.{}.self_attn.k_norm", "attention.k_norm"),
+        *_norm(f"{attention}.q_{name}", "attention.q_norm", bias=True, axis=q, **options),
+        *_norm(f"{attention}.k_{name}", "attention.k_norm", bias=True, axis=k, **options),
     )
 
 
@@ -62,19 +77,21 @@ def _post_norms(attention: str, mlp: str):
     )
 
 
-LLAMA = _llama(mlp_norm="post_attention_layernorm")
-LLAMA_QK = _llama(mlp_norm="post_attention_layernorm", more=_qk_norm())
+LLAMA = _llama()
+LLAMA_QK = _llama(more=_qk_norm())
 _GEMMA2_POST = _post_norms("post_attention_layernorm", "post_feedforward_layernorm")
 GEMMA2 = _llama(mlp_norm="pre_feedforward_layernorm", more=_GEMMA2_POST)
 GEMMA3 = _llama(mlp_norm="pre_feedforward_layernorm", more=(*_GEMMA2_POST, *_qk_norm()))
-GLM = _llama(mlp_norm="post_attention_layernorm", interleaved_rope=True, fused="gate_up")
+GLM = _llama(interleaved_rope=True, fused="gate_up")
 GLM4 = _llama(
-    mlp_norm="post_attention_layernorm",
-    interleaved_rope=True,
-    fused="gate_up",
-    more=_post_norms("post_self_attn_layernorm", "post_mlp_layernorm"),
+    interleaved_rope=True, fused="gate_up", more=_post_norms("post_self_attn_layernorm", "post_mlp_layernorm")
 )
-PHI3 = _llama(mlp_norm="post_attention_layernorm", fused="qkv gate_up")
+PHI3 = _llama(fused="qkv gate_up")
+OLMO2 = _llama(mlp_norm="pre_feedforward_layernorm", more=(*_GEMMA2_POST, *_qk_norm("(N H)", "(K H)")))
+COHERE = _llama(interleaved_rope=True, more=_qk_norm("N H", "K H", interleaved_rope=True))
+ERNIE = _llama(interleaved_rope=True)
+STARCODER2 = _llama(up="c_fc", down="c_proj")
+PHI = _llama(out="dense", up="fc1", down="fc2", last="final_layernorm", more=_qk_norm(name="layernorm"))
 _QKV = ("attention.wq", "attention.wk", "attention.wv")
 
 
@@ -107,6 +124,36 @@ GPT2 = (
     Tensor(f"{_BLOCK}.mlp.c_fc.bias", "F", ("mlp.b_up",)),
     Tensor(f"{_BLOCK}.mlp.c_proj.weight", "F D", ("mlp.w_down",)),
     Tensor(f"{_BLOCK}.mlp.c_proj.bias", "D", ("mlp.b_down",)),
+    *_norm("transformer.ln_f", "final_norm", bias=True),
+    Tensor("lm_head.weight", "V D", ("unembedding",)),
+)
+
+
+GPT_BIGCODE = (
+    Tensor("transformer.wte.weight", "V D", ("embedding",)),
+    Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
+    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+    *_linear(f"{_BLOCK}.attn.c_attn", "(R H) D", *_QKV, order="grouped"),
+    *_linear(f"{_BLOCK}.attn.c_proj", "D (N H)", "attention.wo"),
+    *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
+    *_linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
+    *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
+    *_norm("transformer.ln_f", "final_norm", bias=True),
+    Tensor("lm_head.weight", "V D", ("unembedding",)),
+)
+
+
+GPT_NEO = (
+    Tensor("transformer.wte.weight", "V D", ("embedding",)),
+    Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
+    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+    *_linear(f"{_BLOCK}.attn.attention.q_proj", "(N H) D", "attention.wq", bias=False),
+    *_linear(f"{_BLOCK}.attn.attention.k_proj", "(K H) D", "attention.wk", bias=False),
+    *_linear(f"{_BLOCK}.attn.attention.v_proj", "(K H) D", "attention.wv", bias=False),
+    *_linear(f"{_BLOCK}.attn.attention.out_proj", "D (N H)", "attention.wo"),
+    *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
+    *_linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
+    *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
     *_norm("transformer.ln_f", "final_norm", bias=True),
     Tensor("lm_head.weight", "V D", ("unembedding",)),
 )

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.arrays import arrays
 from gspmd_lm.axes import DECODER
-from gspmd_lm.convert import architecture, safetensors
+from gspmd_lm.convert import architecture, multimodal, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor
 from gspmd_lm.convert.safetensors import Stored
@@ -23,8 +23,6 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
 from gspmd_lm.placement import Named
 
-TOKENIZER = "tokenizer.json"
-LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 BLOCK_BYTES = 32 * 2**20  # mapped at a time, because pages that were read count as memory of the process
 _SAMPLED_ROWS = 64
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -92,6 +90,7 @@ class Pretrained:
     tokenizer: Path | None
     files: Mapping[str, Stored]  # the tensors, by the family's names
     places: Any  # the tree of parameters, with a Place for each
+    left_out: int = 0  # tensors of other parts than the text
 
     def load(self, shardings: Any) -> Any:
         """The parameters, placed as a tree of shardings says.
@@ -162,37 +161,32 @@ def read(folder: Path, overrides: Sequence[str] = (), ignored: Collection[str] =
 
 
 def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str]) -> Pretrained:
-    raw = architecture.load(folder)
-    place = str(folder / architecture.CONFIG)
+    whole, place = architecture.load(folder), str(folder / architecture.CONFIG)
+    raw = multimodal.text_config(whole, place)
     row = architecture.family(raw, place)
     architecture.check_ignored(row, raw, place, ignored)
     values = architecture.settings(row, raw, place, ignored)
-    stored = safetensors.stored(folder)
-    tokenizer = folder / TOKENIZER
+    every = stored = safetensors.stored(folder)
+    if raw is not whole:
+        stored = multimodal.text_tensors(stored)
+    tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name)]
     dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
     names = {short: name for name, short in safetensors.WEIGHT_DTYPES.items()}
     source_dtype = names[dtypes.pop()] if len(dtypes) == 1 else "float32"
-    settings: dict[str, Any] = {
-        "name": folder.resolve().name,
-        "model": values
-        | {
-            "weight_dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
-            "compute_dtype": "float32" if source_dtype == "float32" else "bfloat16",
-        },
-        "data": {"seq": min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1},
-        "train": {"steps": 1000},
+    values |= {
+        "weight_dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
+        "compute_dtype": "float32" if source_dtype == "float32" else "bfloat16",
     }
-    if tokenizer.is_file():
-        settings["data"]["tokenizer"] = str(tokenizer)
-    config.override(settings, overrides, place)
-    found = config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
+    found = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place)
     _check_sizes(place, row, found.model, stored)
     tree = places(row, found.model)
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
-    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree)
+    like.setdefault("architectures", [row.architecture])
+    left_out = len(every) - len(stored)
+    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out)
 
 
 def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:

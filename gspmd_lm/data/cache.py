@@ -1,4 +1,4 @@
-"""The tokens of a source, computed once: one memory-mapped file for training and one for evaluation.
+"""The tokens of a source, computed once: a memory-mapped file for each of its parts and one for evaluation.
 
 A folder `<key>` is always complete. It is built as `<key>.partial` under a lock, sealed with the checksums of its
 files, and then renamed. A build that was killed goes on from its last note of progress. A folder that does not agree
@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,17 +23,16 @@ import numpy as np
 from gspmd_lm import files
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.packing import TARGET
-from gspmd_lm.data.sources import Progress, Source
+from gspmd_lm.data.sources import Part, Progress, Source
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.paths import cache_folder
 
-FORMAT = 2  # to be raised when the same source and tokenizer give other files
+FORMAT = 3  # to be raised when the same source and tokenizer give other files
 _NOTHING = hashlib.sha256().hexdigest()
 SEGMENT_BYTES = 16 * 1024 * 1024  # bytes of documents between two notes of progress
-SPLITS = ("train", "held_out")
+HELD_OUT = "held_out"
 PROGRESS = "progress.json"
-ENTRY = (PROGRESS, *(f"{name}.tokens" for name in SPLITS))  # the files of a folder
 
 
 _log = logging.getLogger(__name__)
@@ -46,15 +45,17 @@ class Progressed:
     dtype: str
     documents: int  # in the source
     document_bytes: int
-    held_out_up_to: int  # documents with a hash up to this are held out; -1: none are
+    held_out_up_to: int  # documents with a hash up to this are held out; -1: none are, or they have files of their own
+    splits: list[str]  # one for each part, and HELD_OUT
     done_documents: int = 0
     done_bytes: int = 0
     replaced_bytes: int = 0
-    tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    left_out: int = 0  # documents of the parts that are also in the files for evaluation
+    tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     # How many tokens have no target after them: in documents the ends, in conversations all but those before the
     # assistant's tokens.
-    ends: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    sha256: dict[str, str] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, _NOTHING))
+    ends: dict[str, int] = dataclasses.field(default_factory=dict)
+    sha256: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,25 +68,29 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Both splits of a source and the folder they lie in."""
+    """The splits of a source and the folder they lie in."""
 
     folder: Path
-    train: Split
+    train: tuple[Split, ...]  # of each part
     held_out: Split
     replaced_bytes: int  # bytes that were not UTF-8 and have no token
+    left_out: int  # documents that are not used for training because they are in the files for evaluation
 
 
 def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None = None) -> Cache:
     """The tokens of the source, from its cache folder or tokenized now.
 
-    A share `held_out` of the distinct documents is kept apart: those with the smallest hashes, and at least one. Equal
-    documents are always on the same side. One of several processes builds the folder, and the others wait for it.
+    A share `held_out` of the distinct documents of all parts is kept apart: those with the smallest hashes, and at
+    least one. If the source has files for evaluation, these are kept apart, and `held_out` is 0. Equal documents are
+    always on the same side. One of several processes builds the folder, and the others wait for it.
     Raises InputError if the source cannot be read or split, or the folder cannot be written.
     """
+    assert not (held_out and source.held_out)
     settings = json.dumps([FORMAT, source.fingerprint, tokenizer.fingerprint, held_out])
+    splits = [f"train{i or ''}" for i in range(len(source.parts))] + [HELD_OUT]
     folder = cache_folder("data") / hashlib.sha256(settings.encode()).hexdigest()[:24]
     try:
-        if cache := _read(folder):
+        if cache := _read(folder, splits):
             return cache
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder.with_suffix(".lock"))
@@ -96,10 +101,10 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
                 progress("waiting for another process to tokenize", 0, 0)
             lock.acquire()
         try:
-            cache = _read(folder, _log.warning)
+            cache = _read(folder, splits, _log.warning)
             if not cache:
-                _build(folder, source, tokenizer, held_out, progress)
-                cache = _read(folder)
+                _build(folder, source, splits, tokenizer, held_out, progress)
+                cache = _read(folder, splits)
         finally:
             lock.release()
     except OSError as error:
@@ -111,20 +116,25 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     return cache
 
 
-def _read(folder: Path, say: Callable[[str], None] = lambda _: None) -> Cache | None:
+def entry(splits: Sequence[str]) -> tuple[str, ...]:
+    """The files of a folder."""
+    return (PROGRESS, *(f"{name}.tokens" for name in splits))
+
+
+def _read(folder: Path, splits: Sequence[str], say: Callable[[str], None] = lambda _: None) -> Cache | None:
     """The cache in a folder; None if there is none, or if it is damaged, which `say` is told."""
     if not folder.is_dir():
         return None
-    if damage := files.damage(folder, ENTRY):
+    if damage := files.damage(folder, entry(splits)):
         say(f"{folder}: damaged ({damage}), the tokens are made anew")
         return None
     noted = Progressed(**files.read_json(folder / PROGRESS))
-    splits = []
-    for name in SPLITS:
+    found = []
+    for name in splits:
         count, path = noted.tokens[name], folder / f"{name}.tokens"
         stream = np.asarray(np.memmap(path, noted.dtype, "r", shape=(count,))) if count else np.empty(0, noted.dtype)
-        splits.append(Split(stream, noted.ends[name]))
-    return Cache(folder, *splits, replaced_bytes=noted.replaced_bytes)
+        found.append(Split(stream, noted.ends[name]))
+    return Cache(folder, tuple(found[:-1]), found[-1], noted.replaced_bytes, noted.left_out)
 
 
 @dataclasses.dataclass
@@ -146,7 +156,7 @@ def _begun(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
     opened: dict[str, _File] = {}
     try:
         noted = Progressed(**files.read_json(partial / PROGRESS))
-        for name in SPLITS:
+        for name in noted.splits:
             file = (partial / f"{name}.tokens").open("ab+")
             opened[name] = _File(file, hashlib.sha256())
             left_bytes = noted.tokens[name] * np.dtype(noted.dtype).itemsize
@@ -167,28 +177,39 @@ def _begun(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
 
 
 def _build(
-    folder: Path, source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
+    folder: Path,
+    source: Source,
+    splits: list[str],
+    tokenizer: Tokenizer | Chat,
+    held_out: float,
+    progress: Progress | None,
 ) -> None:
     partial = folder.with_suffix(".partial")
     begun = _begun(partial)
     if not begun:
         shutil.rmtree(partial, ignore_errors=True)
-        noted = _survey(source, tokenizer, held_out, progress)
+        noted = _survey(source, splits, tokenizer, held_out, progress)
         partial.mkdir()
-        for name in SPLITS:
+        for name in splits:
             (partial / f"{name}.tokens").touch()
         files.replace_json(partial / PROGRESS, dataclasses.asdict(noted))
         begun = _begun(partial)
         assert begun
     noted, written = begun
+    apart = _hashes(source, source.held_out) if source.held_out else None
     replaced_before = noted.replaced_bytes - tokenizer.replaced_bytes
     with contextlib.ExitStack() as stack:
         for one in written.values():
             stack.enter_context(one.file)
-        for segment in _segments(source, skip=noted.done_documents):
-            parts: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
-            for document, ids in zip(segment, tokenizer.encode_all(segment), strict=True):
-                name = SPLITS[_hash(document) <= noted.held_out_up_to]
+        for segment in _segments(source, splits, skip=noted.done_documents):
+            parts: dict[str, list[np.ndarray]] = {name: [] for name in splits}
+            documents = [document for _, document in segment]
+            for (name, document), ids in zip(segment, tokenizer.encode_all(documents), strict=True):
+                hashed = _hash(document)
+                if name != HELD_OUT and apart is not None and _contains(apart, hashed):
+                    noted.left_out += 1
+                    continue
+                name = HELD_OUT if hashed <= noted.held_out_up_to else name
                 if isinstance(tokenizer, Chat):
                     parts[name].append(ids)
                     noted.ends[name] += int(np.count_nonzero((ids & TARGET) == 0))
@@ -201,7 +222,7 @@ def _build(
                 noted.tokens[name] += len(tokens)
                 noted.sha256[name] = written[name].sha256.hexdigest()
             noted.done_documents += len(segment)
-            noted.done_bytes += sum(map(len, segment))
+            noted.done_bytes += sum(map(len, documents))
             noted.replaced_bytes = replaced_before + tokenizer.replaced_bytes
             files.replace_json(partial / PROGRESS, dataclasses.asdict(noted))
             if progress:
@@ -209,20 +230,26 @@ def _build(
     if (noted.done_documents, noted.done_bytes) != (noted.documents, noted.document_bytes):
         shutil.rmtree(partial)
         raise InputError("data.source: its files changed while they were read\n  fix   start again")
-    files.seal(partial, ENTRY)
+    files.seal(partial, entry(splits))
     if folder.exists():  # it is damaged, or it would have been used
         shutil.rmtree(folder)
     partial.rename(folder)
 
 
-def _survey(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None) -> Progressed:
+def _survey(
+    source: Source, splits: list[str], tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
+) -> Progressed:
     """The sizes of a source and the hashes that are held out, from a first pass over it."""
-    hashes, document_bytes = array.array("Q"), 0
-    for document in source.documents():
-        hashes.append(_hash(document))
-        document_bytes += len(document)
-        if progress and len(hashes) % 4096 == 0:
-            progress("counting documents", document_bytes, 0)
+    hashes, document_bytes, before_bytes = array.array("Q"), 0, 0
+    for part in source.every:
+        for document, done_bytes in source.read(part):
+            hashes.append(_hash(document))
+            document_bytes += len(document)
+            if progress and len(hashes) % 256 == 0:
+                progress("reading documents", before_bytes + done_bytes, source.size_bytes)
+        before_bytes += part.size_bytes
+    if progress:
+        progress("reading documents", source.size_bytes, source.size_bytes)
     distinct = np.unique(np.frombuffer(hashes, np.uint64)) if hashes else np.empty(0, np.uint64)
     count = max(1, round(held_out * len(distinct))) if held_out else 0
     if count and count >= len(distinct):
@@ -232,22 +259,46 @@ def _survey(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progre
             "  fix   lower data.held_out (0 holds none out), or add documents"
         )
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and not isinstance(tokenizer, Chat) else "<u4"
-    return Progressed(dtype, len(hashes), document_bytes, int(distinct[count - 1]) if count else -1)
+    return Progressed(
+        dtype,
+        len(hashes),
+        document_bytes,
+        int(distinct[count - 1]) if count else -1,
+        splits,
+        tokens=dict.fromkeys(splits, 0),
+        ends=dict.fromkeys(splits, 0),
+        sha256=dict.fromkeys(splits, _NOTHING),
+    )
 
 
-def _segments(source: Source, skip: int) -> Iterator[list[bytes]]:
-    """The documents after the first `skip`, in lists of at least SEGMENT_BYTES (the last one may be smaller)."""
-    segment, size_bytes = [], 0
-    for number, document in enumerate(source.documents()):
-        if number < skip:
-            continue
-        segment.append(document)
-        size_bytes += len(document)
-        if size_bytes >= SEGMENT_BYTES:
-            yield segment
-            segment, size_bytes = [], 0
+def _segments(source: Source, splits: Sequence[str], skip: int) -> Iterator[list[tuple[str, bytes]]]:
+    """The documents after the first `skip`, each with its split, in lists of at least SEGMENT_BYTES.
+
+    The last list may be smaller.
+    """
+    segment, size_bytes, number = [], 0, 0
+    for split, part in zip(splits, source.every, strict=False):  # the last split may have no files of its own
+        for document, _ in source.read(part):
+            number += 1
+            if number <= skip:
+                continue
+            segment.append((split, document))
+            size_bytes += len(document)
+            if size_bytes >= SEGMENT_BYTES:
+                yield segment
+                segment, size_bytes = [], 0
     if segment:
         yield segment
+
+
+def _hashes(source: Source, part: Part) -> np.ndarray:
+    """The hashes of a part's documents, ascending."""
+    return np.unique(np.fromiter((_hash(document) for document, _ in source.read(part)), np.uint64))
+
+
+def _contains(ascending: np.ndarray, hashed: int) -> bool:
+    at = int(np.searchsorted(ascending, np.uint64(hashed)))
+    return at < len(ascending) and int(ascending[at]) == hashed
 
 
 def _hash(document: bytes) -> int:

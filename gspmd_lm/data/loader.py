@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 
 import grain
 import jax
@@ -12,11 +14,13 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, packing, sources, tokenizer
+from gspmd_lm.data import cache, chat, packing, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
 
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
+# Of each BLOCK places in a row, a part with weights gets its share exactly, in a random order.
+BLOCK = 10_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,15 +29,19 @@ class Loader:
 
     If there are fewer rows than a batch has places, a batch holds rows of several epochs. With `repeat=False` there is
     one epoch. Rows of padding fill its last batch; they have no targets.
+
+    With `shares`, rows are drawn from several parts, and each part has epochs of its own.
     """
 
-    rows: packing.Rows
+    rows: packing.Rows | packing.Joined
     batch: int
     seed: int
     repeat: bool
     tokens_per_epoch: int  # targets in all rows
-    description: str  # one line for the user
+    description: str  # for the user: a line, and more lines about files that were skipped
     fingerprint: str  # equal only for equal rows; it must be equal in every process
+    shares: tuple[int, ...] = ()  # how many of BLOCK places each part of packing.Joined gets
+    tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
 
     @property
     def steps_per_epoch(self) -> int:
@@ -42,6 +50,8 @@ class Loader:
 
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The rows at the places `batch_rows` of a step's batch; -1 for padding."""
+        if self.shares:
+            return np.asarray([self._mixed(step * self.batch + int(place)) for place in batch_rows], np.int64)
         count = len(self.rows)
         indices = []
         for place in batch_rows:
@@ -52,6 +62,20 @@ class Loader:
                 seed = _epoch_seed(self.seed, epoch)
                 indices.append(index_shuffle(i, max_index=count - 1, seed=seed, rounds=4))
         return np.asarray(indices, np.int64)
+
+    def _mixed(self, place: int) -> int:
+        """The row at a place of the endless sequence that is drawn from several parts."""
+        assert isinstance(self.rows, packing.Joined)
+        block, at = divmod(place, BLOCK)
+        at = index_shuffle(at, max_index=BLOCK - 1, seed=_epoch_seed(self.seed, f"block {block}"), rounds=4)
+        first = 0
+        for number, (share, part) in enumerate(zip(self.shares, self.rows.parts, strict=True)):
+            if at < share:
+                epoch, i = divmod(block * share + at, len(part))
+                seed = _epoch_seed(self.seed, f"part {number} epoch {epoch}")
+                return first + index_shuffle(i, max_index=len(part) - 1, seed=seed, rounds=4)
+            at, first = at - share, first + len(part)
+        raise AssertionError("the shares add up to BLOCK")
 
     def rows_at(self, step: int, batch_rows: slice | Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """A part of a step's batch: int32 tokens, targets, segment_ids and positions [rows, seq], and row [rows].
@@ -100,51 +124,111 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
     count = sources.random_rows(data.source)
     if count is not None:
         return _open_random(config, count)
-    tokens = chat.Chat(data.tokenizer) if data.messages_field else tokenizer.load(data.tokenizer)
-    if tokens.vocab_size > config.model.vocab:
-        raise InputError(
-            f"data.tokenizer={data.tokenizer} has {tokens.vocab_size:,} tokens, more than model.vocab="
-            f"{config.model.vocab:,} (rows of the embedding: {config.model.vocab_rows:,})\n"
-            f"  fix   set model.vocab to {tokens.vocab_size}"
-            + (" and model.padded_vocab to 0 or at least that" if config.model.padded_vocab else "")
-        )
-    conversation = None
-    if isinstance(tokens, chat.Chat):
-        conversation = functools.partial(tokens.document, field=data.messages_field)
-    source = sources.open(data, progress, conversation)
-    cached = cache.open(source, tokens, data.held_out, progress)
+    source, tokens, made = _source(config, progress)
+    cached = cache.open(source, tokens, data.held_out_share, progress)
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
 
-    def split_loader(split: cache.Split, training: bool) -> Loader:
-        use = "training" if training else "evaluation"
-        targets, notes = len(split.stream) - split.ends, ""
+    def rows_of(split: cache.Split, training: bool, place: str) -> tuple[packing.Rows, int, int]:
+        """The rows of a split, how many targets they have, and how many conversations were cut."""
+        targets, cut = len(split.stream) - split.ends, 0
         if isinstance(tokens, chat.Chat):
             rows, cut = packing.conversations(split.stream, data.seq)
-            notes = f", {targets:,} of them the assistant's" + (f", {cut:,} conversations cut into rows" if cut else "")
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
             targets = len(rows) * data.seq
         else:
             rows = packing.documents(split.stream, data.seq, tokens.end)
         # Conversations and held-out documents may fill less than a row. A text for training may not.
-        if not len(rows) or (training and not conversation and len(split.stream) <= data.seq):
-            fix = "lower data.seq, or add text" + ("" if training else ", or change data.held_out (0 holds none out)")
-            raise InputError(
-                f"data.source={data.source}: {len(split.stream):,} tokens for {use} are less than one row, "
-                f"data.seq + 1 = {data.seq + 1:,}\n  fix   {fix}"
+        if not len(rows) or (training and not source.conversation and len(split.stream) <= data.seq):
+            use, other = (
+                ("training", "") if training else ("evaluation", ", or change data.held_out (0 holds none out)")
             )
+            raise InputError(
+                f"{place}: {len(split.stream):,} tokens for {use} are less than one row, "
+                f"data.seq + 1 = {data.seq + 1:,}\n  fix   lower data.seq, or add text{other}"
+            )
+        return rows, targets, cut
+
+    def loader_of(use: str, splits: Sequence[cache.Split], parts: Sequence[sources.Part]) -> Loader:
+        training = use == "training"
+        key = "data.source" if training or not source.held_out else "data.held_out"
+        found = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
+        shares = _shares(parts) if len(parts) > 1 else ()
+        rows = packing.Joined([rows for rows, _, _ in found]) if shares else found[0][0]
+        targets, cut = sum(one[1] for one in found), sum(one[2] for one in found)
+        about = f"{len(rows):,} rows, {sum(len(split.stream) for split in splits):,} tokens"
+        if isinstance(tokens, chat.Chat):
+            about += f", {targets:,} of them the assistant's" + (
+                f", {cut:,} conversations cut into rows" if cut else ""
+            )
+        lines = [f"{use}: {about} ({origin})"]
+        for part, share, (own, _, _) in zip(parts, shares, found, strict=False):
+            times = config.train.steps * data.batch * share / BLOCK / len(own)
+            lines.append(
+                f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(own):,} rows {times:,.2g} "
+                f"times in {config.train.steps:,} steps"
+            )
+        if training and cached.left_out:
+            lines.append(f"left out of training: {cached.left_out:,} documents that are also in data.held_out")
+        if training and source.notes:
+            lines.append(source.notes)
         return Loader(
             rows=rows,
             batch=data.batch,
             seed=data.seed if training else 0,
             repeat=training,
             tokens_per_epoch=targets,
-            description=f"{use}: {len(rows):,} rows, {len(split.stream):,} tokens{notes} ({origin})",
-            fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}",
+            description="\n".join(lines),
+            fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}" + (f"-{shares}" if shares else ""),
+            shares=shares,
+            tokenizer=made,
         )
 
-    return split_loader(cached.train, True), split_loader(cached.held_out, False) if data.held_out else None
+    train = loader_of("training", cached.train, source.parts)
+    if not source.held_out and not data.held_out_share:
+        return train, None
+    return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
+
+
+def _source(
+    config: Config, progress: sources.Progress | None
+) -> tuple[sources.Source, tokenizer.Tokenizer | chat.Chat, Path | None]:
+    """The source and the tokenizer of a config, and the file of a tokenizer that is trained on the source."""
+    data = config.data
+    size = tokenizer.trained_size(data.tokenizer)
+    if size and not data.conversations:
+        source = sources.open(data, progress)
+        path = trained.of_source(source, size, progress)
+        tokens = tokenizer.load(str(path))
+    else:
+        path = None
+        tokens = chat.Chat(data.tokenizer) if data.conversations else tokenizer.load(data.tokenizer)
+        source = None
+    if tokens.vocab_size > config.model.vocab:
+        raise InputError(
+            f"data.tokenizer={data.tokenizer} has {tokens.vocab_size:,} tokens, more than model.vocab="
+            f"{config.model.vocab:,} (rows of the embedding: {config.model.vocab_rows:,})\n"
+            "  fix   --set model.vocab=0, which means the tokenizer's size"
+        )
+    source = source or sources.open(data, progress, tokens.document if isinstance(tokens, chat.Chat) else None)
+    return source, tokens, path
+
+
+def _shares(parts: Sequence[sources.Part]) -> tuple[int, ...]:
+    """How many of BLOCK places each part gets. Raises InputError for a weight that would get none."""
+    weights = [part.weight or 0.0 for part in parts]
+    exact = [weight / sum(weights) * BLOCK for weight in weights]
+    shares = [math.floor(one) for one in exact]
+    for i in sorted(range(len(parts)), key=lambda i: shares[i] - exact[i])[: BLOCK - sum(shares)]:
+        shares[i] += 1
+    for part, share in zip(parts, shares, strict=True):
+        if not share:
+            raise InputError(
+                f"data.source: {part.name}: its weight {part.weight:g} is less than 1 in {BLOCK:,} of all weights\n"
+                "  fix   raise it, or leave the source out"
+            )
+    return tuple(shares)
 
 
 def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
@@ -168,11 +252,11 @@ def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
             fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}",
         )
 
-    return split_loader(True), split_loader(False) if data.held_out else None
+    return split_loader(True), split_loader(False) if data.held_out_share else None
 
 
 @functools.lru_cache(maxsize=4096)
-def _epoch_seed(seed: int, epoch: int) -> int:
+def _epoch_seed(seed: int, epoch: int | str) -> int:
     """A seed of 32 bits that differs between epochs of one seed and between neighbouring seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4], "big")
 

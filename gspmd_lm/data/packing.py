@@ -78,6 +78,34 @@ class Rows:
         return self.stream[start : min(stop, start + self.seq) + 1]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Joined:
+    """The rows of several `Rows`, one after another."""
+
+    parts: Sequence[Rows]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def seq(self) -> int:
+        return self.parts[0].seq
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """As `Rows.read`."""
+        indices = np.asarray(indices)
+        found = {name: np.zeros((len(indices), self.seq), np.int32) for name in FIELDS}
+        first = 0
+        for number, part in enumerate(self.parts):
+            inside = (indices >= first) & (indices < first + len(part)) | ((indices == -1) & (number == 0))
+            if inside.any():
+                local = np.where(indices[inside] == -1, -1, indices[inside] - first)
+                for name, values in part.read(local).items():
+                    found[name][inside] = values
+            first += len(part)
+        return found
+
+
 def documents(stream: np.ndarray, seq: int, end: int) -> Rows:
     """Rows of packed documents. Only the last row may be padded."""
     return Rows(stream, seq, seq, end)

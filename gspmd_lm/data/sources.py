@@ -1,117 +1,51 @@
-"""Documents from the standard library or from files. Each source is read as a stream, in a fixed order."""
+"""The documents of the sources that a config names. They are read as a stream, in a fixed order."""
 
 import dataclasses
-import glob
 import hashlib
-import json
-import os
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gspmd_lm import config_data
 from gspmd_lm.config import Data
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.data import corpus, formats
+from gspmd_lm.data.remote import Progress
+from gspmd_lm.errors import InputError
 
-Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all (0: not known)
-
-Conversation = Callable[[dict[str, Any], str], bytes]  # a record and its place, file:line -> a document
-
-# A text file above this size becomes several documents, cut at line ends. Then parts of one large file can be held out,
-# and no file has to fit in memory.
-SECTION_BYTES = 64 * 1024
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# (a record, its place such as file:line, the field of the conversation) -> a document
+Conversation = Callable[[dict[str, Any], str, str], bytes]
+_BLOCK_BYTES = 1 << 20
 
 
-def _text(path: Path, field: str) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while section := file.read(SECTION_BYTES):
-            yield section + file.readline()
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of a source, and the field of its texts or conversations."""
+
+    path: Path
+    field: str
+    size_bytes: int
+    sha256: str
+
+    def facts(self, conversations: bool) -> str:
+        """What the documents of the file follow from; a field only if the file has fields."""
+        kind = formats.of(self.path)
+        assert kind
+        of = f"messages {self.field} " if conversations else f"{self.field} " if kind.records else ""
+        return f"{of}{kind.name} {self.sha256}\n"
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a .jsonl file, each with its place, file:line."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                record = json.loads(line.decode("utf-8", "surrogateescape"))
-            except ValueError as error:
-                raise InputError(f"{place}: not JSON ({error})\n  fix   one object per line") from error
-            if not isinstance(record, dict):
-                raise InputError(f"{place}: a {type(record).__name__}\n  fix   one object per line")
-            yield place, record
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Files from which rows are drawn alike."""
 
+    name: str
+    files: tuple[File, ...]
+    weight: float | None = None  # rows are drawn from parts in proportion to it; None: there is one part
 
-def _jsonl(path: Path, field: str) -> Iterator[bytes]:
-    for place, record in _records(path):
-        if field not in record:
-            raise InputError(
-                f"{place}: no field {field}{did_you_mean(field, record)}\n"
-                f"  fix   set data.text_field to one of {', '.join(record) or 'its fields'}"
-                + (", or for conversations data.messages_field" if any(map(_is_list, record.values())) else "")
-            )
-        text = record[field]
-        if not isinstance(text, str):
-            fix = f"for conversations set data.messages_field={field}" if _is_list(text) else "set data.text_field"
-            raise InputError(f"{place}: {field} is a {type(text).__name__}, not text\n  fix   {fix}")
-        try:
-            yield text.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:  # JSON can spell half a character (a lone surrogate) as an escape
-            yield text.encode("utf-8", "surrogatepass")
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _parquet(path: Path, field: str) -> Iterator[bytes]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if field not in columns:
-                raise InputError(
-                    f"{path}: no column {field}{did_you_mean(field, columns)}\n"
-                    f"  fix   set data.text_field to one of {', '.join(columns)}"
-                )
-            kind = file.schema_arrow.field(field).type
-            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
-                raise InputError(f"{path}: column {field} is {kind}, not text\n  fix   set data.text_field")
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                yield from (text or b"" for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist())
-    except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for damaged pages
-        raise InputError(f"{path}: cannot be read as parquet ({' '.join(str(error).split())})") from error
-
-
-def _array_record(path: Path, field: str) -> Iterator[bytes]:
-    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  (compiled)
-
-    reader = array_record_module.ArrayRecordReader(str(path))
-    try:
-        count = reader.num_records()
-        for start in range(0, count, 1024):
-            yield from reader.read(start, min(start + 1024, count))
-        reader.close()  # only close() raises for a damaged file, which otherwise seems to have no records
-    except Exception as error:  # the library raises nothing more precise
-        raise InputError(f"{path}: cannot be read as ArrayRecord ({error or 'damaged'})") from error
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
-    ".txt": _text,
-    ".md": _text,
-    ".py": _text,
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
-    ".array_record": _array_record,
-    ".arrayrecord": _array_record,
-}
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,129 +53,159 @@ class Source:
     """The documents of files. `fingerprint` is the sha256 over their contents, `size_bytes` the size of the files."""
 
     description: str
-    files: tuple[Path, ...]
-    text_field: str
+    notes: str  # lines about files that were skipped or are odd; "" if there are none
+    parts: tuple[Part, ...]  # to train on
+    held_out: Part | None  # for evaluation, if it has files of its own
     fingerprint: str
-    size_bytes: int
-    conversation: Conversation | None = None  # makes a document of each record; None: text_field holds it
+    conversation: Conversation | None = None  # makes a document of each record; None: files hold texts
+
+    @property
+    def every(self) -> tuple[Part, ...]:
+        """The parts to train on, and then the one for evaluation, if there is one."""
+        return (*self.parts, self.held_out) if self.held_out else self.parts
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.every)
 
     def documents(self) -> Iterator[bytes]:
-        """Every document that is not empty, always in the same order.
+        """Every document to train on that is not empty, always in the same order.
 
         Raises an InputError that names the file, and the line if there is one, for a document that cannot be read.
         """
-        for path in self.files:
-            try:
-                if self.conversation:
-                    for place, record in _records(path):
-                        yield self.conversation(record, place)
-                else:
-                    yield from filter(None, _READERS[path.suffix.lower()](path, self.text_field))
-            except OSError as error:
-                raise InputError(f"{path}: cannot be read ({error})") from error
+        return (document for part in self.parts for document, _ in self.read(part))
+
+    def read(self, part: Part) -> Iterator[tuple[bytes, int]]:
+        """The documents of a part, each with the bytes of the part's files up to its end, as far as that is known."""
+        before_bytes = 0
+        for file in part.files:
+            read_bytes = 0
+            for document in self._of(file):
+                read_bytes += len(document)
+                yield document, before_bytes + min(read_bytes, file.size_bytes)  # compressed files hold more
+            before_bytes += file.size_bytes
+
+    def _of(self, file: File) -> Iterator[bytes]:
+        if self.conversation is None:
+            yield from formats.texts(file.path, file.field)
+        else:
+            for place, record in formats.records(file.path):
+                yield self.conversation(record, place, file.field)
 
 
 def open(data: Data, progress: Progress | None = None, conversation: Conversation | None = None) -> Source:
-    """The source that `data.source` names, its files checked and hashed.
+    """The source that `data.source` and `data.held_out` name, its files found, checked and hashed.
 
-    With `conversation`, each record of the .jsonl files is turned into a document by it. Raises InputError if a glob
-    matches nothing, or a file is empty, unreadable or of an unknown kind.
+    With `conversation`, each record of the files is turned into a document by it. Raises InputError if a name matches
+    nothing, nothing is left to read, or a file cannot be read.
     """
-    if random_rows(data.source) is not None:
-        raise InputError(f"data.source: {data.source} has no documents\n  fix   give stdlib or globs of text files")
-    if data.source == "stdlib":
-        files, name = _standard_library(), "the standard library's"
-    else:
-        files, name = _matching(data.source), data.source
-    others = [path for path in files if path.suffix.lower() != ".jsonl"]
-    if conversation and others:
-        raise InputError(
-            f"data.source: {_listed(others)}: no .jsonl, which data.messages_field={data.messages_field} needs\n"
-            "  fix   narrow data.source to .jsonl files, or for text leave data.messages_field out"
-        )
-    digests, size_bytes = _hash(files, progress)
-    fields = {_READERS[path.suffix.lower()] for path in files} & {_jsonl, _parquet}
-    field = f"messages {data.messages_field}" if conversation else data.text_field if fields else ""
-    total = hashlib.sha256(f"{field}\n".encode())
-    for path, digest in zip(files, digests, strict=True):
-        total.update(f"{_READERS[path.suffix.lower()].__name__} {digest}\n".encode())
-    description = f"{name} {len(files):,} files, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
-    return Source(description, tuple(files), data.text_field, total.hexdigest(), size_bytes, conversation)
+    for one in (*data.sources, *data.held_out_sources):
+        if random_rows(one.path) is not None:
+            raise InputError(f"data.source: {one.path} has no documents\n  fix   give stdlib or a folder of texts")
+    notes = corpus.Notes()
+    held_out = _found(data.held_out_sources, "data.held_out", notes, progress)
+    kept_out = {path.resolve() for path, _ in held_out}
+    groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
+    found = []
+    for group in groups:
+        paths = _found(group, "data.source", notes, progress)
+        for path in [path for path in paths if path[0].resolve() in kept_out]:
+            paths.remove(path)
+            notes.skipped("held out", path[0])
+        found.append(paths)
+    every = [one for paths in (*found, held_out) for one in paths]
+    if conversation:
+        _check_conversations(data, [path for path, _ in every])
+    hashed = iter(_hash(every, notes, progress))
+    parts = []
+    for group, paths in zip([*groups, data.held_out_sources], [*found, held_out], strict=True):
+        files = tuple(file for _ in paths if (file := next(hashed)))
+        name = ", ".join(one.path for one in group)
+        if not files and group:
+            place = "data.held_out" if group == data.held_out_sources else "data.source"
+            raise InputError(f"{place}: {name}: nothing to read\n  {_indented(notes)}\n  fix   name other files")
+        parts.append(Part(name, files, group[0].weight if group else None))
+    held_out_part = parts.pop()
+    total = hashlib.sha256()
+    for part in [*parts, held_out_part]:
+        total.update(f"part of {len(part.files)}\n".encode())
+        for file in part.files:
+            total.update(file.facts(conversation is not None).encode())
+    size_bytes = sum(file.size_bytes for part in [*parts, held_out_part] for file in part.files)
+    count = sum(len(part.files) for part in [*parts, held_out_part])
+    name = " and ".join(filter(None, [*(part.name for part in parts), held_out_part.name]))
+    description = f"{name}: {count:,} files, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
+    return Source(
+        description.replace("stdlib:", "the standard library's"),
+        str(notes),
+        tuple(parts),
+        held_out_part if held_out_part.files else None,
+        total.hexdigest(),
+        conversation,
+    )
 
 
-def random_rows(source: str) -> int | None:
+def random_rows(source: object) -> int | None:
     """ROWS of a source `random:ROWS`; None for another source. Raises InputError if ROWS is not a positive number."""
-    kind, colon, rows = source.partition(":")
-    if kind != "random" or not colon:
+    kind, colon, rows = str(source).partition(":")
+    if not isinstance(source, str) or kind != "random" or not colon:
         return None
     if not rows.isdecimal() or int(rows) < 1:
         raise InputError(f"data.source: {source}: write random:ROWS, ROWS a number of at least 1")
     return int(rows)
 
 
-def _standard_library() -> list[Path]:
-    """The .py files of the running interpreter's library, without tests and without installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # os.walk does not enter the others
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    files = sorted((path for path in found if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
-    if not files:
-        raise InputError(f"data.source: stdlib: no .py files in {root}\n  fix   give a glob of text files")
-    return files
+def _found(
+    sources: Sequence[config_data.Source], place: str, notes: corpus.Notes, progress: Progress | None
+) -> list[tuple[Path, str]]:
+    """The files of sources and the field of each. A file that two sources name is read as the first of them says."""
+    found: dict[Path, str] = {}
+    for one in sources:
+        for path in corpus.files([one.path], place, notes, progress):
+            found.setdefault(path, one.messages_field or one.text_field)
+    return list(found.items())
 
 
-def _matching(patterns: str) -> list[Path]:
-    """The files that match any of the globs, sorted, each of them once."""
-    found: dict[Path, None] = {}
-    for pattern in patterns.split():
-        names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-        files = [path for path in map(Path, names) if not path.is_dir()]
-        if not files:
-            folder = f"\n  fix   it is a folder: write {pattern.rstrip('/')}/**/*.txt" if names else ""
-            raise InputError(
-                f"data.source: {pattern} matches no file{did_you_mean(pattern, ['stdlib', 'random:64'])}"
-                + (folder or "\n  fix   give stdlib, random:ROWS or globs, separated by spaces, seen from here")
-            )
-        found.update(dict.fromkeys(files))
-    if not found:
-        raise InputError("data.source is empty\n  fix   give stdlib, random:ROWS or globs")
-    files = list(found)
-    unknown = [path for path in files if path.suffix.lower() not in _READERS]
-    if unknown:
+def _check_conversations(data: Data, paths: Sequence[Path]) -> None:
+    others = [path for path in paths if not ((kind := formats.of(path)) and kind.records)]
+    if others:
+        field = data.sources[0].messages_field
         raise InputError(
-            f"data.source: {_listed(unknown)}: unknown ending\n"
-            f"  fix   narrow the glob to files that end in {', '.join(_READERS)}"
+            f"data.source: {corpus.listed(others)}: no records, which data.messages_field={field} needs\n"
+            "  fix   name .jsonl, .json, .parquet or .arrow files, or for text leave data.messages_field out"
         )
-    return files
 
 
-def _hash(files: Sequence[Path], progress: Progress | None) -> tuple[list[str], int]:
-    """The sha256 of each file, and the bytes of all. Raises InputError for a file that is empty or unreadable."""
+def _hash(found: Sequence[tuple[Path, str]], notes: corpus.Notes, progress: Progress | None) -> Iterator[File | None]:
+    """Each file with its sha256; None for one that is empty or binary. Raises InputError for an unreadable one."""
 
-    def digest(path: Path) -> tuple[str, int]:
+    def digest(one: tuple[Path, str]) -> tuple[File, str]:
+        path, field = one
+        hashed, size_bytes = hashlib.sha256(), 0
         try:
             with path.open("rb") as file:
-                hashed = hashlib.file_digest(file, "sha256").hexdigest()
-                return hashed, file.tell()
+                while block := file.read(_BLOCK_BYTES):
+                    hashed.update(block)
+                    size_bytes += len(block)
         except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error})") from error
+            raise InputError(
+                f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
+            ) from error
+        odd = formats.look(path) if size_bytes else "empty"
+        return File(path, field, size_bytes, hashed.hexdigest()), odd
 
-    digests, empty, total_bytes = [], [], 0
+    total_bytes, done_bytes = sum(path.stat().st_size for path, _ in found), 0
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for path, (path_digest, size_bytes) in zip(files, pool.map(digest, files), strict=True):
-            digests.append(path_digest)
-            total_bytes += size_bytes
-            if not size_bytes:
-                empty.append(path)
+        for file, odd in pool.map(digest, found):
+            done_bytes += file.size_bytes
             if progress:
-                progress("hashing files", total_bytes, 0)
-    if empty:
-        raise InputError(f"data.source: {_listed(empty)}: empty\n  fix   remove it, or narrow the glob")
-    return digests, total_bytes
+                progress("hashing files", done_bytes, max(total_bytes, done_bytes))
+            if odd == formats.NOT_UTF8:
+                notes.add("not UTF-8, read byte by byte", file.path)
+            elif odd:
+                notes.skipped(odd, file.path)
+            yield None if odd in ("empty", formats.BINARY) else file
 
 
-def _listed(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
-    return ", ".join(map(str, paths[:3])) + more
+def _indented(notes: corpus.Notes) -> str:
+    return str(notes).replace("\n", "\n  ")

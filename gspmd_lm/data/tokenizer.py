@@ -2,17 +2,18 @@
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
+from gspmd_lm.data import remote
 from gspmd_lm.errors import InputError
 
+FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 # Tried in this order if no tokenizer_config.json beside the file names an eos_token.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
@@ -202,47 +203,36 @@ def load(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return Bytes()
+    if trained_size(name):
+        raise InputError(
+            f"data.tokenizer={name} is trained by the run that uses it\n"
+            "  fix   name the run with --workdir, or set data.tokenizer to its tokenizer.json"
+        )
     return HuggingFace(find(name))
 
 
 def find(name: str) -> Path:
     """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none."""
+    if "://" in name:
+        (path,) = remote.copies(name, "data.tokenizer")
+        return path
     path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise InputError(f"data.tokenizer: {path}: no such file\n  fix   give the path of a tokenizer.json, or bytes")
     return path
 
 
-def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
+def trained_size(name: str) -> int | None:
+    """TOKENS of a tokenizer `bpe:TOKENS`; None for another one. Raises InputError if TOKENS is not a number above 256.
 
-    A small source may give fewer tokens. Raises InputError if `path` exists, or if `vocab_size` is below 257: there are
-    256 bytes and an end token.
+    There are 256 bytes and an end token.
     """
-    path = Path(path).expanduser()
-    if path.exists():
-        raise InputError(f"{path}: exists already\n  fix   remove it, or choose another name")
-    if vocab_size < 257:
+    kind, colon, size = name.partition(":")
+    if kind != "bpe" or not colon:
+        return None
+    if not size.isdecimal() or not 257 <= int(size) < 2**31:
         raise InputError(
-            f"a vocabulary of {vocab_size} is too small for a byte-level tokenizer (256 bytes and {END_OF_TEXT})\n"
-            "  fix   set model.vocab to 257 or more"
+            f"data.tokenizer: {name}: write bpe:TOKENS, with TOKENS a number of at least 257 (256 bytes and an end)"
         )
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(bpe.to_str(), encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error})") from error
-    return load(str(path))
+    return int(size)

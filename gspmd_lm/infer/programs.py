@@ -161,11 +161,10 @@ class Programs(Forward):
     @functools.cached_property
     def model(self) -> configs.Model:
         """The model that is run: the config's, with a pattern as long as its depth if the layers are unrolled."""
-        model, kinds = self.config.model, self.config.model.layer_kinds
+        model = self.config.model
         if not self.unrolled:
             return model
-        pattern = ["sliding" if kind.sliding_window else "full" for kind in kinds]
-        return dataclasses.replace(model, layer_pattern=tuple(pattern[i % len(kinds)] for i in range(model.layers)))
+        return dataclasses.replace(model, layer_pattern=model.kind_of_each_layer)
 
     def unstacked(self, params: Any) -> Any:
         """The weights as the programs take them: a copy with one array per layer if the layers are unrolled.

@@ -1,5 +1,6 @@
 """Grouped-query self-attention."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -53,9 +54,12 @@ class Attention(nn.Module):
             self.bv = bias(self, "bv", "kv_heads head_dim", (K, H), cfg)
         if cfg.attention_out_bias:
             self.bo = bias(self, "bo", "embed", (D,), cfg)
-        if cfg.qk_norm:
-            self.q_norm = Norm(cfg, "head_dim")
-            self.k_norm = Norm(cfg, "head_dim")
+        if cfg.qk_norm and cfg.qk_norm_kind == "shared":
+            self.q_norm, self.k_norm = Norm(cfg, "head_dim"), Norm(cfg, "head_dim")
+        elif cfg.qk_norm:
+            unbiased, joint = dataclasses.replace(cfg, norm_bias=False), cfg.qk_norm_kind == "joint"
+            self.q_norm = Norm(unbiased, "heads head_dim", cfg.heads * joint)
+            self.k_norm = Norm(unbiased, "kv_heads head_dim", cfg.kv_heads * joint)
         self.wq, self.wk, self.wv, self.wo = (adapted(self, w, cfg) for w in (wq, wk, wv, wo))
 
     def __call__(
@@ -77,8 +81,9 @@ class Attention(nn.Module):
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         if cfg.positions == "rope":
             # Both are named again, so that a remat policy that saves them saves the inputs of attention.
-            q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg), Q)
-            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg), K)
+            length = cache.k_LBSKH.shape[2] if cache else q.shape[1]
+            q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg, length), Q)
+            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), K)
         if cache:
             cache = cache.written(k_BSKH, v_BSKH, batch["slot"], layer)
         if cache and q.shape[1] == 1:

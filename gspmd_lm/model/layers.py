@@ -21,31 +21,34 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, computed in float32."""
+    """RMSNorm or LayerNorm over the last dimension, or over heads as well, computed in float32."""
 
     cfg: config.Model
-    axis: str = "embed"
+    axes: str = "embed"  # of scale and bias: the last axes of what is normed
+    joint: int = 0  # how many heads are normed together; padding, which is zero, is not one of them. 0: each by itself
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        cfg, size = dataclasses.replace(self.cfg, compute_dtype="float32"), x.shape[-1:]
+        cfg, size = dataclasses.replace(self.cfg, compute_dtype="float32"), x.shape[-len(self.axes.split()) :]
         scale, shift = None, None
+        over, share = ((-2, -1), x.shape[-2] / self.joint) if self.joint else (-1, 1.0)
         if cfg.norm_scale:
             start = nn.initializers.constant(1 - cfg.norm_offset)
-            scale = use(weight(self, "scale", self.axis, size, cfg, start)) + cfg.norm_offset
+            scale = use(weight(self, "scale", self.axes, size, cfg, start)) + cfg.norm_offset
         if cfg.norm_bias:
-            shift = use(weight(self, "bias", self.axis, size, cfg, nn.initializers.zeros))
+            shift = use(weight(self, "bias", self.axes, size, cfg, nn.initializers.zeros))
 
         @cheap
         def normalized(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None) -> jax.Array:
             y = x.astype(jnp.float32)
             if cfg.norm == "layernorm":
                 y -= y.mean(-1, keepdims=True)
-            y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + cfg.norm_eps)
+            y *= jax.lax.rsqrt(share * jnp.square(y).mean(over, keepdims=True) + cfg.norm_eps)
             y = y if scale is None else y * scale
             y = y if shift is None else y + shift
             return y.astype(x.dtype)
@@ -96,25 +99,43 @@ def dropout(x_BTD: jax.Array, rate: float, row_keys_B: jax.Array | None, site: i
     return jnp.where(jax.vmap(keep)(row_keys_B), x_BTD / (1 - rate), 0).astype(x_BTD.dtype)
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.Model) -> jax.Array:
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.Model, length: int) -> jax.Array:
     """Rotary positions (arXiv 2104.09864) on the first `rope_dim` dimensions of a head.
 
-    Their first half is paired with the second, as in Llama's weights on Hugging Face.
+    Their first half is paired with the second, as in Llama's weights on Hugging Face. length: tokens of a row, on
+    which some scalings depend.
     """
     turned = cfg.rope_dim or cfg.head_dim
-    half = turned // 2
-    inverse_wavelength = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if scaling := cfg.rope_scaling:
-        kept = 0.0
-        if scaling.kind == "llama3":
-            turns = scaling.original_context * inverse_wavelength / (2 * jnp.pi)
-            span = scaling.high_freq_factor - scaling.low_freq_factor
-            kept = jnp.clip((turns - scaling.low_freq_factor) / span, 0, 1)
-        inverse_wavelength *= kept + (1 - kept) / scaling.factor
-    angle_BT1H = (positions_BT[..., None] * inverse_wavelength)[:, :, None, :]
-    cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
-    first, second, still = jnp.split(x_BTNH.astype(jnp.float32), [half, turned], axis=-1)
+    angle_BT1H = (positions_BT[..., None] * rope_frequencies(cfg, length))[:, :, None, :]
+    factor = cfg.rope_scaling.attention_factor if cfg.rope_scaling else 1.0
+    cos, sin = factor * jnp.cos(angle_BT1H), factor * jnp.sin(angle_BT1H)
+    first, second, still = jnp.split(x_BTNH.astype(jnp.float32), [turned // 2, turned], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, still], -1).astype(x_BTNH.dtype)
+
+
+def rope_frequencies(cfg: config.Model, length: int) -> jax.Array:
+    """The angle from one position to the next, in radians, for each pair of dimensions, in rows of a length."""
+    half, theta, scaling = (cfg.rope_dim or cfg.head_dim) // 2, cfg.rope_theta, cfg.rope_scaling
+    if scaling and scaling.kind == "dynamic":
+        stretched = scaling.factor * max(length / scaling.original_context, 1) - (scaling.factor - 1)
+        theta *= stretched ** (half / (half - 1))
+    pair = jnp.arange(half, dtype=jnp.float32)
+    frequency = theta ** (-pair / half)
+    if scaling is None or scaling.kind == "dynamic":
+        return frequency
+    if scaling.kind == "longrope":
+        long = length > scaling.original_context
+        return frequency / jnp.asarray(scaling.long_factors if long else scaling.short_factors, jnp.float32)
+    kept, low, high = 0.0, scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.kind == "llama3":
+        turns = scaling.original_context * frequency / (2 * jnp.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    elif scaling.kind == "yarn":  # the pairs that turn `high` and `low` times within original_context
+        at = [half * math.log(scaling.original_context / (2 * math.pi * n), theta) for n in (high, low)]
+        first, last = (math.floor(at[0]), math.ceil(at[1])) if scaling.truncate else at
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        kept = 1 - jnp.clip((pair - first) / (last - first or 1e-3), 0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
 
 
 def sinusoids(positions_BT: jax.Array, width: int) -> jax.Array:

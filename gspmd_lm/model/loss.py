@@ -132,9 +132,9 @@ def _raw_logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None 
 
 
 def _finished(raw_BTV: jax.Array, cfg: config.Model) -> jax.Array:
-    """The logits, capped if the model has a cap, and -inf for rows of padding."""
-    cap = cfg.logit_softcap
-    capped_BTV = cap * jnp.tanh(raw_BTV / cap) if cap else raw_BTV
+    """The logits, scaled and capped as the model has it, and -inf for rows of padding."""
+    cap, scaled_BTV = cfg.logit_softcap, raw_BTV * cfg.logit_scale if cfg.logit_scale != 1 else raw_BTV
+    capped_BTV = cap * jnp.tanh(scaled_BTV / cap) if cap else scaled_BTV
     if cfg.vocab == cfg.vocab_rows:
         return capped_BTV
     return jnp.where(jnp.arange(cfg.vocab_rows) < cfg.vocab, capped_BTV, -jnp.inf)

@@ -37,12 +37,14 @@ class Block(nn.Module):
             row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer + 1)
 
         def normed(x_BTD: jax.Array, name: str) -> Any:
-            return read(Norm(cfg, name=f"{name}_norm")(x_BTD), RESIDUAL, BLOCK_INPUT)
+            return read(Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD, RESIDUAL, BLOCK_INPUT)
 
         def added(x_BTD: jax.Array, y: Any, site: int, name: str) -> jax.Array:
             y_BTD = write(y, BLOCK_INPUT, RESIDUAL)
             if cfg.post_norms:
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
+            if cfg.residual_scale != 1:
+                y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
             return shard(x_BTD + dropout(y_BTD, cfg.dropout, row_keys_B, site), RESIDUAL)
 
         read_BTD = normed(x_BTD, "attention")

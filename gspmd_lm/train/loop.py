@@ -7,25 +7,29 @@ import datetime
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from etils import epath
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from gspmd_lm import checkpoint, compile_cache, core_yaml, files, processes, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.checkpoint import Checkpoints, Chosen
 from gspmd_lm.config import Config
+from gspmd_lm.data import trained
 from gspmd_lm.data.loader import Loader
+from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.train import metrics, source
+from gspmd_lm.train import metrics, progress, source, trackers
+from gspmd_lm.train.best import Best
+from gspmd_lm.train.log import Log, Sample
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
+from gspmd_lm.train.streak import Streak
 from gspmd_lm.units import human_bytes
 
 
@@ -44,6 +48,16 @@ class Foreseen:
 Foresee = Callable[[Any, Mapping[str, Any], float, float], Foreseen]
 
 
+class Writer(Protocol):
+    """Writes texts with the weights that are being trained."""
+
+    def compile(self) -> None: ...
+
+    def __call__(self, params: Any) -> Sequence[tuple[str, str]]:
+        """Pairs of a prompt and the text after it."""
+        ...
+
+
 @dataclasses.dataclass
 class Run:
     """One run on one process: what it computes, and where its files and messages go."""
@@ -59,11 +73,14 @@ class Run:
     foreseen: Foreseen | None = None
     executable: Any = None  # the compiled train step, if it was compiled elsewhere
     check_lock: Callable[[], None] = lambda: None  # raises RunFailed if another run now writes to the workdir
+    writer: Writer | None = None  # of the texts of train.samples
+    evaluates: bool = False  # whether the programs of evaluation are compiled
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> Config:
-        return self.step.config
+        config = self.step.config
+        return trained.kept(config, self.workdir) if trained_size(config.data.tokenizer) else config
 
     @functools.cached_property
     def rows(self) -> tuple[Loader, Loader | None]:
@@ -85,62 +102,83 @@ class Run:
         last: dict[str, float] = {}
         with self.checkpoints() as checkpoints, ThreadPoolExecutor(1) as beside:
             chosen = checkpoints.choose(step, self.step.abstract_state)
-            if chosen and chosen.step >= stop:
-                self.say(
-                    f"the checkpoint is at step {chosen.step}: nothing to do up to step {stop} (--steps, train.steps)"
-                )
+            best = Best.of(chosen.extra) if chosen else Best()
+            if chosen and (chosen.step >= stop or best.ends(train.patience)):
+                self.say(_nothing_to_do(chosen.step, stop, best, train.patience))
                 return last
             init_from = source.find(self.config) if train.init_from and not chosen else None
             train_rows, held_out_rows = self.rows
             self.say(train_rows.description)
             compiling = beside.submit(self._program, "train step", self.step.lower_train)
             for tracker in train.trackers if self.machine.is_main else ():
-                metrics.import_tracker(tracker)  # now, while the compiler works
+                trackers.load(tracker)  # now, while the compiler works
             if not self.machine.simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
             start, state = self._start(checkpoints, chosen, init_from)
             self._write_description()
-            program, meter, done, interrupted = self._ready(compiling.result()), self._meter(start), start, False
-            streak = _Streak(checkpoints, train.max_skipped)
+            program, meter = self._ready(compiling.result()), self._meter(start, stop)
+            done, interrupted = start, False
+            streak = Streak(checkpoints, train.max_skipped)
             if self.foreseen:
                 self.say(self.foreseen.paragraph)
+            shown = progress.Shown(
+                self.console, start, stop, main=self.machine.is_main, mfu=meter.peak_flops_per_s is not None
+            )
             with (
                 contextlib.closing(self._log(start)) as log,
                 contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
-                self._bar(start, stop) as advance,
-                self._trace() as trace,
+                shown.running(),
+                self._trace(start, stop) as trace,
                 runtime.StopSignal() as signal,
             ):
-                for at, batch in meter.waiting(batches):
+                missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
+                if missed and held_out_rows is not None:
+                    # The run was asked to stop at this step, and saved it without evaluating it.
+                    best = best.after(start, self._evaluated(state.params, start, log, meter)["eval_loss"])
+                    meter.begin()
+                for at, batch in meter.waiting(() if best.ends(train.patience) else batches):
                     trace(at)
                     state, values = program(state, batch)
                     done = at + 1
-                    advance()
+                    shown.advance(done, meter.tokens_per_s, meter.left_s(done))
                     self.check_lock()
                     streak.add(done, values["skipped_in_a_row"])
                     interrupted = signal.requested(done)
                     ending = interrupted or done == stop
-                    saving = _due(done, train.checkpoint_every) or ending
-                    skipped = streak.skipped_before(done) if saving else 0
                     if done == start + 1 or _due(done, train.log_every) or ending or streak.failed:
                         last = meter.read(done, values)
                         log.write(done, last)
-                        self.say(meter.line(done, stop, last))
+                        shown.line(done, last, meter.left_s(done))
+                        if done == start + 1:
+                            self.say(f"step {done} took {meter.first_step_s:.2f} s, with what happens only once; "
+                                     "no step time counts it")  # fmt: skip
                     if streak.failed:
                         raise self._failed(streak.failed, checkpoints)
+                    before = best
+                    if (self._counts(done) or done == stop) and held_out_rows is not None and not interrupted:
+                        loss = self._evaluated(state.params, done, log, meter)["eval_loss"]
+                        best = best.after(done, loss) if self._counts(done) else best
+                        ending = ending or best.ends(train.patience)
+                        meter.restart(done)
+                    saving = _due(done, train.checkpoint_every) or ending or (train.keeps_best and best.step == done)
+                    skipped = streak.skipped_before(done) if saving else 0
                     if saving and skipped and not ending:
                         self.say(f"checkpoint {done} is not saved: the last {skipped} steps changed nothing")
+                        best = before if best.step == done else best  # the best is always a checkpoint
                     elif saving:
-                        self._save(checkpoints, done, state)
+                        self._save(checkpoints, done, state, best)
                         meter.restart(done)
-                    if interrupted:
+                    if ending:
                         break
-                    if (_due(done, train.eval_every) or done == stop) and held_out_rows is not None:
-                        log.write(done, self._evaluated(state.params, done))
-                        meter.restart(done)
             if interrupted:
                 self.say(f"stopped at step {done} on request; the same command goes on from there")
-            if last:
+            elif best.ends(train.patience):
+                self.say(f"stopped early at step {done}: the last {best.since} evaluations were not better "
+                         "(train.patience)")  # fmt: skip
+            if train.keeps_best and best.step is not None:
+                self.say(f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept for "
+                         f"--step={best.step}")  # fmt: skip
+            if "step_time_s" in last:
                 self._compare(last["step_time_s"])
             checkpoints.wait()
         return last
@@ -158,7 +196,9 @@ class Run:
             restored = checkpoints.restore_weights(self.step.abstract_state.params, step)
             assert restored is not None
             at, params = restored
-        return self._evaluated(params, at)
+        found = self._measured(params, at)
+        self.say(f"{found['eval_tokens']:,.0f} tokens were scored")
+        return found
 
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
@@ -242,10 +282,32 @@ class Run:
         if parts:
             self.say("; ".join(parts))
 
-    def _save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
-        checkpoints.save(step, state, {"data": self.rows[0].fingerprint, "rules": self.step.rules.path})
+    def _save(self, checkpoints: Checkpoints, step: int, state: State, best: Best) -> None:
+        extra = {"data": self.rows[0].fingerprint, "rules": self.step.rules.path, "best": dataclasses.asdict(best)}
+        checkpoints.save(step, state, extra, keep=best.step if self.config.train.keeps_best else None)
 
-    def _evaluated(self, params: Any, step: int) -> dict[str, float]:
+    def _counts(self, step: int) -> bool:
+        """Whether a step is evaluated by the schedule. Only such evaluations say what is best; --steps adds one."""
+        return _due(step, self.config.train.eval_every) or step == self.config.train.steps
+
+    def _evaluated(self, params: Any, step: int, log: Log, meter: metrics.Meter) -> dict[str, float]:
+        """The metrics of the held-out rows. They are logged, and so are the texts of train.samples."""
+        if not self.evaluates:
+            with meter.once():
+                self._program("evaluation", self.step.lower_evaluate)
+                if self.writer:
+                    self.writer.compile()
+                self._ready(None)
+            self.evaluates = True
+        found = self._measured(params, step)
+        log.write(step, found)
+        texts = [Sample(*pair) for pair in self.writer(params)] if self.writer else []
+        log.write_samples(step, texts)
+        for text in texts:
+            self.say(progress.sample(text.prompt, text.text))
+        return found
+
+    def _measured(self, params: Any, step: int) -> dict[str, float]:
         """The metrics of the held-out rows, of which at most train.eval_batches batches are read."""
         _, held_out_rows = self.rows
         assert held_out_rows is not None
@@ -262,7 +324,7 @@ class Run:
             "eval_tokens": targets,
         }
         self.say(f"step {step}: held-out loss {loss:.4f}, perplexity {found['eval_perplexity']:.2f}, "
-                 f"accuracy {found['eval_accuracy']:.3f} over {targets:,.0f} tokens")  # fmt: skip
+                 f"accuracy {found['eval_accuracy']:.3f}")  # fmt: skip
         return found
 
     def _failed(self, failed: tuple[int, int], checkpoints: Checkpoints) -> RunFailed:
@@ -280,17 +342,24 @@ class Run:
             f"  fix   lower optimizer.learning_rate, or look at the data; the same command {then}"
         )
 
-    def _meter(self, start: int) -> metrics.Meter:
-        peak = self.foreseen.peak_flops_per_s if self.foreseen else None
+    def _meter(self, start: int, stop: int) -> metrics.Meter:
         arrays, config = self.step.arrays, self.config
-        flops = metrics.flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
-        return metrics.Meter(config.data, flops, peak and peak * self.step.mesh.size, start)
+        peak = self.foreseen.peak_flops_per_s if self.foreseen else None
+        per_token = metrics.flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
+        tokens = config.data.batch * config.data.seq
+        return metrics.Meter(
+            start, stop, tokens, config.data.batch / len(self.rows[0].rows), per_token * tokens,
+            peak and peak * self.step.mesh.size,
+        )  # fmt: skip
 
     @contextlib.contextmanager
-    def _trace(self) -> Iterator[Callable[[int], None]]:
+    def _trace(self, begin: int, end: int) -> Iterator[Callable[[int], None]]:
         """A function to call with each step before the step runs. It writes a trace of the steps in `profile`."""
         start, stop = self.profile or (-1, -1)
         tracing = False
+        if self.profile and not begin <= start < end:
+            self.say(f"warning: --profile={start}:{stop} traces nothing, because the run goes from step {begin} to "
+                     f"{end}")  # fmt: skip
 
         def told(step: int | None) -> None:
             nonlocal tracing
@@ -307,31 +376,29 @@ class Run:
         finally:
             told(None)
 
-    @contextlib.contextmanager
-    def _bar(self, start: int, stop: int) -> Iterator[Callable[[], None]]:
-        """A function that moves a progress bar by one step. The bar is shown only on a terminal."""
-        columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-        watched = self.machine.is_main and self.console.is_terminal
-        with Progress(*columns, console=self.console, transient=True, disable=not watched) as progress:
-            bar = progress.add_task("", total=stop, completed=start)
-            yield lambda: progress.advance(bar)
-
     def _log(self, start: int) -> Any:
         if not self.machine.is_main:
             return _Silent()
-        trackers = self.config.train.trackers
-        return metrics.Log(self.workdir, start, trackers, configs.to_dict(self.config), self.say)
+        return Log(self.workdir, start, self.config.train, configs.to_dict(self.config), self.say)
 
     def _write_description(self) -> None:
-        """Writes config.yaml and rules.yaml as resolved, and versions.json: enough to repeat the run."""
+        """Writes config.yaml and rules.yaml as resolved, versions.json and a tokenizer that was trained.
+
+        These are enough to repeat the run.
+        """
         if not self.machine.is_main:
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
+        if made := self.rows[0].tokenizer:
+            files.replace(self.workdir / made.name, made.read_bytes())
         files.replace(self.workdir / "config.yaml", core_yaml.dump(configs.to_dict(self.config)))
         files.replace(self.workdir / "rules.yaml", self.step.rules.text)
         packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
         about = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": versions.command(),
+            "host": versions.host(),
+            "commit": versions.commit(),
             "mesh": dict(self.step.rules.mesh),
             "rows": self.rows[0].description,
             "versions": versions.installed(packages) | {"device": self.machine.device_kind},
@@ -339,49 +406,24 @@ class Run:
         files.replace(self.workdir / "versions.json", json.dumps(about, indent=2) + "\n")
 
 
-class _Streak:
-    """The number of steps in a row that were not finite, read while later steps run.
-
-    The result of a step is read IN_FLIGHT steps later, so that the device never waits for the read. Every process reads
-    the result of the same step, so that all processes stop at the same step.
-    """
-
-    IN_FLIGHT = 2
-
-    def __init__(self, checkpoints: Checkpoints, most: int):
-        self.checkpoints, self.most = checkpoints, most
-        self.unread: collections.deque[tuple[int, jax.Array]] = collections.deque()
-        self.skipped = 0  # in a row, up to the step last read
-        self.failed: tuple[int, int] | None = None  # the step by which too many were skipped, and how many
-
-    def add(self, step: int, skipped_in_a_row: jax.Array) -> None:
-        """Adds the result of `step`, which was just dispatched."""
-        skipped_in_a_row.copy_to_host_async()
-        self.unread.append((step, skipped_in_a_row))
-        while len(self.unread) > self.IN_FLIGHT:
-            self._read()
-
-    def skipped_before(self, step: int) -> int:
-        """The number of skipped steps in a row, the last one being `step`. Waits for their results."""
-        while self.unread and self.unread[0][0] <= step:
-            self._read()
-        return self.skipped
-
-    def _read(self) -> None:
-        step, skipped = self.unread.popleft()
-        self.skipped = int(skipped)
-        if not self.skipped:
-            self.checkpoints.confirm(step)
-        elif self.skipped >= self.most and not self.failed:
-            self.failed = step, self.skipped
-
-
 class _Silent:
     """The log of every process but the first."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
     def close(self) -> None: ...
+
+
+def _nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:
+    """What to say where the checkpoint of a step leaves nothing to do."""
+    if step >= stop:
+        return f"the checkpoint is at step {step}: nothing to do up to step {stop} (--steps, train.steps)"
+    return (
+        f"the run ended early at step {step}: the last {best.since} evaluations were not better than that of step "
+        f"{best.step}, so there is nothing to do (--set train.patience=0 goes on)"
+    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -62,6 +62,8 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
         built = _placed(here, found.config)
         here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
+        if found.left_out:
+            here.say(f"{source}: only the text part is read; {found.left_out:,} tensors of other parts are left out")
         if values.ignore:
             here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
         if (found.config.data.tokenizer == "bytes" and not found.tokenizer

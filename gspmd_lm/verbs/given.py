@@ -16,7 +16,18 @@ PLAN = "plan"  # in place of a rules file
 
 def config(values: flags.FlagValues) -> Config:
     """The config that --config names, else the one in the workdir, else tiny, with --set laid over it."""
-    return configs.load(_file(values, "config") or "tiny", config_sets(values))
+    found = load_config(_file(values, "config") or "tiny", config_sets(values))
+    return with_tokenizer(found, getattr(values, "workdir", None))
+
+
+def with_tokenizer(config: Config, workdir: str | None = None) -> Config:
+    """The config with the size of its vocabulary, and with the tokenizer that was trained in the workdir."""
+    if config.model.vocab and config.data.tokenizer == "bytes":
+        return config
+    from gspmd_lm.data import trained
+
+    sized = trained.sized(config)
+    return trained.found(sized, workdir) if workdir else sized
 
 
 def config_sets(values: flags.FlagValues) -> list[str]:
@@ -27,6 +38,17 @@ def config_sets(values: flags.FlagValues) -> list[str]:
 def rules_sets(values: flags.FlagValues) -> list[str]:
     """What --set lays over the rules file: the keys that begin with rules."""
     return [text for text in values.set if text.partition("=")[0].partition(".")[0].strip() == "rules"]
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a YAML file (a path, or a name in configs/), or of a published model's folder or config.json."""
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        from gspmd_lm.convert import architecture
+
+        if architecture.is_published(path):
+            return architecture.new_config(path, overrides)
+    return configs.load(name, overrides)
 
 
 def rules(values: flags.FlagValues) -> Rules:

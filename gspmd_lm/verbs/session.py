@@ -26,6 +26,8 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Rules
 from gspmd_lm.verbs import given, outputs
 
+PROGRESS_S = 10.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Session:
@@ -232,19 +234,29 @@ def written(here: Session, workdir: epath.Path) -> Iterator[Callable[[], None]]:
 
 
 def progress(console: Console) -> Progress:
-    """A function that shows a long preparation: as one line that is rewritten; without a terminal, a line per stage."""
-    seen: set[str] = set()
-    last = 0.0
+    """A function that shows a long preparation: its MB, percent and time left.
+
+    A terminal shows one line that is rewritten. Elsewhere there is a line every PROGRESS_S seconds, and one for each
+    stage that took as long, when it is done.
+    """
+    stage, began, before, shown = "", 0.0, 0, 0.0
 
     def show(what: str, done: int, total: int) -> None:
-        nonlocal last
-        share = f" {done / total:.0%}" if total else ""
-        if console.is_terminal and (time.monotonic() - last > 0.1 or done >= total):
-            last = time.monotonic()
-            end = "\n" if total and done >= total else "\r"
-            console.print(f"{what}: {done / 1e6:,.1f} MB{share}", end=end)
-        elif not console.is_terminal and what not in seen:
-            seen.add(what)
-            console.print(f"{what} ...")
+        nonlocal stage, began, before, shown
+        now = time.monotonic()
+        if what != stage:
+            stage, began, before, shown = what, now, done, now if not console.is_terminal else 0.0
+        ended = bool(total) and done >= total
+        if now - shown < (0.1 if console.is_terminal else PROGRESS_S) and not (ended and console.is_terminal):
+            return
+        shown = now
+        of = f" of {total / 1e6:,.1f} MB, {done / total:.0%}" if total else " MB"
+        left = (now - began) * (total - done) / (done - before) if total and done > before else 0.0
+        time_left = f", {left:.0f} s left" if 0 < left < 90 else f", {left / 60:,.0f} min left" if left else ""
+        line = f"{what}: {done / 1e6:,.1f}{of}{time_left}"
+        if console.is_terminal:
+            console.print(f"{line:<70}", end="\n" if ended else "\r", highlight=False)
+        else:
+            console.print(line, highlight=False)
 
     return show

@@ -15,13 +15,15 @@ from rich.console import Console
 from gspmd_lm import compile_cache as compile_caches
 from gspmd_lm import processes
 from gspmd_lm.config import Config
-from gspmd_lm.data import loader, sources, tokenizer
+from gspmd_lm.data import loader, sources, trained
+from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.machine import hardware, target
 from gspmd_lm.foresight.show import terminal
+from gspmd_lm.infer.samples import Writer
 from gspmd_lm.rules import Problem
-from gspmd_lm.train import loop, metrics, state, step, table
+from gspmd_lm.train import loop, state, step, table, trackers
 from gspmd_lm.train.loop import Foresee, Foreseen
 from gspmd_lm.train.step import Step
 from gspmd_lm.verbs import session
@@ -94,8 +96,11 @@ def _opened(
             "each of several processes would choose its own workdir\n  fix   give all of them the same --workdir=DIR"
         )
     with contextlib.ExitStack() as stack:
+        writer = None
         if writes:
-            metrics.check_trackers(config.train.trackers)
+            if config.train.samples:
+                writer = Writer(config, rules, here.devices, machine.platform)
+            trackers.check(config.train.trackers)
             workdir = here.workdir or _fresh(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(session.written(here, workdir))
         else:
@@ -111,6 +116,7 @@ def _opened(
             foresee=_foresee(built, warnings) if writes else None,
             executable=executable,
             check_lock=check_lock,
+            writer=writer,
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
         simulated, several = "simulated " if machine.simulated else "", "s" * (len(here.devices) > 1)
@@ -172,7 +178,7 @@ def _profile(span: str | None) -> tuple[int, int] | None:
 
 def _train_tokenizer(config: Config, path: str, console: Console) -> int:
     source = sources.open(config.data, session.progress(console))
-    trained = tokenizer.train(source.documents(), config.model.vocab, path)
-    console.print(f"{path}: {trained.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
-    console.print(f"use it with --set data.tokenizer={path}", soft_wrap=True)
+    made = trained.train(source.documents(), trained_size(config.data.tokenizer) or config.model.vocab, path)
+    console.print(f"{path}: {made.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
+    console.print(f"use it with --set data.tokenizer={path} --set model.vocab=0", soft_wrap=True)
     return 0

@@ -90,7 +90,76 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("gptj", _GPT2 | {"n_embd": 64, "rotary_dim": 4}),
     "gptneox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5}),
     "gptneox-sequential": ("gpt_neox", _NEOX | {"use_parallel_residual": False}),
+    # From here on, layouts and generation are checked where transformers is installed; see `cases`.
+    "granite": ("granite", _LLAMA | {
+        "num_key_value_heads": 4, "embedding_multiplier": 6.0, "residual_multiplier": 0.22, "logits_scaling": 0.75,
+        "attention_multiplier": 0.4, "tie_word_embeddings": True,
+    }),
+    "cohere": ("cohere", _LLAMA | {
+        "hidden_size": 64, "num_key_value_heads": 4, "logit_scale": 0.7, "use_qk_norm": True,
+    }),
+    "cohere2": ("cohere2", _LLAMA | {
+        "num_key_value_heads": 4, "num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 2,
+        "logit_scale": 1.5,
+    }),
+    "olmo": ("olmo", _LLAMA | {"num_key_value_heads": 4}),
+    "olmo2": ("olmo2", _LLAMA | {"num_key_value_heads": 4}),
+    "olmo3": ("olmo3", _LLAMA | {
+        "num_key_value_heads": 4, "num_hidden_layers": 3, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 4.0,
+            "beta_slow": 1.0,
+        },
+    }),
+    "smollm3": ("smollm3", _LLAMA | {"num_key_value_heads": 4, "num_hidden_layers": 3, "no_rope_layer_interval": 2}),
+    "starcoder2": ("starcoder2", _LLAMA | {"num_key_value_heads": 4, "sliding_window": 6}),
+    "stablelm": ("stablelm", _LLAMA | {
+        "hidden_size": 64, "num_key_value_heads": 4, "use_qkv_bias": True, "partial_rotary_factor": 0.5,
+    }),
+    "stablelm-parallel": ("stablelm", _NEOX | {"num_key_value_heads": 4, "use_parallel_residual": True}),
+    "nemotron": ("nemotron", _LLAMA | {"hidden_size": 64, "num_key_value_heads": 4}),
+    "seed-oss": ("seed_oss", _LLAMA | {
+        "num_key_value_heads": 4, "head_dim": 8, "attention_bias": False, "attention_out_bias": True,
+    }),
+    "ernie": ("ernie4_5", _LLAMA | {"num_key_value_heads": 4, "head_dim": 8, "use_bias": True}),
+    "arcee": ("arcee", _LLAMA | {"num_key_value_heads": 4}),
+    "phi": ("phi", _NEOX | {"num_key_value_heads": 4, "qk_layernorm": True}),
+    "starcoder": ("gpt_bigcode", _GPT2),
+    "starcoder-all-heads": ("gpt_bigcode", _GPT2 | {"multi_query": False}),
+    "gptneo": ("gpt_neo", _SMALL | {
+        "hidden_size": 32, "num_layers": 3, "num_heads": 8, "max_position_embeddings": 96, "window_size": 6,
+        "attention_types": [[["global", "local", "global"], 1]],
+    }),
+    "yarn": ("llama", _LLAMA | {
+        "num_key_value_heads": 4, "hidden_size": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12},
+    }),
+    "longrope-long": ("phi3", _LLAMA | {
+        "num_key_value_heads": 4, "hidden_size": 64, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4, "tie_word_embeddings": True,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2.5, 4.0]},
+    }),
+    "longrope-short": ("phi3", _LLAMA | {
+        "num_key_value_heads": 4, "hidden_size": 64, "original_max_position_embeddings": 80,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.5, 4.0, 9.0],
+        },
+    }),
+    "dynamic": ("llama", _LLAMA | {
+        "num_key_value_heads": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    }),
 }  # fmt: skip
+
+
+FIRST = list(CASES)[: list(CASES).index("granite")]
+
+
+def cases() -> list[Any]:
+    """The names of all cases for a test that takes long: the default run has the first, `pytest -m parity` the others."""
+    import pytest
+
+    return [*FIRST, *(pytest.param(name, marks=pytest.mark.parity) for name in CASES if name not in FIRST)]
 
 
 @dataclasses.dataclass(frozen=True)

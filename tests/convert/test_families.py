@@ -21,6 +21,8 @@ MORE_PADDED = {
     "falcon-40b": ["model.padded_heads=16"],
     "gptj": ["model.padded_heads=9", "model.padded_vocab=128"],
 }
+# Models that an earlier family of the table has too; only the names or the layout of its tensors differ.
+SAME_AS = {"ernie": "llama", "starcoder-all-heads": "gpt2", "longrope-short": "llama"}
 CASES = list(references.CASES)
 
 
@@ -50,7 +52,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["tp8", "fsdp2_tp4"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", references.cases())
 def test_a_layout_changes_no_logit(name, layout, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name, *PADDED.get(name, ()))
@@ -88,7 +90,7 @@ def test_a_config_is_written_without_the_original_one(name, tmp_path):
     golden = references.load(name)
     model = ours.read(golden, tmp_path / name).config.model
     family, fields = architecture.describe(model, None)
-    assert family.model_type == golden.about["config"]["model_type"]
+    assert family.model_type == SAME_AS.get(name, golden.about["config"]["model_type"])
     assert not architecture.differences(family, fields, model)
 
 

@@ -1,6 +1,6 @@
 """Each field of config.json changed, one at a time: what moves transformers' logits moves our settings or is refused.
 
-`pytest -m parity`, with .[parity] installed. The names that are tried are those of transformers' config classes, those
+`pytest -m parity`, with .[parity] installed, and `pytest -m slow` for more families. The names that are tried are those of transformers' config classes, those
 that are known here, and every name that transformers' sources ask a config for.
 """
 
@@ -18,7 +18,7 @@ from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, REFUSED
 from gspmd_lm.errors import InputError
 from tests.convert import references
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # what torch and transformers warn of is theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
 
 MOVED = 1e-4  # of logits of about 5
 ABSENT = object()
@@ -30,7 +30,8 @@ ROPE_FIELDS = (
     "low_freq_factor", "high_freq_factor", "attention_factor", "mrope_section", "beta_fast", "short_factor", "x",
 )  # fmt: skip
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
-ALIKE = ("llama3", "gptneox-sequential")  # cases whose fields other cases have too
+# Cases whose fields other cases have too.
+ALIKE = ("llama3", "gptneox-sequential", "stablelm-parallel", "starcoder-all-heads", "longrope-short")
 # Files of transformers that every family shares and that read configs.
 SHARED = (
     "modeling_utils.py", "masking_utils.py", "modeling_rope_utils.py", "modeling_layers.py", "cache_utils.py",
@@ -58,6 +59,7 @@ def row_of(case):
     return next(row for row in FAMILIES if row.model_type == references.CASES[case][0])
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_type)
 def test_every_field_of_transformers_is_known(row):
     """So that a field that is not known is one that transformers does not have either."""
@@ -66,6 +68,7 @@ def test_every_field_of_transformers_is_known(row):
     assert names <= known_fields(row, {})
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.model_type)
 def test_a_missing_field_means_what_it_means_to_transformers(row):
     raw = config_class(row)().to_dict() | {"dtype": None}
@@ -130,14 +133,19 @@ def settings(row, raw, ignored=()):
         return None
 
 
-@pytest.fixture(scope="module", params=[name for name in references.CASES if name not in ALIKE])
+def swept():
+    """The cases whose fields are changed one at a time; `pytest -m slow` has those that `pytest -m parity` has not."""
+    for name in references.CASES:
+        if name not in ALIKE:
+            yield pytest.param(name, marks=pytest.mark.parity if name in references.FIRST else pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=list(swept()))
 def case(request, tmp_path_factory):
     """The row of a family, config.json, and a function: config.json -> how far transformers' logits are from those of
     the original one, with the same weights; None where it refuses.
     """
-    import torch
-    import transformers
-
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     name = request.param
     transformers.logging.set_verbosity_error()
     model, raw, _ = references.build(name, tmp_path_factory.mktemp("fields"), references.load(name).about["salt"])

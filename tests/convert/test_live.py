@@ -85,4 +85,6 @@ def test_transformers_loads_what_we_write(case, computed, kept, tmp_path):
     )
     assert not any(report.values()), report
     logits, _, _ = references.forward(model.eval(), golden.about["config"]["vocab_size"])
-    np.testing.assert_array_equal(logits, computed[0])
+    # Another family multiplies the same numbers in another order.
+    other = not kept and model.config.model_type != golden.about["config"]["model_type"]
+    np.testing.assert_allclose(logits, computed[0], rtol=0, atol=2e-5 if other else 0)

@@ -177,7 +177,7 @@ def _wait_until(condition, within_s=180.0):
         (
             {},
             100,
-            r"data\.tokenizer=bytes has 257 tokens, more than model\.vocab=100 .*\n  fix   set model\.vocab to 257",
+            r"data\.tokenizer=bytes has 257 tokens, more than model\.vocab=100 .*\n  fix   --set model\.vocab=0",
         ),
         (
             {"source": "small.txt", "held_out": 0},
@@ -269,7 +269,7 @@ def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeyp
             {"messages_field": ""},
             r"b\.jsonl:1: no field text\n.* one of messages, or for conversations data\.messages_field",
         ),
-        ("b.txt", "text", {}, r"b\.txt: no \.jsonl, which data\.messages_field=messages needs\n  fix   narrow"),
+        ("b.txt", "text", {}, r"b\.txt: no records, which data\.messages_field=messages needs\n  fix   name \.jsonl"),
         ("b.jsonl", "{}", {"tokenizer": "bytes"}, r"bytes has no chat template"),
         ("b.jsonl", "{}", {"packing": "stream"}, r"data: messages_field=messages needs packing: documents"),
         (
@@ -289,7 +289,5 @@ def test_bad_conversations(conversations, folder, name, text, settings, message)
 def test_a_padded_vocabulary_does_not_make_room_for_tokens():
     model = MODEL | {"vocab": 200, "padded_vocab": 512}
     padded = config.from_dict({"name": "x", "model": model, "train": {"steps": 1}, "data": {"seq": 32}}, "x")
-    with pytest.raises(
-        InputError, match=r"embedding: 512.*\n  fix   set model.vocab to 257 and model.padded_vocab to 0"
-    ):
+    with pytest.raises(InputError, match=r"embedding: 512.*\n  fix   --set model\.vocab=0"):
         loader.open(padded)

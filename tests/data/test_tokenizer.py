@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from gspmd_lm.data import tokenizer
+from gspmd_lm.data import tokenizer, trained
 from gspmd_lm.errors import InputError
 
 TEXT = b"the cat sat on the mat and the hat\n" * 50
@@ -13,7 +13,7 @@ NOT_UTF8 = b"the \xff\xfe cat \xe4 mat"
 @pytest.fixture
 def bpe_path(tmp_path):
     path = tmp_path / "bpe" / "tokenizer.json"
-    tokenizer.train([TEXT], 280, path)
+    trained.train([TEXT], 280, path)
     return path
 
 
@@ -127,9 +127,9 @@ def test_training_refuses_what_cannot_work(tmp_path, bpe_path):
     with pytest.raises(InputError, match="no such file"):
         tokenizer.load(str(tmp_path / "none.json"))
     with pytest.raises(InputError, match="vocabulary of 256 is too small"):
-        tokenizer.train([TEXT], 256, tmp_path / "small.json")
+        trained.train([TEXT], 256, tmp_path / "small.json")
     with pytest.raises(InputError, match="exists already"):
-        tokenizer.train([TEXT], 300, bpe_path)
+        trained.train([TEXT], 300, bpe_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
-        tokenizer.train([TEXT], 300, tmp_path / "file" / "tokenizer.json")
+        trained.train([TEXT], 300, tmp_path / "file" / "tokenizer.json")

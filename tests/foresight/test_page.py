@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import sample
 
-from gspmd_lm.foresight.show import figures, page
+from gspmd_lm.foresight.show import figures, meanings, page
 from gspmd_lm.units import human_bytes, human_seconds
 
 SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
@@ -172,8 +172,8 @@ def test_the_command_and_the_rules_file_are_there():
 def test_words_say_what_they_mean():
     found = Reader(page.render(SEVERAL))
     told = {one["text"]: one["title"] for one in found.find("abbr")}
-    assert told and told.items() <= figures.MEANINGS.items()
-    assert {one["title"] for one in found.find("span", **{"class": "known"})} <= set(figures.MEANINGS.values())
+    assert told and told.items() <= meanings.MEANINGS.items()
+    assert {one["title"] for one in found.find("span", **{"class": "known"})} <= set(meanings.MEANINGS.values())
     assert [one["text"] for one in found.find("summary")].count("What the words mean") == 1
 
 

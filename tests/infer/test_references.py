@@ -11,7 +11,7 @@ from gspmd_lm.infer.generate import Generator, plan
 from tests.convert import ours, references
 
 
-@pytest.mark.parametrize("name", references.CASES)
+@pytest.mark.parametrize("name", references.cases())
 def test_same_tokens_as_transformers(name, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)

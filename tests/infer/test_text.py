@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspmd_lm.data import tokenizer
+from gspmd_lm.data import tokenizer, trained
 from gspmd_lm.infer.text import Pieces, Stops
 
 TEXT = "Grüße, 世界! 👩‍🚀 naïve"
@@ -11,7 +11,7 @@ TEXT = "Grüße, 世界! 👩‍🚀 naïve"
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """A byte-level tokenizer that has seen little, so that characters are cut into several tokens."""
-    return tokenizer.train([b"some plain words and words"], 270, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
+    return trained.train([b"some plain words and words"], 270, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
 
 
 @pytest.fixture(params=["bytes", "bpe"])

@@ -140,7 +140,7 @@ def test_the_terminal_and_the_page_show_the_same_layouts(found):
         for cell in terminal.cells(found, line):
             assert cell in html
             assert cell in printed
-    assert html.count("<circle") == 4 - 1  # one is more than three times as slow as the best
+    assert html.count('class="dot"') == 4 - 1  # one is more than three times as slow as the best
     assert "limit" in html
 
 

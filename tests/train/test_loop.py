@@ -4,8 +4,12 @@ import dataclasses
 import io
 import json
 import os
+import platform
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -14,7 +18,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import config as configs
-from gspmd_lm import runtime
+from gspmd_lm import runtime, versions
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
@@ -125,10 +129,32 @@ def test_what_a_workdir_holds(straight):
     rows = rows_of(workdir)
     logged = [row for row in rows if "loss" in row]
     assert [row["step"] for row in logged] == list(range(1, 13))
-    assert {"step_time_s", "tokens_per_s", "accuracy", "perplexity", "gradient_norm", "weight_norm", "learning_rate",
-            "data_wait_s", "skipped_steps"} <= logged[0].keys()  # fmt: skip
+    assert {"accuracy", "perplexity", "gradient_norm", "weight_norm", "learning_rate", "skipped_steps"} <= set(
+        logged[0]
+    )
+    speeds = {"step_time_s", "tokens_per_s", "data_wait_s"}
+    assert [speeds & set(row) for row in logged] == [set(), *[speeds] * 11]  # the first step does more than a step
+    assert [(row["tokens"], row["epoch"]) for row in logged] == [(8 * 16 * n, 8 * n / 60) for n in range(1, 13)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [6, 12]
-    assert json.loads((workdir / "versions.json").read_text())["versions"]["jax"] == jax.__version__
+    about = json.loads((workdir / "versions.json").read_text())
+    assert about["versions"]["jax"] == jax.__version__ and about["host"] == platform.node()
+    assert about["command"] == shlex.join(["python", *sys.argv]) and about["commit"] == versions.commit()
+
+
+def test_the_commit_of_a_checkout(tmp_path):
+    git = lambda *words: subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True, text=True)  # noqa: E731
+    assert versions.commit(tmp_path) is None
+    git("init")
+    assert versions.commit(tmp_path) is None  # it has no commit
+    (tmp_path / "a.py").write_text("1")
+    git("add", "a.py")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert versions.commit(tmp_path) == head
+    (tmp_path / "a.py").write_text("2")
+    assert versions.commit(tmp_path) == f"{head}, with changes"
+    (tmp_path / "inner").mkdir()
+    assert versions.commit(tmp_path / "inner") is None
 
 
 def test_metrics_are_cut_back_to_the_restored_step(run, tmp_path):
@@ -333,5 +359,66 @@ def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_p
 
 
 def test_a_trace_is_written(run, tmp_path):
-    run(tmp_path, profile=(1, 3)).train(4)
+    traced = run(tmp_path, profile=(1, 3))
+    traced.train(4)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert "traces nothing" not in traced.console.file.getvalue()
+    late = run(tmp_path, profile=(1, 3))
+    late.train(5)
+    assert "--profile=1:3 traces nothing, because the run goes from step 4 to 5" in late.console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def worsening(small):
+    """A config whose held-out loss soon grows: the rows are random, so that there is nothing to learn but them."""
+    changes = {"eval_every": 2, "checkpoint_every": 0, "keep_checkpoints": 1, "patience": 2, "steps": 30}
+    wild = {"learning_rate": 3.0e-2, "schedule": "constant", "warmup_steps": 0}
+    return small(layers=1, data={"batch": 8, "source": "random:60"}, train=TRAIN | changes, optimizer=wild)
+
+
+def ending_of(workdir):
+    """The steps that were evaluated and their losses, the checkpoints, and the last step."""
+    rows = rows_of(workdir)
+    evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    checkpoints = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    return evaluated, checkpoints, rows[-1]["step"]
+
+
+@pytest.fixture(scope="module")
+def early(run, worsening, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("early")
+    ended = run(workdir, config=worsening)
+    ended.train(30)
+    return workdir, ended.console.file.getvalue()
+
+
+def test_a_run_ends_early_and_keeps_its_best_checkpoint(run, worsening, early):
+    workdir, said = early
+    evaluated, checkpoints, last = ending_of(workdir)
+    best = min(evaluated, key=evaluated.get)
+    assert last == best + 4 < 30 and checkpoints == [best, last]
+    assert f"stopped early at step {last}: the last 2 evaluations were not better" in said
+    assert f"best evaluation every 2 steps: {evaluated[best]:.4f} at {best}, kept for --step={best}" in said
+    assert run(workdir, config=worsening).evaluate(best)["eval_loss"] == pytest.approx(evaluated[best], abs=1e-6)
+
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    again = run(workdir, config=worsening)
+    again.open_rows = lambda: pytest.fail("nothing is to be read")
+    assert again.train(30) == {}
+    assert f"the run ended early at step {last}" in again.console.file.getvalue()
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+
+
+def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, early, tmp_path, monkeypatch):
+    """Also one that goes on elsewhere, and one that was asked to stop just when it would have evaluated."""
+    evaluated, checkpoints, last = ending_of(early[0])
+    monkeypatch.setattr(runtime.StopSignal, "requested", lambda self, step: step == last - 4)
+    run(tmp_path, config=worsening).train(30)
+    monkeypatch.undo()
+    assert ending_of(tmp_path)[2] == last - 4 and last - 4 not in ending_of(tmp_path)[0]
+    run(tmp_path, "tp8", worsening).train(last - 1)
+    run(tmp_path, config=worsening).train(30)
+    again, kept, at = ending_of(tmp_path)
+    assert at == last and again.keys() - {last - 1} == evaluated.keys()  # --steps ended there
+    assert set(kept) - {last - 1} == set(checkpoints)  # it is known to be good
+    assert max(abs(again[step] - evaluated[step]) for step in evaluated) < 1e-4

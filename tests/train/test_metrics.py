@@ -9,8 +9,9 @@ ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import sys
 from etils import epath
-from gspmd_lm.train import metrics
-log = metrics.Log(epath.Path(sys.argv[1]), 0, ["tensorboard"], {})
+from gspmd_lm.config import Train
+from gspmd_lm.train.log import Log
+log = Log(epath.Path(sys.argv[1]), 0, Train(steps=4, trackers=("tensorboard",)), {})
 log.write(3, {"loss": 0.25})
 log.close()
 assert "torch" not in sys.modules

@@ -6,9 +6,12 @@ Lengths are shares of the width, so that pictures follow the width of the page. 
 import html
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from gspmd_lm.foresight.cost.schedule import Span
 from gspmd_lm.units import human_seconds
+
+if TYPE_CHECKING:  # pages of runs need no jax, which it imports
+    from gspmd_lm.foresight.cost.schedule import Span
 
 LANE, AXIS, GAP = 22, 20, 6  # heights in pixels: a row of spans, the time axis, and the space between lanes
 NAMED = 0.035  # a span with this share of the width has room for its name
@@ -39,14 +42,14 @@ def bar(
     return f'<div class="bar" role="img" aria-label="{text(label)}">{"".join(pieces)}{"".join(lines)}</div>'
 
 
-def timeline(spans: Sequence[Span]) -> str:
+def timeline(spans: "Sequence[Span]") -> str:
     """The forward and the backward turn of the loop over layers, one below the other on one scale."""
     turns = [(part, [span for span in spans if span.part == part]) for part in dict.fromkeys(s.part for s in spans)]
     longest = max(max(span.end_s for span in turn) - min(span.start_s for span in turn) for _, turn in turns)
     return "".join(_turn(part, turn, longest or 1.0) for part, turn in turns)
 
 
-def _turn(part: str, spans: Sequence[Span], scale_s: float) -> str:
+def _turn(part: str, spans: "Sequence[Span]", scale_s: float) -> str:
     first, last = min(span.start_s for span in spans), max(span.end_s for span in spans)
     names, drawn, height = [], [], AXIS
     for lane in sorted({span.lane for span in spans}, key=lambda lane: (lane != "compute", lane == "host", lane)):
@@ -67,7 +70,7 @@ def _turn(part: str, spans: Sequence[Span], scale_s: float) -> str:
     )
 
 
-def _rows(spans: Sequence[Span]) -> tuple[list[tuple[Span, int]], int]:
+def _rows(spans: "Sequence[Span]") -> "tuple[list[tuple[Span, int]], int]":
     """Each span with its row, and the number of rows. Spans that run at the same time have different rows."""
     ends: list[float] = []
     placed = []
@@ -78,7 +81,7 @@ def _rows(spans: Sequence[Span]) -> tuple[list[tuple[Span, int]], int]:
     return placed, len(ends)
 
 
-def _span(span: Span, top: float, first_s: float, scale_s: float) -> str:
+def _span(span: "Span", top: float, first_s: float, scale_s: float) -> str:
     left, width = 100 * (span.start_s - first_s) / scale_s, 100 * (span.end_s - span.start_s) / scale_s
     kind = span.kind if span.kind in COLOURED else "host" if span.lane == "host" else "sent"
     about = (
@@ -91,10 +94,15 @@ def _span(span: Span, top: float, first_s: float, scale_s: float) -> str:
     return f'<svg class="span" {place} data-about="{text(about)}">{content}</svg>'
 
 
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... and their fractions that is at least `least`."""
+    step = 10 ** math.floor(math.log10(least))
+    return step * next(times for times in (1, 2, 5, 10) if times * step >= least)
+
+
 def _ticks(scale_s: float, height: float) -> str:
     """About eight lines at round times."""
-    step = 10 ** math.floor(math.log10(scale_s / 8))
-    step *= next(times for times in (1, 2, 5, 10) if times * step >= scale_s / 8)
+    step = round_step(scale_s / 8)
     lines = []
     for i in range(int(scale_s / step) + 1):
         at = f"{100 * i * step / scale_s:.3f}%"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.figures import MEANINGS
+from gspmd_lm.foresight.show.meanings import MEANINGS
 
 MOST_ON_A_PHONE = 4  # short columns side by side
 TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"

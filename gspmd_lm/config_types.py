@@ -1,0 +1,79 @@
+"""The values that settings may have, and what is said of wrong ones."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, get_type_hints
+
+import pydantic
+
+from gspmd_lm.errors import did_you_mean
+
+STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_MOST = 2**31 - 1  # the largest int32
+
+Size = Annotated[int, pydantic.Field(ge=1, le=_MOST)]
+Count = Annotated[int, pydantic.Field(ge=0, le=_MOST)]
+Seed = Annotated[int, pydantic.Field(ge=0, lt=_MOST)]
+Positive = Annotated[float, pydantic.Field(gt=0)]
+NotNegative = Annotated[float, pydantic.Field(ge=0)]
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]
+BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
+
+_KINDS = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+    "dataclass_type": "must be a mapping",
+}
+_BOUNDS = {
+    "greater_than": ("above", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def explained(problem: Any, settings: type) -> list[str]:
+    """The lines of a message about one of pydantic's findings in `settings`, in the words of the config file.
+
+    Parts of a place that begin with < are tags, which stand in no file.
+    """
+    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("<"))
+    kind, got = problem["type"], problem.get("input")
+    if kind == "value_error":  # raised by a section's own checks, with one problem on each line
+        found = problem["msg"].removeprefix("Value error, ").split("\n")
+        return [f"  {where}: {line}" if where else f"  {line}" for line in found]
+    if kind == "unexpected_keyword_argument":
+        section, key = problem["loc"][:-1], str(problem["loc"][-1])
+        deeper = [field for field in _fields_at(settings, section) if key in _fields_at(settings, (*section, field))]
+        hint = f" (did you mean {'.'.join([*map(str, section), deeper[0], key])}?)" if deeper else ""
+        message = f"unknown key{hint or did_you_mean(key, _fields_at(settings, section))}"
+    elif kind in ("missing", "missing_argument"):
+        message = "missing"
+    elif kind in _BOUNDS:
+        words, name = _BOUNDS[kind]
+        bound = problem["ctx"][name]
+        message = f"must be {words} {int(bound) if bound == int(bound) else bound}, got {got!r}"
+    else:
+        hint = did_you_mean(str(got), problem["ctx"]["expected"].split("'")) if kind == "literal_error" else ""
+        if kind == "string_type" and isinstance(got, int | float):
+            hint = f'; with quotes it is text: "{got}"'
+        message = f"{_KINDS.get(kind) or problem['msg'].replace('Input should be', 'must be')}, got {got!r}{hint}"
+    return [f"  {where}: {message}"]
+
+
+def _fields_at(kind: Any, path: Sequence[Any]) -> list[str]:
+    for part in path:
+        if isinstance(part, str) and not part.startswith("<"):
+            kind = get_type_hints(kind).get(part, object)
+            kind = _dataclass_in(kind) or kind
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _dataclass_in(kind: Any) -> Any:
+    """The dataclass that a type is, or is made of; None if there is none."""
+    if dataclasses.is_dataclass(kind):
+        return kind
+    return next(filter(None, map(_dataclass_in, getattr(kind, "__args__", ()))), None)

@@ -1,0 +1,73 @@
+"""What a row of the table of families is, and the parts that many families share."""
+
+import dataclasses
+import re
+
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Always, Only, Part, Same, Switch
+from gspmd_lm.convert.layout import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One row of the table: the name of a family in config.json, its fields, and its tensors."""
+
+    name: str
+    model_type: str
+    architecture: str  # the class of transformers that a written config.json names
+    prefix: str  # the base model's prefix, which many published tensors lack
+    parts: tuple[Part, ...]
+    tensors: tuple[Tensor, ...]
+    no_weights: tuple[str, ...] = ()  # patterns of names that files may hold although they are not weights
+    irrelevant: tuple[str, ...] = ()  # further fields of config.json that change nothing, besides IRRELEVANT
+
+    def is_no_weight(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.no_weights)
+
+
+def head_dim(values):
+    return values["embed"] // values["heads"]
+
+
+def heads(values):
+    return values["heads"]
+
+
+def four_times(values):
+    return 4 * values["embed"]
+
+
+SIZES = (
+    Same("vocab_size", "vocab"),
+    Same("hidden_size", "embed"),
+    Same("num_hidden_layers", "layers", most=MOST_LAYERS),
+    Same("num_attention_heads", "heads"),
+)
+GPT2_SIZES = (
+    Same("vocab_size", "vocab"),
+    Same("n_embd hidden_size", "embed"),
+    Same("n_layer num_hidden_layers", "layers", most=MOST_LAYERS),
+    Same("n_head num_attention_heads", "heads"),
+    Same("n_positions max_position_embeddings", "context"),
+    Same("n_inner", "mlp", four_times),
+    Always("kv_heads", heads),
+    Always("head_dim", head_dim),
+)
+LLAMA_SIZES = (
+    *SIZES,
+    Same("num_key_value_heads", "kv_heads", heads),
+    Same("intermediate_size", "mlp"),
+    Same("max_position_embeddings", "context"),
+)
+EPS = Same("rms_norm_eps", "norm_eps", 1e-6)
+HEAD_128 = Same("head_dim", "head_dim", 128)
+GLM_EPS = Same("rms_norm_eps", "norm_eps", 1.5625e-7)
+HEAD_DIM = Same("head_dim", "head_dim", head_dim)
+NO_HEAD_DIM = Always("head_dim", head_dim)
+TANH = {"gelu_tanh": "gelu_pytorch_tanh"}
+GELU_NEW = {"gelu_tanh": "gelu_new"}
+SILU = Activation("hidden_act", "silu", TANH)
+PLAIN_LAYERNORM = (Always("norm", "layernorm"), Always("norm_bias", True), Always("mlp_kind", "plain"))
+UNTIED = Switch("tie_word_embeddings", ("tied_embeddings",), False)
+TIED = Switch("tie_word_embeddings", ("tied_embeddings",), True)
+ATTENTION_BIAS = Switch("attention_bias", ("qkv_bias", "attention_out_bias"), False)
+CAUSAL = Only("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")

@@ -1,0 +1,263 @@
+"""The families whose tensors have Llama's names, or nearly so."""
+
+import math
+from collections.abc import Callable
+
+from gspmd_lm.convert.family import (
+    ATTENTION_BIAS, CAUSAL, EPS, GELU_NEW, GLM_EPS, HEAD_128, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, PLAIN_LAYERNORM,
+    SILU, TANH, TIED, UNTIED, Family,
+)
+from gspmd_lm.convert.fields import Activation, Always, Cap, Divisor, Equal, Only, QueryScale, Same, Switch
+from gspmd_lm.convert.layer_kinds import LayerTypes, NoRopeLayers, Window
+from gspmd_lm.convert.names import (
+    COHERE, ERNIE, GEMMA2, GEMMA3, GLM, GLM4, INV_FREQ, LLAMA, LLAMA_QK, OLMO2, PHI, PHI3, STARCODER2,
+)
+from gspmd_lm.convert.rope import Rope
+from gspmd_lm.convert.source import Source
+
+
+def _window_layers(source: Source) -> Callable[[int], bool]:
+    first = source.whole(["max_window_layers"], 28, 0)
+    return lambda i: i >= first
+
+
+def _every_second(source: Source) -> Callable[[int], bool]:
+    return lambda i: i % 2 == 0
+
+
+def _all_but_every(length: int, name: str = "sliding_window_pattern") -> Callable[[Source], Callable[[int], bool]]:
+    def slides(source: Source) -> Callable[[int], bool]:
+        last = source.whole([name], length, 1) if name else length
+        return lambda i: (i + 1) % last != 0
+
+    return slides
+
+
+def _first_window_layer(model):
+    """max_window_layers, for families in which the layers from that one on have the window."""
+    slides = [kind == "sliding" for kind in model.kind_of_each_layer]
+    return {"max_window_layers": model.layers - sum(slides)} if slides == sorted(slides) else {}
+
+
+def _pattern_length(model):
+    return {"sliding_window_pattern": len(model.layer_pattern)} if model.layer_pattern else {}
+
+
+_QWEN_LAYERS = LayerTypes(4096, _window_layers, "use_sliding_window", _first_window_layer)
+_GEMMA = (
+    Always("norm_offset", 1.0),
+    Always("embedding_scale", lambda values: math.sqrt(values["embed"])),
+    Same("head_dim", "head_dim", 256),
+    ATTENTION_BIAS,
+    CAUSAL,
+    TIED,
+)
+_GEMMA_CAPS = (
+    QueryScale(),
+    Always("post_norms", True),
+    Activation("hidden_activation hidden_act", "gelu_pytorch_tanh", TANH),
+)
+_MLP_BIAS = Switch("mlp_bias", ("mlp_bias",), False)
+_ALL_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
+_COHERE = (
+    Always("norm", "layernorm"), Same("layer_norm_eps", "norm_eps", 1e-5), Always("block", "parallel"), SILU,
+    Same("logit_scale", "logit_scale", 0.0625), Always("qk_norm_kind", "per_head"), NO_HEAD_DIM, ATTENTION_BIAS, TIED,
+    Equal("head_dim", "head_dim", "is not hidden_size / num_attention_heads"),
+)  # fmt: skip
+# OLMo 2: norms behind attention and MLP and none before them, and norms over all heads at once.
+_OLMO2 = (
+    Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Always("pre_norms", False), Always("post_norms", True),
+    Always("qk_norm", True), Always("qk_norm_kind", "joint"), SILU, ATTENTION_BIAS, UNTIED,
+)  # fmt: skip
+
+
+LLAMA_FAMILIES = (
+    Family(
+        "Llama", "llama", "LlamaForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, _MLP_BIAS, UNTIED,
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "Mistral", "mistral", "MistralForCausalLM", "model.",
+        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Window(4096), UNTIED),
+        LLAMA, INV_FREQ, ("document_attention",),  # it matters only in training on rows of several documents
+    ),
+    Family(
+        "Qwen2", "qwen2", "Qwen2ForCausalLM", "model.",
+        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Always("qkv_bias", True), _QWEN_LAYERS, UNTIED),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "Qwen3", "qwen3", "Qwen3ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Always("qk_norm", True), ATTENTION_BIAS,
+            _QWEN_LAYERS, UNTIED,
+        ),
+        LLAMA_QK, INV_FREQ,
+    ),
+    Family(
+        "Gemma", "gemma", "GemmaForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, *_GEMMA, Rope(),
+            Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),)),
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "Gemma 2", "gemma2", "Gemma2ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(), LayerTypes(4096, _every_second),
+            Cap("attn_logit_softcapping", "attention_softcap", 50.0),
+            Cap("final_logit_softcapping", "logit_softcap", 30.0),
+        ),
+        GEMMA2, INV_FREQ, ("sliding_window_size",),
+    ),
+    Family(
+        "Gemma 3", "gemma3_text", "Gemma3ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), Always("qk_norm", True),
+            LayerTypes(4096, _all_but_every(6), older=_pattern_length),
+            Only("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
+            Cap("final_logit_softcapping", "logit_softcap", None),
+        ),
+        GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
+    ),
+    Family(
+        "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, SILU, Window(None),
+            Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))), UNTIED, Only("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
+            Only("interpolate_factor", 1, "stretches positions, which is not supported"),
+        ),
+        PHI3, INV_FREQ,
+    ),
+    Family(
+        "GLM-4", "glm", "GlmForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU,
+            Switch("attention_bias", ("qkv_bias",), True), UNTIED,
+        ),
+        GLM, INV_FREQ,
+    ),
+    Family(
+        "GLM-4-0414", "glm4", "Glm4ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Always("post_norms", True),
+            Switch("attention_bias", ("qkv_bias",), True), UNTIED,
+        ),
+        GLM4, INV_FREQ,
+    ),
+    Family(
+        "Granite", "granite", "GraniteForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, _MLP_BIAS, UNTIED,
+            Same("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
+            Same("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "Cohere", "cohere", "CohereForCausalLM", "model.",
+        (*LLAMA_SIZES, *_COHERE, Rope(5e5), Switch("use_qk_norm", ("qk_norm",), False)),
+        COHERE, INV_FREQ,
+    ),
+    Family(
+        "Cohere 2", "cohere2", "Cohere2ForCausalLM", "model.",
+        (*LLAMA_SIZES, *_COHERE, Rope(), LayerTypes(4096, _all_but_every(4), older=_pattern_length, full="nope")),
+        COHERE, INV_FREQ,
+        # Cohere's own code has them; transformers does not.
+        ("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "use_embedding_sharing",
+         "use_gated_activation", "use_parallel_block", "use_parallel_embedding", "_sliding_window_pattern"),
+    ),
+    Family(
+        "OLMo", "olmo", "OlmoForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, Always("norm", "layernorm"), Always("norm_scale", False), Always("norm_eps", 1e-5), HEAD_DIM,
+            Rope(), SILU, ATTENTION_BIAS, UNTIED,
+            Only("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "OLMo 2", "olmo2", "Olmo2ForCausalLM", "model.", (*LLAMA_SIZES, *_OLMO2, Rope()), OLMO2, INV_FREQ,
+    ),
+    Family(
+        "OLMo 3", "olmo3", "Olmo3ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, *_OLMO2, Rope(5e5, sliding_theta=5e5),
+            LayerTypes(4096, _all_but_every(4, name="")),
+        ),
+        OLMO2, INV_FREQ,
+    ),
+    Family(
+        "SmolLM3", "smollm3", "SmolLM3ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES[:4], Same("num_key_value_heads", "kv_heads", 4), *LLAMA_SIZES[5:], EPS, HEAD_DIM, Rope(2e6),
+            SILU, ATTENTION_BIAS, _MLP_BIAS, NoRopeLayers(), TIED,
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, *PLAIN_LAYERNORM, Same("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(), Window(None),
+            Activation("hidden_act", "gelu_pytorch_tanh", TANH), Switch("use_bias", _ALL_BIASES, True), TIED,
+        ),
+        STARCODER2, INV_FREQ, ("residual_dropout", "embedding_dropout", "norm_type", "mlp_type"),
+    ),
+    Family(
+        "StableLM", "stablelm", "StableLmForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, Always("norm", "layernorm"), Always("norm_bias", True), NO_HEAD_DIM, SILU,
+            Same("layer_norm_eps", "norm_eps", 1e-5), Rope(part=0.25), Switch("use_qkv_bias", ("qkv_bias",), False),
+            Switch("use_parallel_residual", ("block",), False, "parallel", "sequential"), UNTIED,
+            Only("qk_layernorm", False, "stores the norm of each head as a tensor of its own, which is not supported"),
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "Nemotron", "nemotron", "NemotronForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, *PLAIN_LAYERNORM, Always("norm_offset", 1.0), Same("norm_eps", "norm_eps", 1e-5), HEAD_DIM,
+            Rope(part=0.5), Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "Seed-OSS", "seed_oss", "SeedOssForCausalLM", "model.",
+        (
+            *LLAMA_SIZES[:4], Same("num_key_value_heads", "kv_heads", 8), *LLAMA_SIZES[5:], EPS, HEAD_128, Rope(),
+            SILU, Switch("attention_bias", ("qkv_bias",), True), _MLP_BIAS, UNTIED,
+            Switch("attention_out_bias", ("attention_out_bias",), False),
+        ),
+        LLAMA, INV_FREQ, ("residual_dropout",),
+    ),
+    Family(
+        "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, Rope(5e5), SILU,
+            Switch("use_bias", _ALL_BIASES, False), TIED,
+        ),
+        ERNIE, INV_FREQ,
+    ),
+    Family(
+        "Arcee", "arcee", "ArceeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), Always("mlp_kind", "plain"), HEAD_DIM, Rope(),
+            Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
+        "Phi", "phi", "PhiForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, *PLAIN_LAYERNORM, Same("layer_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Rope(part=0.5),
+            Activation("hidden_act", "gelu_new", GELU_NEW), Always("block", "parallel"), Always("qkv_bias", True),
+            Always("attention_out_bias", True), Always("mlp_bias", True), Always("unembedding_bias", True), UNTIED,
+            Switch("qk_layernorm", ("qk_norm",), False),
+        ),
+        PHI, INV_FREQ,
+    ),
+)  # fmt: skip

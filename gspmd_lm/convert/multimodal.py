@@ -1,0 +1,61 @@
+"""The text part of a model of several parts, such as one that sees images: its config.json and its tensors.
+
+The text part is read as a model of its own, and an export writes it as one. The other parts are left out.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from gspmd_lm.errors import InputError
+
+Stored = TypeVar("Stored")
+_QWEN2 = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
+# model_type of the whole -> the family of its text part, and fields that text_config may leave out although that family
+# needs them or has other defaults. Values: transformers' classes of these configs.
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+    }),
+    "mistral3": ("mistral", {}),
+    "qwen2_vl": ("qwen2", _QWEN2),
+    "qwen2_5_vl": ("qwen2", _QWEN2),
+    "qwen3_vl": ("qwen3", {"rope_theta": 5e5}),
+}  # fmt: skip
+# Fields of the whole that also hold for its text.
+_SHARED = ("quantization_config", "is_causal", "torch_dtype", "dtype", "tie_word_embeddings")
+# Fields of text parts, and of older files that have no text_config, that are about images or name the whole.
+_DROPPED = ("architectures", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+            "vision_token_id")  # fmt: skip
+# Rotation by three positions is plain rotation in text, where the three are equal.
+_MROPE = ("mrope_section", "mrope_interleaved")
+_TEXT = re.compile(r"^(?:language_model\.model\.|model\.language_model\.)")
+_HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
+_OTHERS = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|visual)\.")
+
+
+def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """The config.json of the text part alone; `raw` itself if it is that of a text model."""
+    if raw.get("model_type") not in PARTS:
+        return raw
+    kind, defaults = PARTS[raw["model_type"]]
+    inner = raw.get("text_config", raw)
+    if not isinstance(inner, Mapping):
+        raise InputError(f"{place}: text_config: is not an object\n  fix   fetch the folder again")
+    found = defaults | {name: value for name, value in inner.items() if name not in _DROPPED}
+    found |= {name: raw[name] for name in _SHARED if raw.get(name) is not None}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(given := found.get(name), dict):
+            plain = {field: value for field, value in given.items() if field not in _MROPE}
+            for field in ("type", "rope_type"):
+                if plain.get(field) == "mrope":
+                    plain[field] = "default"
+            found[name] = plain
+    return found | {"model_type": kind}
+
+
+def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of the text part, by the names that they have in a model of text alone."""
+    names = {_HEAD.sub("", _TEXT.sub("model.", name)): name for name in stored if not _OTHERS.search(name)}
+    return {name: stored[given] for name, given in names.items()}

@@ -1,0 +1,188 @@
+"""Rotary positions in a config.json: rope_theta, rope_scaling and partial_rotary_factor, or rope_parameters."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.convert.fields import Values
+from gspmd_lm.convert.source import LARGEST, Source
+
+ORIGINAL = "original_max_position_embeddings"
+# Kind of scaling -> the fields that it needs, and those that it may have.
+_NEEDED = {
+    "default": set(), "linear": {"factor"}, "dynamic": {"factor"}, "yarn": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"}, "longrope": {"short_factor", "long_factor"},
+}  # fmt: skip
+_OPTIONAL = {
+    "llama3": {ORIGINAL},
+    "longrope": {ORIGINAL, "factor", "attention_factor"},
+    "yarn": {ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"},
+}
+_ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+_NO_NUMBER = ("type", "rope_type", "truncate", "finetuned", "short_factor", "long_factor")
+BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: rope_theta, rope_scaling and partial_rotary_factor, or transformers 5's rope_parameters."""
+
+    theta: float = 10000.0
+    theta_name: str = "rope_theta"
+    part: float = 0.0  # the default of partial_rotary_factor; 0: the family has no such field
+    part_name: str = "partial_rotary_factor"
+    sliding_theta: float = 0.0  # the default of sliding layers' rope_theta; 0: they have that of all layers
+    sliding_name: str = ""  # its older field; "": only rope_parameters says it
+    original: int = 0  # the default of a field original_max_position_embeddings of its own; 0: the context
+    older_kinds: tuple[tuple[str, str], ...] = ()  # names of kinds of scaling in older files -> today's names
+
+    def read(self, source: Source, values: Values) -> None:
+        values["positions"] = "rope"
+        theta = source.number([self.theta_name, "rope_theta"], self.theta)
+        part = source.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
+        if self.part not in (0, 1) and source.raw.get("partial_rotary_factor", self.part) is None:
+            source.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers would take 1
+        local = source.number([self.sliding_name], self.sliding_theta) if self.sliding_name else self.sliding_theta
+        source.get([ORIGINAL])
+        older = source.get(["rope_scaling"])
+        name = "rope_scaling" if older else "rope_parameters"
+        newer = source.get(["rope_parameters"])
+        if older and newer and older != newer:
+            source.refuse("rope_scaling", older, "contradicts rope_parameters")
+        given = older or newer or {}
+        if not isinstance(given, dict):
+            source.refuse(name, given, "is not an object")
+            return
+        if given.keys() & BY_LAYER.keys():
+            if not self.sliding_theta or older:
+                source.refuse(name, given, "sets positions for kinds of layers, which this family does not have")
+            if unknown := sorted(given.keys() - BY_LAYER.keys()):
+                source.refuse(name, unknown, "are kinds of layers that are not known")
+            sliding, at = given.get("sliding_attention") or {}, f"{name}.sliding_attention"
+            given, name = given.get("full_attention") or {}, f"{name}.full_attention"
+            for place, kind in ((at, sliding), (name, given)):
+                if not isinstance(kind, dict):
+                    source.refuse(place, kind, "is not an object")
+                    return
+            local = source.checked(f"{at}.rope_theta", sliding.get("rope_theta", local or 1))
+            if self._kind(source, at, sliding) != "default" or sliding.get("partial_rotary_factor", 1) != 1:
+                source.refuse(at, sliding, "scales the positions of sliding layers, which is not supported")
+        kind = self._kind(source, name, given)
+        given = {
+            field: value if field in _NO_NUMBER else source.checked(f"{name}.{field}", value)
+            for field, value in given.items()
+            if value is not None and (kind != "default" or field in _ALWAYS)
+        }
+        theta, part = given.get("rope_theta", theta), given.get("partial_rotary_factor", part)
+        values["rope_theta"] = theta
+        values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
+        if part != 1 and not self.part:
+            source.refuse("partial_rotary_factor", part, "is not a setting of this family")
+        turned = int(values["head_dim"] * part)
+        values["rope_dim"] = 0 if turned == values["head_dim"] else turned
+        scaling = _scaling(source, kind, name, given, values, self.original)
+        if scaling:
+            values["rope_scaling"] = {"kind": kind, **scaling}
+
+    def _kind(self, source: Source, name: str, given: Mapping[str, Any]) -> str:
+        kind = str(given.get("rope_type", given.get("type")) or "default")
+        kind = dict(self.older_kinds).get(kind, kind)
+        if kind not in _NEEDED:
+            source.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")
+            return "default"
+        known = _ALWAYS | _NEEDED[kind] | _OPTIONAL.get(kind, set())
+        unknown = sorted(key for key in given.keys() - known if given[key] is not None)
+        if unknown and kind != "default":
+            source.refuse(name, unknown, f"are not fields of {kind}")
+        if lacking := sorted(_NEEDED[kind] - given.keys()):
+            source.refuse(name, dict(given), f"lacks {', '.join(lacking)}")
+        return kind
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        """The fields in the older form, which transformers 5 reads too."""
+        written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
+        if scaling := model.rope_scaling:
+            written["rope_scaling"] = _written(scaling)
+            if scaling.kind == "longrope":
+                written[ORIGINAL] = scaling.original_context
+        if self.part:
+            written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
+        local = model.sliding_rope_theta or model.rope_theta
+        if self.sliding_name:
+            written[self.sliding_name] = local
+        elif self.sliding_theta:
+            full = (written["rope_scaling"] or {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
+            sliding = {"rope_type": "default", "rope_theta": local}
+            written["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+            written["rope_scaling"] = None
+        return written
+
+
+def _scaling(
+    source: Source, kind: str, name: str, given: Mapping[str, Any], values: Values, default: int
+) -> dict[str, Any]:
+    """The fields of config.RopeScaling for a kind of scaling, with transformers' defaults; {} for the default kind."""
+    if kind == "default":
+        return {}
+    # The field beside rope_scaling has precedence over the one in it, with its default too.
+    original = source.get([ORIGINAL], default or given.get(ORIGINAL, values["context"]))
+    original = source.checked(ORIGINAL, original)
+    factor = given.get("factor", values["context"] / original)
+    if kind == "linear":
+        return {"factor": float(factor)}
+    if kind == "dynamic":
+        return {"factor": float(factor), "original_context": values["context"]}
+    attention = given.get("attention_factor")
+    if kind == "longrope":
+        if attention is None:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        lists = {ours: _numbers(source, f"{name}.{field}", given.get(field, [])) for ours, field in _LISTS.items()}
+        # Only the lists and the attention factor are used, which is made from `factor`.
+        return {"factor": float(factor), "original_context": original, "attention_factor": float(attention), **lists}
+    low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+    lowest, highest = float(given.get(low, 1)), float(given.get(high, 32 if kind == "yarn" else LARGEST))
+    if highest <= lowest:
+        source.refuse(f"{name}.{high}", highest, f"is not above {low}: {lowest}")
+    found = {
+        "factor": float(factor), "low_freq_factor": lowest, "high_freq_factor": highest, "original_context": original,
+    }  # fmt: skip
+    if kind == "llama3":
+        return found
+    if attention is None:
+        both = given.get("mscale"), given.get("mscale_all_dim")
+        attention = _mscale(factor, both[0]) / _mscale(factor, both[1]) if all(both) else _mscale(factor, 1)
+    return found | {"attention_factor": float(attention), "truncate": given.get("truncate", True)}
+
+
+_LISTS = {"short_factors": "short_factor", "long_factors": "long_factor"}
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """How much yarn strengthens attention for a stretch by `factor` (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _numbers(source: Source, name: str, value: Any) -> list[float]:
+    if not isinstance(value, list):
+        source.refuse(name, value, "is not a list")
+        return []
+    return [float(source.checked(f"{name}[{i}]", number)) for i, number in enumerate(value)]
+
+
+def _written(scaling: config.RopeScaling) -> dict[str, Any]:
+    """The object rope_scaling of a config.json."""
+    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn", "longrope"):
+        written[ORIGINAL] = scaling.original_context
+    if scaling.kind in ("yarn", "longrope"):
+        written["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "llama3":
+        written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        written |= {"beta_slow": scaling.low_freq_factor, "beta_fast": scaling.high_freq_factor}
+        written |= {} if scaling.truncate else {"truncate": False}
+    if scaling.kind == "longrope":
+        written |= {theirs: list(getattr(scaling, ours)) for ours, theirs in _LISTS.items()}
+    return written

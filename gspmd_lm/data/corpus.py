@@ -1,0 +1,199 @@
+"""The files that sources name: folders, globs and addresses, and what of them is skipped and why."""
+
+import dataclasses
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gspmd_lm.data import formats, remote
+from gspmd_lm.data.remote import Progress
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.paths import read_text
+
+STDLIB = "stdlib"
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_SHOWN = 3  # names of skipped files
+
+
+@dataclasses.dataclass
+class Notes:
+    """What a user should know of some files: those that are skipped, and those that are odd."""
+
+    files: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
+
+    def skipped(self, reason: str, path: Path) -> None:
+        self.add(f"skipped, {reason}", path)
+
+    def add(self, what: str, path: Path) -> None:
+        self.files.setdefault(what, []).append(path)
+
+    def __str__(self) -> str:
+        """One line for each kind of note; "" if there is none."""
+        return "\n".join(f"{what}: {listed(paths)}" for what, paths in self.files.items())
+
+
+def files(names: Sequence[str], place: str, notes: Notes, progress: Progress | None = None) -> list[Path]:
+    """The files of known formats that the names stand for, each once, in a fixed order. `notes` is told the others.
+
+    A name is a folder, a file, a glob, an address, or stdlib. A name that matches nothing may be several with spaces
+    between them. Raises an InputError that begins with `place` if a name matches nothing or cannot be listed, or if a
+    file that is named itself is of no known format.
+    """
+    found: dict[Path, None] = {}
+    for name in names:
+        for one in _words(name):
+            if one == STDLIB:
+                found.update(dict.fromkeys(_standard_library(place)))
+            elif "://" in one:
+                found.update(dict.fromkeys(remote.copies(one, place, notes.skipped, progress)))
+            else:
+                found.update(dict.fromkeys(_local(one, place, notes)))
+    if not any(name.strip() for name in names):
+        raise InputError(f"{place} is empty\n  fix   give a folder, a file, a glob, stdlib or random:ROWS")
+    if not found:
+        raise InputError(
+            f"{place}: {', '.join(names)}: nothing to read\n"
+            + "".join(f"  {line}\n" for line in str(notes).splitlines())
+            + f"  fix   give files that end in {formats.KNOWN}"
+        )
+    return list(found)
+
+
+def listed(paths: Sequence[Path]) -> str:
+    """How many files, and the names of the first."""
+    names = ", ".join(map(str, paths[:_SHOWN]))
+    return f"{len(paths):,} files ({names}, ...)" if len(paths) > _SHOWN else names
+
+
+def _words(name: str) -> list[str]:
+    """The name alone if it means something as it is; else the words in it."""
+    if name == STDLIB or "://" in name or _matching(name):
+        return [name]
+    return name.split()
+
+
+def _matching(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if not name.strip():
+        return []
+    if os.path.lexists(path):  # a name may hold the characters of globs, such as [1]
+        return [path]
+    return [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
+
+
+def _local(name: str, place: str, notes: Notes) -> Iterator[Path]:
+    matching = _matching(name)
+    if not matching:
+        hint = did_you_mean(name, [STDLIB, "random:64"])
+        near = "" if hint or glob.has_magic(name) else f" (there is no such file or folder in {Path.cwd()})"
+        raise InputError(
+            f"{place}: {name} matches no file{hint or near}\n"
+            "  fix   give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
+        )
+    alone = matching == [Path(name).expanduser()]
+    for path in matching:
+        if path.is_dir():
+            yield from _walk(path, place, notes)
+        elif formats.of(path) is None and alone:
+            raise InputError(f"{place}: {path}: unknown ending\n  fix   give files that end in {formats.KNOWN}")
+        else:
+            yield from _readable(path, notes)
+
+
+def _readable(path: Path, notes: Notes) -> Iterator[Path]:
+    """The path, unless it cannot hold documents."""
+    if not path.is_file():
+        notes.skipped("no file, or a link to nothing", path)
+    elif formats.of(path) is None:
+        notes.skipped("unknown ending", path)
+    else:
+        yield path
+
+
+def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
+    """The files below a folder, in the order of their names."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(
+            f"{place}: {error.filename}: cannot be listed ({error.strerror})\n"
+            "  fix   change its permissions, or name what to read"
+        ) from error
+
+    seen: set[str] = set()
+    for at, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        here = Path(at)
+        if os.path.realpath(at) in seen:  # a link to a folder above
+            subfolders.clear()
+            continue
+        seen.add(os.path.realpath(at))
+        if here != folder and "config.yaml" in names and "checkpoints" in subfolders:
+            notes.skipped("the folder of a run", here)
+            subfolders.clear()
+            continue
+        if saved := _saved(here, names, place, notes):
+            subfolders.clear()
+            yield from saved
+            continue
+        for name in [name for name in subfolders if name.startswith(".")]:
+            notes.skipped("hidden", here / name)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(names):
+            if name.startswith("."):
+                notes.skipped("hidden", here / name)
+            else:
+                yield from _readable(here / name, notes)
+
+
+def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list[Path]:
+    """The files of a folder that `save_to_disk` of the package datasets wrote; of several splits, those of train."""
+    if "dataset_dict.json" in names:
+        splits = _member(folder / "dataset_dict.json", "splits")
+        if "train" not in splits:
+            raise InputError(
+                f"{place}: {folder}: a saved dataset without a split named train\n"
+                f"  fix   name the folder of one of its splits: {', '.join(splits)}"
+            )
+        for split in splits:
+            if split != "train":
+                notes.skipped("another split than train", folder / split)
+        train = folder / "train"
+        return _saved(train, os.listdir(train) if train.is_dir() else [], place, notes)
+    if not {"state.json", "dataset_info.json"} <= set(names):
+        return []
+    found = [folder / name for name in _member(folder / "state.json", "_data_files")]
+    missing = [path for path in found if not path.is_file()]
+    if missing or not found:
+        raise InputError(
+            f"{folder / 'state.json'}: names {missing[0].name if missing else 'no file'}, which is not there\n"
+            "  fix   save the dataset again with save_to_disk"
+        )
+    return found
+
+
+def _member(path: Path, key: str) -> list[str]:
+    """The names under a key of a JSON file, as texts or as {filename}. Raises InputError if there are none."""
+    try:
+        found = json.loads(read_text(path))[key]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        found = None
+    if not isinstance(found, list):
+        raise InputError(f"{path}: has no list {key}\n  fix   save the dataset again with save_to_disk")
+    return [str(one.get("filename") if isinstance(one, dict) else one) for one in found]
+
+
+def _standard_library(place: str) -> list[Path]:
+    """The .py files of the running interpreter's library, without tests and without installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # os.walk does not enter the others
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    found = sorted((path for path in found if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
+    if not found:
+        raise InputError(f"{place}: stdlib: no .py files in {root}\n  fix   give a folder of text files")
+    return found

@@ -1,0 +1,119 @@
+"""Files from elsewhere, such as gs:// and hf://, copied to this machine once."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+import fsspec.core
+
+from gspmd_lm import files
+from gspmd_lm.data import formats
+from gspmd_lm.errors import InputError
+from gspmd_lm.paths import cache_folder
+
+Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all (0: not known)
+
+# The package that reads addresses of a kind, where fsspec itself does not.
+_PACKAGES = {
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "s3": "s3fs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "az": "adlfs",
+    "abfs": "adlfs",
+}
+_BLOCK_BYTES = 1 << 20
+
+
+def copies(
+    address: str,
+    place: str,
+    skip: Callable[[str, Path], None] = lambda *_: None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Local copies of the files of known formats at an address: a file, a folder or a glob.
+
+    A file is copied once, and again when the store says that it has changed. Raises an InputError that begins with
+    `place` if a package is missing, the address matches nothing, or a file cannot be read.
+    """
+    kind = address.partition("://")[0]
+    try:
+        store, path = fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        package = _PACKAGES.get(kind)
+        fix = f"pip install {package}" if package else str(error)
+        raise InputError(f"{place}: {address}: a package is missing\n  fix   {fix}") from error
+    except ValueError as error:
+        raise InputError(f"{place}: {address}: {error}\n  fix   give gs://, s3://, hf:// or a local path") from error
+    except Exception as error:  # of any of these packages; they have no common class
+        raise _refused(f"{place}: {address}", error) from error
+    try:
+        names = _names(store, str(path))
+        facts = {name: store.info(name) for name in names if formats.of(Path(name))}
+    except Exception as error:
+        raise _refused(f"{place}: {address}", error) from error
+    for name in names:
+        if name not in facts:
+            skip("unknown ending", Path(f"{kind}://{name}"))
+    if not names:
+        raise InputError(f"{place}: {address} matches no file\n  fix   correct the address")
+    found, done, total = [], 0, sum(about.get("size") or 0 for about in facts.values())
+    for name, about in facts.items():
+        version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
+        copy = cache_folder("copies") / version / Path(name).name
+        if not copy.is_file():
+            copied = lambda size, before=done: progress and progress("copying files", before + size, total)  # noqa: E731
+            _copy(store, name, copy, f"{place}: {kind}://{name}", copied)
+        done += about.get("size") or 0
+        found.append(copy)
+    return found
+
+
+def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int], None]) -> None:
+    """Copies one file; of several processes on a machine, one does, and the others wait for it."""
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(copy.parent.with_suffix(".lock"))
+        lock.acquire()
+    except OSError as error:
+        raise InputError(
+            f"{copy.parent}: cannot be written ({error.strerror})\n"
+            "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
+        ) from error
+    try:
+        if copy.is_file():
+            return
+        with files.replacing(copy) as new, new.open("wb") as out:
+            for block in _blocks(store, name, place):
+                out.write(block)
+                copied(out.tell())
+    finally:
+        lock.release()
+
+
+def _blocks(store: Any, name: str, place: str) -> Iterator[bytes]:
+    try:
+        with store.open(name, "rb") as source:
+            while block := source.read(_BLOCK_BYTES):
+                yield block
+    except Exception as error:  # stores have no common class of errors
+        raise _refused(place, error) from error
+
+
+def _names(store: Any, path: str) -> list[str]:
+    """The files that a path of a store means, sorted."""
+    if any(character in path for character in "*?[") and not store.exists(path):
+        return sorted(name for name in store.glob(path) if not store.isdir(name))
+    return sorted(store.find(path))  # of a file, the file itself
+
+
+def _refused(place: str, error: Exception) -> InputError:
+    said = " ".join(str(error).split())
+    return InputError(
+        f"{place}: cannot be read ({type(error).__name__}{f': {said}' if said else ''})\n"
+        "  fix   correct the address, or log in to the store"
+    )

@@ -1,0 +1,149 @@
+"""A tokenizer that a run trains on its source, and the size of a vocabulary that follows the tokenizer."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import filelock
+import tokenizers
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.config import Config
+from gspmd_lm.data.sources import Progress, Source, random_rows
+from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load, trained_size
+from gspmd_lm.errors import InputError
+from gspmd_lm.paths import cache_folder
+
+PADDED_TO = 128  # rows of a vocabulary whose size follows the tokenizer; it divides over any usual mesh
+MOST_BYTES = 2_000_000_000  # of documents that a tokenizer is trained on
+
+
+def sized(config: Config) -> Config:
+    """The config, with model.vocab: 0 replaced by the size of its tokenizer, and padded_vocab by a multiple of 128.
+
+    A padded_vocab that is larger stays. A tokenizer that is yet to be trained counts with the size that it is to have.
+    Raises InputError if the tokenizer cannot be read.
+    """
+    data, model = config.data, config.model
+    size = trained_size(data.tokenizer)
+    if size and random_rows(data.source):
+        raise InputError(
+            f"data.tokenizer={data.tokenizer}: {data.source} has no text to train it on\n  fix   name a source of texts"
+        )
+    if size and data.conversations:
+        raise InputError(
+            f"data.tokenizer={data.tokenizer} has no chat template, which conversations need\n"
+            "  fix   set data.tokenizer to the folder of a model's tokenizer.json and tokenizer_config.json"
+        )
+    if size and config.train.init_from:
+        raise InputError(
+            f"data.tokenizer={data.tokenizer}: the weights of train.init_from know the tokens of another tokenizer\n"
+            "  fix   set data.tokenizer to the tokenizer.json that they were trained with"
+        )
+    if model.vocab:
+        if size and size > model.vocab:
+            raise InputError(
+                f"data.tokenizer={data.tokenizer} has more tokens than model.vocab={model.vocab:,}\n"
+                "  fix   --set model.vocab=0, which means the tokenizer's size"
+            )
+        return config
+    vocab = size or load(data.tokenizer).vocab_size
+    padded = max(model.padded_vocab, -(-vocab // PADDED_TO) * PADDED_TO)
+    return dataclasses.replace(config, model=dataclasses.replace(model, vocab=vocab, padded_vocab=padded))
+
+
+def kept(config: Config, workdir: epath.Path) -> Config:
+    """The config, with the tokenizer.json that a run keeps in its workdir."""
+    path = workdir / FILE if files.is_remote(workdir) else epath.Path(Path(workdir).absolute()) / FILE
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
+
+
+def found(config: Config, workdir: str) -> Config:
+    """The config, with the tokenizer that an earlier run trained in its workdir, if the config's is not there.
+
+    It is not there if it is yet to be trained, or if the workdir was moved since. Raises InputError if the workdir
+    cannot be looked into.
+    """
+    name = config.data.tokenizer
+    if name == "bytes" or (trained_size(name) is None and ("://" in name or Path(name).expanduser().exists())):
+        return config
+    path = epath.Path(workdir) if "://" in workdir else epath.Path(workdir).expanduser()
+    try:
+        there = (path / FILE).exists()
+    except Exception as error:  # the packages of remote stores have no common class
+        raise InputError(f"--workdir={workdir}: cannot be read ({error})\n  fix   correct it, or log in") from error
+    return kept(config, path) if there else config
+
+
+def of_source(source: Source, size: int, progress: Progress | None = None) -> Path:
+    """The file of a tokenizer of at most `size` tokens that is trained on a source, now or by an earlier run.
+
+    One of several processes trains it, and the others wait for it. The same source gives the same tokenizer.
+    Raises InputError if the source cannot be read or the file cannot be written.
+    """
+    key = hashlib.sha256(f"{source.fingerprint} {size} {tokenizers.__version__}".encode()).hexdigest()[:24]
+    path = cache_folder("tokenizers") / key / FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                train(_sample(source, progress), size, path)
+    except OSError as error:
+        raise InputError(
+            f"{path.parent}: cannot be written ({error.strerror})\n"
+            "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
+        ) from error
+    return path
+
+
+def _sample(source: Source, progress: Progress | None) -> Iterator[bytes]:
+    """The documents to train a tokenizer on: of a large source every second, every third, ..."""
+    every = -(-source.size_bytes // MOST_BYTES)
+    before_bytes, total_bytes, number = 0, sum(part.size_bytes for part in source.parts), 0
+    for part in source.parts:
+        for document, done_bytes in source.read(part):
+            number += 1
+            if progress and number % 256 == 0:
+                progress("training the tokenizer", before_bytes + done_bytes, total_bytes)
+            if number % every == 0:
+                yield document
+        before_bytes += part.size_bytes
+    if progress:
+        progress("training the tokenizer", total_bytes, total_bytes)
+
+
+def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
+
+    A small source may give fewer tokens. Raises InputError if `path` exists, or if `vocab_size` is below 257: there are
+    256 bytes and an end token.
+    """
+    path = Path(path).expanduser()
+    if path.exists():
+        raise InputError(f"{path}: exists already\n  fix   remove it, or choose another name")
+    if vocab_size < 257:
+        raise InputError(
+            f"a vocabulary of {vocab_size} is too small for a byte-level tokenizer (256 bytes and {END_OF_TEXT})\n"
+            "  fix   set model.vocab to 257 or more"
+        )
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(bpe.to_str(), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error})") from error
+    return load(str(path))

@@ -1,0 +1,123 @@
+"""What a run shows while it goes on: a line at each log, and on a terminal a bar below the lines."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gspmd_lm.units import human_clock, human_short
+
+HEADED = 20  # a heading stands above every so many lines
+# Heading, width, and how a value is shown. A line has 80 columns at most: docs/training.md explains the columns.
+_COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
+    ("|grad|", 7, "gradient_norm", lambda value: _digits(value, 4)),
+    ("time", 8, "step_time_s", lambda value: _time(value)),
+    ("tok/s", 7, "tokens_per_s", human_short),
+    ("MFU", 5, "mfu", lambda value: f"{value:.0%}"),
+    ("tokens", 8, "tokens", human_short),
+    ("epoch", 7, "epoch", lambda value: _digits(value, 3)),
+    ("left", 7, "left_s", human_clock),
+)
+
+
+class Shown:
+    """The lines and the bar of a run from step `start` to step `stop`. Only the first process shows any."""
+
+    def __init__(self, console: Console, start: int, stop: int, *, main: bool, mfu: bool):
+        """mfu: whether the peak of the devices is known, so that lines have that column."""
+        self.console, self.stop, self.main, self.mfu = console, stop, main, mfu
+        self.lines, self.skipped, self.loss = 0, 0.0, ""
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[speed]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+        )
+        watched = main and console.is_terminal
+        self.bar = Progress(*columns, console=console, transient=True, disable=not watched, expand=True)
+        self.task = self.bar.add_task("", total=stop, completed=start, loss="", speed="", left="")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which the bar is on the terminal."""
+        with self.bar:
+            yield
+
+    def advance(self, step: int, speed: float | None, left_s: float | None) -> None:
+        """Moves the bar to `step`. speed: tokens/s; None where it is not known yet, as is the time left."""
+        if self.bar.disable:
+            return
+        self.bar.update(
+            self.task,
+            completed=step,
+            loss=self.loss,
+            speed=f"{human_short(speed)} tok/s" if speed else "",
+            left=f"{human_clock(left_s)} left" if left_s is not None else "",
+        )
+
+    def line(self, step: int, values: Mapping[str, float], left_s: float | None) -> None:
+        """Prints the line of a step, with the heading where it is due, and says what was skipped since the last one."""
+        values = values if left_s is None else {**values, "left_s": left_s}
+        self.loss = f"loss {_digits(values['loss'], 5)}"
+        if not self.main:
+            return
+        if self.lines % HEADED == 0:
+            self._print(heading(self.stop, self.mfu))
+        self.lines += 1
+        self._print(line(step, self.stop, values, self.mfu))
+        if values["skipped_steps"] > self.skipped:
+            self._print(
+                f"step {step}: {values['skipped_steps']:.0f} steps so far changed nothing, because the loss or "
+                "gradient was not finite"
+            )
+        self.skipped = values["skipped_steps"]
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def heading(stop: int, mfu: bool) -> str:
+    """The names of the columns of `line`, which have MFU only where it is known."""
+    return " " * len(_step(stop, stop, 0.0)) + "".join(f"{name:>{width}}" for name, width, _, _ in _columns(mfu))
+
+
+def line(step: int, stop: int, values: Mapping[str, float], mfu: bool) -> str:
+    """The line of a step: at most 80 columns. A dash stands for what is not known, as no speed is at the first step."""
+    cells = [f"{show(values[key]) if key in values else '-':>{width}}" for _, width, key, show in _columns(mfu)]
+    return _step(step, stop, values["loss"]) + "".join(cells)
+
+
+def sample(prompt: str, text: str) -> str:
+    """A text that the model wrote, below its prompt. What would control a terminal is shown as U+FFFD."""
+    lines = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in prompt + text).split("\n")
+    return "sample: " + "\n        ".join(lines)
+
+
+def _columns(mfu: bool) -> list[tuple[str, int, str, Callable[[float], str]]]:
+    return [column for column in _COLUMNS if column[2] != "mfu" or mfu]
+
+
+def _step(step: int, stop: int, loss: float) -> str:
+    of = f"/{stop}" if stop < 1_000_000 else ""
+    return f"step {step:>{len(str(stop))}}{of}  loss {_digits(loss, 5):<6}"
+
+
+def _digits(value: float, most: int) -> str:
+    """A number with `most` digits: '2.3456', '12.346', '0.532', '1e+09'."""
+    if not math.isfinite(value):
+        return str(value)
+    before = len(f"{abs(value):.0f}") if abs(value) >= 1 else 1
+    return f"{value:.{most - before}f}" if before <= most else f"{value:.0e}"
+
+
+def _time(value: float) -> str:
+    """The time of a step in at most 6 characters: '412 ms', '1.23 s', '0.9 ms'."""
+    if value < 0.01:
+        return f"{value * 1e3:.1f} ms"
+    if value < 1:
+        return f"{value * 1e3:.0f} ms"
+    return f"{_digits(value, 3)} s" if value < 1000 else f"{value:.0f} s"

@@ -1,0 +1,44 @@
+"""The steps in a row that were not finite."""
+
+import collections
+
+import jax
+
+from gspmd_lm.checkpoint import Checkpoints
+
+
+class Streak:
+    """The number of steps in a row that were not finite, read while later steps run.
+
+    The result of a step is read IN_FLIGHT steps later, so that the device never waits for the read. Every process reads
+    the result of the same step, so that all processes stop at the same step.
+    """
+
+    IN_FLIGHT = 2
+
+    def __init__(self, checkpoints: Checkpoints, most: int):
+        self.checkpoints, self.most = checkpoints, most
+        self.unread: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self.skipped = 0  # in a row, up to the step last read
+        self.failed: tuple[int, int] | None = None  # the step by which too many were skipped, and how many
+
+    def add(self, step: int, skipped_in_a_row: jax.Array) -> None:
+        """Adds the result of `step`, which was just dispatched."""
+        skipped_in_a_row.copy_to_host_async()
+        self.unread.append((step, skipped_in_a_row))
+        while len(self.unread) > self.IN_FLIGHT:
+            self._read()
+
+    def skipped_before(self, step: int) -> int:
+        """The number of skipped steps in a row, the last one being `step`. Waits for their results."""
+        while self.unread and self.unread[0][0] <= step:
+            self._read()
+        return self.skipped
+
+    def _read(self) -> None:
+        step, skipped = self.unread.popleft()
+        self.skipped = int(skipped)
+        if not self.skipped:
+            self.checkpoints.confirm(step)
+        elif self.skipped >= self.most and not self.failed:
+            self.failed = step, self.skipped

@@ -1,0 +1,186 @@
+"""Several sources with weights, and files for evaluation of their own."""
+
+import collections
+import json
+
+import numpy as np
+import pytest
+
+from gspmd_lm import config
+from gspmd_lm.data import cache, loader, packing, sources, tokenizer
+from gspmd_lm.errors import InputError
+
+MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 256}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for letter, count in (("a", 40), ("b", 200), ("v", 30)):
+        lines = [json.dumps({letter: f"{letter * 9} {i} " * 5}) for i in range(count)]
+        (tmp_path / f"{letter}.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def _entry(letter, weight=None):
+    return {"path": f"{letter}.jsonl", "text_field": letter} | ({"weight": weight} if weight else {})
+
+
+def _config(*entries, **data):
+    data = {"source": list(entries), "batch": 8, "seq": 32, "held_out": 0} | data
+    return config.from_dict({"name": "x", "model": MODEL, "data": data, "train": {"steps": 100}}, "x")
+
+
+def _letters(rows):
+    """The source of each row, a or b."""
+    return ["ab"[int((row == ord("b")).sum() > (row == ord("a")).sum())] for row in rows["tokens"]]
+
+
+def test_rows_are_drawn_by_weight():
+    mixed, none = loader.open(_config(_entry("a", 3), _entry("b", 1)))
+    assert none is None and mixed.shares == (7500, 2500)
+    steps = range(0, 3 * loader.BLOCK // 8, 25)
+    drawn = collections.Counter(letter for step in steps for letter in _letters(mixed.rows_at(step, slice(None))))
+    assert abs(drawn["a"] / drawn.total() - 0.75) < 0.03
+    block = np.concatenate([mixed.indices_at(step, range(8)) for step in range(loader.BLOCK // 8)])
+    first = len(mixed.rows.parts[0])
+    assert (block < first).sum() == 7500  # exactly, in each block
+    near = block[:200] < first
+    assert 130 < near.sum() < 170 and near[:75].sum() < 75  # and mixed within it
+
+
+def test_each_source_has_epochs_of_its_own():
+    mixed, _ = loader.open(_config(_entry("a", 3), _entry("b", 1)))
+    sizes = [len(part) for part in mixed.rows.parts]
+    order = np.concatenate([mixed.indices_at(step, range(8)) for step in range(loader.BLOCK // 8)])
+    for own, first, size in ((order[order < sizes[0]], 0, sizes[0]), (order[order >= sizes[0]], *sizes)):
+        times = np.bincount(own - first, minlength=size)
+        assert times.max() - times.min() <= 1 and len(times) == size
+
+
+def test_the_order_of_a_mixture_is_a_function_of_seed_and_step():
+    entries = _entry("a", 1), _entry("b", 1)
+    one, again, other = (loader.open(_config(*entries, seed=seed))[0] for seed in (5, 5, 6))
+    for step in (1_000_003, 7, 0):  # in any order of asking
+        whole = one.rows_at(step, slice(None))
+        assert (one.indices_at(step, range(8)) == again.indices_at(step, range(8))).all()
+        for part in (slice(2, 5), [1, 6]):  # what a process reads does not depend on what others read
+            for name, array in one.rows_at(step, part).items():
+                assert (array == whole[name][part]).all()
+    assert any((one.indices_at(step, range(8)) != other.indices_at(step, range(8))).any() for step in range(3))
+
+
+def test_joined_rows_are_the_rows_of_their_parts():
+    parts = [packing.text(np.arange(start, start + 200, dtype=np.uint16), 16) for start in (0, 1000, 2000)]
+    joined = packing.Joined(parts)
+    assert len(joined) == 3 * len(parts[0]) and joined.seq == 16
+    size = len(parts[0])
+    got = joined.read([2 * size + 3, -1, 0, size])
+    for at, (part, index) in enumerate([(2, 3), (0, -1), (0, 0), (1, 0)]):
+        for name, values in parts[part].read([index]).items():
+            assert (got[name][at] == values[0]).all()
+
+
+def test_a_change_of_weights_is_another_order_of_the_same_tokens(monkeypatch):
+    one, _ = loader.open(_config(_entry("a", 1), _entry("b", 1)))
+    monkeypatch.setattr(cache, "_build", lambda *_: pytest.fail("tokenized again"))
+    two, _ = loader.open(_config(_entry("a", 1), _entry("b", 3)))
+    assert one.fingerprint != two.fingerprint and len(one.rows) == len(two.rows)
+
+
+def test_sources_without_weights_are_one():
+    joined, _ = loader.open(_config(_entry("a"), _entry("b")))
+    assert joined.shares == () and isinstance(joined.rows, packing.Rows)
+    order = np.concatenate([joined.indices_at(step, range(8)) for step in range(-(-len(joined.rows) // 8))])
+    assert sorted(order[: len(joined.rows)]) == list(range(len(joined.rows)))
+
+
+def test_what_is_said_of_a_mixture():
+    mixed, _ = loader.open(_config(_entry("a", 3), _entry("b", 1)))
+    rows = [len(part) for part in mixed.rows.parts]
+    first, *parts = mixed.description.splitlines()
+    assert first.startswith(f"training: {sum(rows):,} rows, ") and len(parts) == 2
+    times = 100 * 8 / 4 / rows[1]
+    assert parts[1] == f"b.jsonl: 25% of what is read; each of its {rows[1]:,} rows {times:.2g} times in 100 steps"
+
+
+def test_the_share_that_is_held_out_is_of_all_sources_and_equal_documents_stay_together(folder):
+    lines = [json.dumps({"b": json.loads(line)["a"]}) for line in (folder / "a.jsonl").read_text().splitlines()]
+    with (folder / "b.jsonl").open("a") as file:
+        file.write("\n" + "\n".join(lines))  # all of a stands in b too
+    data = _config(_entry("a", 1), _entry("b", 1), held_out=0.2).data
+    cached = cache.open(sources.open(data), tokenizer.load("bytes"), data.held_out_share)
+    sides = [_documents(split.stream) for split in (*cached.train, cached.held_out)]
+    held_out = set(sides[2])
+    assert len(held_out) == 48 and not held_out & {*sides[0], *sides[1]}
+    assert set(sides[0]) <= set(sides[1]) and sum(map(len, sides)) == 280
+
+
+def _documents(stream):
+    return [piece.astype(np.uint8).tobytes() for piece in np.split(stream, np.flatnonzero(stream == 256) + 1)[:-1]]
+
+
+def test_a_source_of_its_own_for_evaluation(folder):
+    train, held_out = loader.open(_config(_entry("a"), held_out=[_entry("v")]))
+    assert held_out and not held_out.repeat
+    everything = held_out.rows.read(range(len(held_out.rows)))["tokens"]
+    assert (everything == ord("v")).any() and not (everything == ord("a")).any()
+    alone, _ = loader.open(_config(_entry("a")))
+    assert (train.rows.stream == alone.rows.stream).all()
+    assert train.fingerprint != alone.fingerprint
+    assert "v.jsonl" in held_out.description
+
+
+def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatch):
+    copied = [json.dumps({"a": json.loads(line)["v"]}) for line in (folder / "v.jsonl").read_text().splitlines()[:7]]
+    with (folder / "a.jsonl").open("a") as file:
+        file.write("\n" + "\n".join(copied))
+    config_ = _config(_entry("a"), held_out=[_entry("v")])
+    train, held_out = loader.open(config_)
+    documents = _documents(train.rows.stream)
+    assert len(documents) == 40 and not any(b"v" in document for document in documents)
+    assert held_out and len(_documents(held_out.rows.stream)) == 30
+    assert "left out of training: 7 documents that are also in data.held_out" in train.description
+    # A build that was stopped goes on to the same.
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 900)
+
+    def stop(what, done_bytes, total_bytes):
+        if what == "tokenizing" and done_bytes > 0.8 * total_bytes:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loader.open(config_, stop)
+    again, _ = loader.open(config_)
+    assert (again.rows.stream == train.rows.stream).all() and again.description == train.description
+
+
+@pytest.mark.parametrize(
+    ("entries", "data", "message"),
+    [
+        ((_entry("a", 1), _entry("b")), {}, "some entries have a weight and others have none"),
+        ((_entry("a", 0.00001), _entry("b", 1)), {}, r"a\.jsonl: its weight 1e-05 is less than 1 in 10,000.*\n  fix "),
+        ((_entry("a"),), {"held_out": [_entry("v", 2)]}, r"held_out: v\.jsonl has a weight"),
+        ((), {}, "source: the list is empty"),
+        (("a.jsonl", _entry("b") | {"messages_field": "m"}), {}, "texts and conversations do not mix"),
+        ((_entry("a") | {"weight": 0},), {}, r"data\.source\.0\.weight: must be above 0, got 0"),
+        ((_entry("a") | {"wieght": 1},), {}, r"data\.source\.0\.wieght: unknown key \(did you mean weight\?\)"),
+        (({"weight": 1},), {}, r"data\.source\.0\.path: missing"),
+        ((3,), {}, r"data\.source\.0: must be text, got 3"),
+        ((), {"source": {"path": "a"}}, r"data\.source: must be a list, got"),
+        ((), {"source": "a.jsonl", "held_out": True}, r"data\.held_out: must be a number, got True"),
+        ((_entry("a", 1), {"path": "short.txt", "weight": 1}), {}, r"short\.txt: 6 tokens for training are less"),
+        (("a.jsonl",), {"text_field": "a", "held_out": "short.txt", "packing": "stream"},
+         r"data\.held_out: short\.txt: 6 tokens for evaluation are less than one row"),
+    ],
+)  # fmt: skip
+def test_bad_mixtures(folder, entries, data, message):
+    (folder / "short.txt").write_text("short")
+    with pytest.raises(InputError, match=message):
+        loader.open(_config(*entries, **data))
+
+
+def test_what_is_written_is_read_again():
+    one = _config(_entry("a", 1), _entry("b", 1), held_out=["v.jsonl"])
+    assert config.from_dict(config.to_dict(one), "x") == one

@@ -1,0 +1,115 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from etils import epath
+
+from gspmd_lm import config
+from gspmd_lm.data import loader, sources, tokenizer, trained
+from gspmd_lm.errors import InputError
+
+MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 0, "context": 256}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"the cat number {i} sat on mat {i * i} " * (1 + i % 9)}) for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def _config(data, train=None, **model):
+    data = {"source": "a.jsonl", "batch": 4, "seq": 32} | data
+    return config.from_dict(
+        {"name": "x", "model": MODEL | model, "data": data, "train": {"steps": 1} | (train or {})}, "x"
+    )
+
+
+def test_vocab_0_is_the_size_of_the_tokenizer_padded_to_128(folder):
+    trained.train([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
+    size = tokenizer.load("tokenizer.json").vocab_size
+    for name, vocab, padded in (("bytes", 257, 384), ("tokenizer.json", size, 384), ("bpe:1024", 1024, 1024),
+                                ("bpe:1025", 1025, 1152)):  # fmt: skip
+        model = trained.sized(_config({"tokenizer": name})).model
+        assert (model.vocab, model.padded_vocab) == (vocab, padded)
+    raised = trained.sized(_config({"tokenizer": "bpe:1000"}, padded_vocab=264)).model
+    kept = trained.sized(_config({"tokenizer": "bpe:1000"}, padded_vocab=4096)).model
+    assert (raised.padded_vocab, kept.padded_vocab) == (1024, 4096)
+    given = _config({"tokenizer": "bpe:300"}, vocab=301)
+    assert trained.sized(given) == given
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "message"),
+    [
+        ({"tokenizer": "bpe:256"}, {}, r"bpe:256: write bpe:TOKENS, with TOKENS a number of at least 257"),
+        ({"tokenizer": "bpe:many"}, {}, r"write bpe:TOKENS"),
+        ({"tokenizer": "bpe:"}, {}, r"write bpe:TOKENS"),
+        ({"tokenizer": "none.json"}, {}, r"none\.json: no such file"),
+        ({"tokenizer": "bpe:300", "source": "random:8"}, {}, r"random:8 has no text to train it on\n  fix "),
+        ({"tokenizer": "bpe:300", "messages_field": "m"}, {}, r"bpe:300 has no chat template"),
+        ({"tokenizer": "bpe:300"}, {"train": {"init_from": "W"}}, r"the weights of train\.init_from know"),
+        ({"tokenizer": "bpe:300"}, {"vocab": 299}, r"more tokens than model\.vocab=299\n  fix   --set model\.vocab=0"),
+    ],
+)
+def test_bad_sizes(data, more, message):
+    with pytest.raises(InputError, match=message):
+        trained.sized(_config(data, **more))
+
+
+def test_a_run_trains_its_tokenizer_once_and_finds_it_again(folder, monkeypatch):
+    asked = trained.sized(_config({"tokenizer": "bpe:300"}))
+    said = []
+    train, held_out = loader.open(asked, lambda *report: said.append(report))
+    assert train.tokenizer and held_out and tokenizer.load(str(train.tokenizer)).vocab_size == 300
+    size = (folder / "a.jsonl").stat().st_size
+    assert ("training the tokenizer", size, size) in said
+    stages = list(dict.fromkeys(what for what, *_ in said))
+    assert stages == ["hashing files", "training the tokenizer", "reading documents", "tokenizing"]
+    monkeypatch.setattr(trained, "train", lambda *_: pytest.fail("trained again"))
+    again, _ = loader.open(asked)
+    assert again.fingerprint == train.fingerprint
+    # What a run keeps in its workdir is found there, also when the workdir has moved.
+    workdir = epath.Path(folder / "W")
+    assert trained.found(asked, str(workdir)) == asked
+    workdir.mkdir()
+    (workdir / "tokenizer.json").write_bytes(train.tokenizer.read_bytes())
+    kept = trained.found(asked, str(workdir))
+    assert kept.data.tokenizer == str(workdir / "tokenizer.json") and kept.model == asked.model
+    assert loader.open(kept)[0].fingerprint == train.fingerprint
+    (folder / "W").rename(folder / "W2")
+    assert trained.found(kept, "W2").data.tokenizer == str(folder / "W2" / "tokenizer.json")
+    assert trained.found(_config({}), "W2").data.tokenizer == "bytes"
+    with pytest.raises(InputError, match=r"bpe:300 is trained by the run that uses it\n  fix   name the run"):
+        tokenizer.load("bpe:300")
+
+
+TRAIN = """
+import sys
+from gspmd_lm.config import Data
+from gspmd_lm.data import sources, trained
+print(trained.of_source(sources.open(Data(source="a.jsonl")), 400).read_text())
+"""
+
+
+def test_every_process_trains_the_same_tokenizer(folder):
+    """Each host may train it by itself, with as many threads as it has."""
+    found = []
+    for threads in ("1", "5"):
+        environment = os.environ | {
+            "GSPMD_LM_CACHE": str(folder / f"cache{threads}"), "RAYON_NUM_THREADS": threads,
+            "PYTHONPATH": os.path.dirname(os.path.dirname(config.__file__)), "PYTHONHASHSEED": threads,
+        }  # fmt: skip
+        found.append(subprocess.run([sys.executable, "-c", TRAIN], env=environment, check=True, capture_output=True))
+    assert found[0].stdout == found[1].stdout and len(json.loads(found[0].stdout)["model"]["vocab"]) == 400
+
+
+def test_a_large_source_is_sampled(monkeypatch):
+    source = sources.open(_config({}).data)
+    monkeypatch.setattr(trained, "MOST_BYTES", source.size_bytes // 3 + 1)
+    documents = list(source.documents())
+    assert list(trained._sample(source, None)) == documents[2::3]
