@@ -125,7 +125,9 @@ def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | No
     """The session of a process whose devices are started. A program that has no command line begins here."""
     import jax
 
-    devices = jax.devices()[:1] if rules.devices == 1 and machine.process_count == 1 else jax.devices()
+    devices = jax.devices()
+    if machine.process_count == 1 and (machine.simulated or rules.devices == 1) and rules.devices > 0:
+        devices = devices[: rules.devices]
     watched = sys.stderr if stderr else sys.stdout
     console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160)
     return Session(config, rules.fill(len(devices)), machine, devices, console, path_of(workdir) if workdir else None)
