@@ -61,7 +61,7 @@ def test_a_folder_of_texts_in_one_command(run, folder):
     assert len(list((folder / "cache" / "tokenizers").glob("*/tokenizer.json"))) == 1
 
 
-def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, monkeypatch):
+def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, folder, monkeypatch):
     seen = []
 
     def writer(config, *_):
