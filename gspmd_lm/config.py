@@ -108,8 +108,9 @@ class Model:
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
     # The nonlinearity of the feed-forward network. relu2 is the square of relu.
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
-    # alibi_bf16: rounded to bfloat16, and multiplied by query_scale as the scores are (Falcon)
-    positions: Literal["rope", "learned", "sinusoidal", "alibi", "alibi_bf16", "none"] = "rope"  # how a token's position enters
+    # How a token's position enters. alibi_bf16: ALiBi rounded to bfloat16, and multiplied by query_scale as the scores
+    # are (Falcon).
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "alibi_bf16", "none"] = "rope"
     position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
     rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
     rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all

@@ -93,7 +93,7 @@ def card(run: config.Config, family: str, parameters: int, dtype: str, step: int
         done.append("The weights were new, drawn at random.")
     if step:
         rows, tokens = step * data.batch, step * data.batch * data.seq
-        sources = ", ".join(f"`{Path(part).name}`" for part in data.source.split())
+        sources = ", ".join(f"`{Path(one.path).name}`" for one in data.sources)
         done.append(
             f"They were trained for {step:,} steps on {rows:,} rows, which hold at most {tokens:,} tokens, "
             f"of {sources}, with {optimizer.name} and a learning rate of up to {optimizer.learning_rate:g}."
