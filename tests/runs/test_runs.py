@@ -145,6 +145,8 @@ def test_axes():
     plot = Plot(Axis("x", 0, 10), Axis("y", 0, 10))
     plot.dot((5, 10), "red", "<b>")
     plot.word((8, 0), "<i>", before=True)
+    plot.limit(2, "most")
+    assert 'd="M200.0 0V1000"' in plot.html("it") and '<b style="left:20.00%;top:0.00%">most</b>' in plot.html("it")
     assert "<title>&lt;b&gt;</title>" in plot.html("it") and "M500.0 0.0h" in plot.html("it")
     assert '<b class="before" style="left:80.00%;top:100.00%">&lt;i&gt;</b>' in plot.html("it")
 
