@@ -14,7 +14,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
-from gspmd_lm.verbs import without_a_gpu
+from gspmd_lm.verbs import given, without_a_gpu
 
 if TYPE_CHECKING:
     from contextlib import closing
@@ -41,8 +41,6 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     Raises:
         InputError: every problem of the file and of the overrides.
     """
-    from gspmd_lm.verbs import given
-
     return given.with_tokenizer(given.load_config(name, overrides))
 
 
@@ -183,7 +181,8 @@ def train(
         InputError: what is wrong with the config, the rules or the workdir.
         RunFailed: the loss was not finite for too long, or the disk failed.
     """
-    config, rules = _config(config), _rules(rules)
+    rules = _rules(rules)
+    config = given.with_tokenizer(_config(config), str(workdir) if workdir else None)
     machine = start(rules, platform)
     from gspmd_lm.results import Trained
     from gspmd_lm.verbs import session
