@@ -68,6 +68,12 @@ def test_names_stand_for_configs_and_rules():
         g.compare("tiny", ["tp8", "tp9"], "cpu:8")
     with pytest.raises(g.InputError, match=r"--target=v5q-8: Google Cloud has no TPU slices named v5q-N"):
         g.plan("tiny", "v5q-8")
+    with pytest.raises(g.InputError, match=r"compare needs layouts\n  fix   compare\(config"):
+        g.compare("tiny", [], "cpu:8")
+    with pytest.raises(g.InputError, match=r"steps=0: not a step to stop at"):
+        g.train("tiny", steps=0)
+    assert g.load_config("tiny", "data.batch=3") == g.load_config("tiny", ["data.batch=3"]) != g.load_config("tiny")
+    assert g.load_rules("tp8", overrides="rules.remat=dots").remat.policy == "dots"
     assert g.dry_run("tiny", "tp8") == g.dry_run(g.load_config("tiny"), g.load_rules("tp8"))
     with pytest.raises(g.InputError, match=r"rule  --set rules.rules.batch=tensor"):
         g.build("tiny", g.load_rules("tp8", overrides=["rules.rules.batch=tensor"]))
