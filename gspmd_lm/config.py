@@ -108,7 +108,9 @@ class Model:
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
     # The nonlinearity of the feed-forward network. relu2 is the square of relu.
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
-    positions: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"  # how a token's position enters
+    # How a token's position enters. alibi_bf16: ALiBi rounded to bfloat16, and multiplied by query_scale as the scores
+    # are (Falcon).
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "alibi_bf16", "none"] = "rope"
     position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
     rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
     rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
@@ -155,11 +157,10 @@ class Model:
         pairs, scaling = (self.rope_dim or self.head_dim) // 2, self.rope_scaling
         if scaling and scaling.kind == "dynamic" and pairs < 2:
             wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
-        if (
-            scaling
-            and scaling.kind == "longrope"
-            and {*map(len, (scaling.short_factors, scaling.long_factors))} != {pairs}
-        ):
+        if scaling and scaling.kind == "yarn" and self.rope_theta <= 1:
+            wrong.append(f"rope_scaling.kind: yarn needs a rope_theta above 1, not {self.rope_theta}")
+        lists = (scaling.short_factors, scaling.long_factors) if scaling and scaling.kind == "longrope" else ()
+        if any(len(factors) != pairs for factors in lists):
             wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
         if self.qk_norm_kind == "joint" and self.norm != "rmsnorm":
             wrong.append("qk_norm_kind: joint needs norm: rmsnorm")
@@ -262,7 +263,7 @@ class Train:
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     project: str = "gspmd_lm"  # wandb and trackio: where the run is listed
     group: str = ""  # wandb and trackio: runs that belong together
-    tags: tuple[str, ...] = ()  # wandb
+    tags: tuple[str, ...] = ()  # words to find the run by, in wandb
 
     def __post_init__(self):
         if (self.keep_best or self.patience) and not self.eval_every:

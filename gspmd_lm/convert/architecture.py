@@ -46,9 +46,7 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     return run_config(name, folder / TOKENIZER, values, overrides, place)
 
 
-def run_config(
-    name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str
-) -> config.Config:
+def run_config(name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str) -> config.Config:
     """The config of a run with the model that `values` are the settings of, with overrides laid over it.
 
     tokenizer: its tokenizer.json, if there is such a file.

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config, files
 from gspmd_lm.convert import architecture, safetensors
+from gspmd_lm.convert.beside import CARD, FORMER_CARD
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.pretrained import Place, places
@@ -30,7 +32,9 @@ def write(
     params: Any,
     like: Mapping[str, Any] | None = None,
     dtype: str | None = None,
-    beside: Mapping[str, Path] | None = None,
+    beside: Mapping[str, Path | bytes] | None = None,
+    ends: Sequence[int] = (),
+    card: Callable[[str, int, str], str] | None = None,
     file_bytes: int = safetensors.FILE_BYTES,
 ) -> None:
     """Writes config.json and the weights of a model, without its padding, to a folder that must not hold anything.
@@ -39,7 +43,9 @@ def write(
 
     params: the tree of parameters, jax or numpy arrays. like: the config.json that the model came with, whose other
     fields are kept. dtype: float32, bfloat16 or float16 for all tensors; None means the dtype of `like`, or else of the
-    model's weights. beside: name -> a file to copy into the folder, such as a file of the tokenizer.
+    model's weights. beside: name -> a file to copy into the folder, such as a file of the tokenizer, or its content.
+    ends: the ids that end a text, if `like` does not say them. card: the model card for a family, a number of
+    parameters and a dtype.
 
     Raises InputError if the folder holds something, or no family of transformers can express the model.
     """
@@ -47,14 +53,25 @@ def write(
     tensors = _tensors(places(row, model), params)
     kind = safetensors.WEIGHT_DTYPES[fields["torch_dtype"]]
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
+    if ends:
+        fields["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
     number = np.dtype(safetensors.DTYPES[kind])
     sizes = {name: int(np.prod(shape)) * number.itemsize for name, shape in shapes.items()}
     plan = safetensors.plan(sizes, file_bytes)
     with files.appearing(folder) if jax.process_index() == 0 else contextlib.nullcontext() as made:
         if made:
             (made / architecture.CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-            for name, path in (beside or {}).items():
-                shutil.copy(path, made / name)
+            for name, held in (beside or {}).items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(held, bytes):
+                    (made / name).write_bytes(held)
+                else:
+                    shutil.copy(held, made / name)
+            if card:
+                if (made / CARD).exists():  # the one that came with the weights; an older one is no longer of use
+                    (made / CARD).replace(made / FORMER_CARD)
+                count = sum(math.prod(shape) for shape in shapes.values())
+                (made / CARD).write_text(card(row.name, count, fields["torch_dtype"]), encoding="utf-8")
             if len(plan) > 1:
                 (made / safetensors.INDEX).write_text(safetensors.index(plan, sum(sizes.values())), encoding="utf-8")
         for file_name, names in plan.items():

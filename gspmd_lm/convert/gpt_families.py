@@ -1,13 +1,33 @@
 """The families whose tensors have other names than Llama's: GPT-2, and those that came between."""
 
 from gspmd_lm.convert.family import (
-    GELU_NEW, GPT2_SIZES, PLAIN_LAYERNORM, SIZES, TANH, TIED, UNTIED, Family, four_times, head_dim, heads,
+    GELU_NEW,
+    GPT2_SIZES,
+    PLAIN_LAYERNORM,
+    SIZES,
+    TANH,
+    TIED,
+    UNTIED,
+    Family,
+    four_times,
+    head_dim,
+    heads,
 )
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Always, Equal, FalconBlock, MultiQuery, Only, RotaryDim, Same, Switch
+from gspmd_lm.convert.fields import (
+    MOST_LAYERS,
+    Activation,
+    Always,
+    Equal,
+    FalconBlock,
+    MultiQuery,
+    Only,
+    RotaryDim,
+    Same,
+    Switch,
+)
 from gspmd_lm.convert.layer_kinds import LocalLayers
 from gspmd_lm.convert.names import BLOOM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
 from gspmd_lm.convert.rope import Rope
-
 
 GPT_FAMILIES = (
     Family(
@@ -67,7 +87,7 @@ GPT_FAMILIES = (
             *PLAIN_LAYERNORM, Always("head_dim", head_dim), FalconBlock(), Rope(),
             Same("layer_norm_epsilon", "norm_eps", 1e-5), Activation("activation", "gelu", GELU_NEW),
             Switch("bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), False), TIED,
-            Only("alibi", False, "has positions rounded to bfloat16 and scaled, which is not supported"),
+            Switch("alibi", ("positions",), False, "alibi_bf16", "rope"),
             Only("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
         FALCON,

@@ -79,7 +79,7 @@ class LayerTypes:
 
 @dataclasses.dataclass(frozen=True)
 class NoRopeLayers:
-    """SmolLM3's layers without positions: no_rope_layers, with 0 for each of them, or every no_rope_layer_interval-th."""
+    """SmolLM3's layers without positions: those with 0 in no_rope_layers, or every no_rope_layer_interval-th."""
 
     def read(self, source: Source, values: Values) -> None:
         layers = values["layers"] if isinstance(values["layers"], int) else 1
@@ -90,14 +90,15 @@ class NoRopeLayers:
             rotated = [1] * layers
         source.read.update(("sliding_window", "use_sliding_window"))
         if source.raw.get("use_sliding_window") and source.raw.get("sliding_window"):
-            source.refuse("use_sliding_window", True, "has a window in layers without positions, which is not supported")
+            source.refuse("use_sliding_window", True, "has a window in layers without positions: not supported")
         kinds = source.get(["layer_types"], [])
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             source.refuse("layer_types", kinds, "has layers with a window, which are not supported here")
         values["layer_pattern"] = _pattern(["full" if one else "nope" for one in rotated])
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        return {"no_rope_layers": [int(kind != "nope") for kind in model.kind_of_each_layer], "use_sliding_window": False}
+        rotated = [int(kind != "nope") for kind in model.kind_of_each_layer]
+        return {"no_rope_layers": rotated, "use_sliding_window": False}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,38 @@ import math
 from collections.abc import Callable
 
 from gspmd_lm.convert.family import (
-    ATTENTION_BIAS, CAUSAL, EPS, GELU_NEW, GLM_EPS, HEAD_128, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, PLAIN_LAYERNORM,
-    SILU, TANH, TIED, UNTIED, Family,
+    ATTENTION_BIAS,
+    CAUSAL,
+    EPS,
+    GELU_NEW,
+    GLM_EPS,
+    HEAD_128,
+    HEAD_DIM,
+    LLAMA_SIZES,
+    NO_HEAD_DIM,
+    PLAIN_LAYERNORM,
+    SILU,
+    TANH,
+    TIED,
+    UNTIED,
+    Family,
 )
 from gspmd_lm.convert.fields import Activation, Always, Cap, Divisor, Equal, Only, QueryScale, Same, Switch
 from gspmd_lm.convert.layer_kinds import LayerTypes, NoRopeLayers, Window
 from gspmd_lm.convert.names import (
-    COHERE, ERNIE, GEMMA2, GEMMA3, GLM, GLM4, INV_FREQ, LLAMA, LLAMA_QK, OLMO2, PHI, PHI3, STARCODER2,
+    COHERE,
+    ERNIE,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GLM4,
+    INV_FREQ,
+    LLAMA,
+    LLAMA_QK,
+    OLMO2,
+    PHI,
+    PHI3,
+    STARCODER2,
 )
 from gspmd_lm.convert.rope import Rope
 from gspmd_lm.convert.source import Source
@@ -117,7 +142,8 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), Always("qk_norm", True),
+            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, 
+            Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), Always("qk_norm", True),
             LayerTypes(4096, _all_but_every(6), older=_pattern_length),
             Only("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
@@ -128,7 +154,8 @@ LLAMA_FAMILIES = (
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
         (
             *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, SILU, Window(None),
-            Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))), UNTIED, Only("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
+            Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))), UNTIED,
+            Only("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
             Only("interpolate_factor", 1, "stretches positions, which is not supported"),
         ),
         PHI3, INV_FREQ,
@@ -168,8 +195,9 @@ LLAMA_FAMILIES = (
         (*LLAMA_SIZES, *_COHERE, Rope(), LayerTypes(4096, _all_but_every(4), older=_pattern_length, full="nope")),
         COHERE, INV_FREQ,
         # Cohere's own code has them; transformers does not.
-        ("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "use_embedding_sharing",
-         "use_gated_activation", "use_parallel_block", "use_parallel_embedding", "_sliding_window_pattern"),
+        ("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
+         "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
+         "_sliding_window_pattern"),
     ),
     Family(
         "OLMo", "olmo", "OlmoForCausalLM", "model.",
@@ -197,7 +225,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES[:4], Same("num_key_value_heads", "kv_heads", 4), *LLAMA_SIZES[5:], EPS, HEAD_DIM, Rope(2e6),
             SILU, ATTENTION_BIAS, _MLP_BIAS, NoRopeLayers(), TIED,
         ),
-        LLAMA, INV_FREQ,
+        LLAMA, INV_FREQ, ("max_window_layers",),
     ),
     Family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", "model.",

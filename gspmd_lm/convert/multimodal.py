@@ -26,8 +26,8 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 # Fields of the whole that also hold for its text.
 _SHARED = ("quantization_config", "is_causal", "torch_dtype", "dtype", "tie_word_embeddings")
 # Fields of text parts, and of older files that have no text_config, that are about images or name the whole.
-_DROPPED = ("architectures", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-            "vision_token_id")  # fmt: skip
+_DROPPED = ("architectures", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+            "vision_end_token_id", "vision_token_id")  # fmt: skip
 # Rotation by three positions is plain rotation in text, where the three are equal.
 _MROPE = ("mrope_section", "mrope_interleaved")
 _TEXT = re.compile(r"^(?:language_model\.model\.|model\.language_model\.)")

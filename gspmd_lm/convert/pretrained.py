@@ -184,7 +184,8 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str]) -> P
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
-    like.setdefault("architectures", [row.architecture])
+    if raw is not whole:
+        like["architectures"] = [row.architecture]
     left_out = len(every) - len(stored)
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out)
 

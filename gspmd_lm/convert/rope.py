@@ -18,8 +18,10 @@ _NEEDED = {
 _OPTIONAL = {
     "llama3": {ORIGINAL},
     "longrope": {ORIGINAL, "factor", "attention_factor"},
-    "yarn": {ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"},
-}
+    "yarn": {
+        ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned",
+    },
+}  # fmt: skip
 _ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 _NO_NUMBER = ("type", "rope_type", "truncate", "finetuned", "short_factor", "long_factor")
 BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -129,6 +131,9 @@ def _scaling(
     # The field beside rope_scaling has precedence over the one in it, with its default too.
     original = source.get([ORIGINAL], default or given.get(ORIGINAL, values["context"]))
     original = source.checked(ORIGINAL, original)
+    if original < 2:
+        source.refuse(ORIGINAL, original, "must be at least 2")
+        return {}
     factor = given.get("factor", values["context"] / original)
     if kind == "linear":
         return {"factor": float(factor)}
@@ -151,8 +156,8 @@ def _scaling(
     if kind == "llama3":
         return found
     if attention is None:
-        both = given.get("mscale"), given.get("mscale_all_dim")
-        attention = _mscale(factor, both[0]) / _mscale(factor, both[1]) if all(both) else _mscale(factor, 1)
+        over, under = given.get("mscale"), given.get("mscale_all_dim")
+        attention = _mscale(factor, over) / _mscale(factor, under) if over and under else _mscale(factor, 1)
     return found | {"attention_factor": float(attention), "truncate": given.get("truncate", True)}
 
 

@@ -129,7 +129,7 @@ def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
             subfolders.clear()
             continue
         seen.add(os.path.realpath(at))
-        if here != folder and "config.yaml" in names and "checkpoints" in subfolders:
+        if here != folder and _is_run({*names, *subfolders}):
             notes.skipped("the folder of a run", here)
             subfolders.clear()
             continue
@@ -145,6 +145,15 @@ def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
                 notes.skipped("hidden", here / name)
             else:
                 yield from _readable(here / name, notes)
+
+
+def _is_run(names: set[str]) -> bool:
+    """Whether a folder with these names is the workdir of a run, which may just have begun."""
+    return (
+        {"lock", "lock.json"} <= names
+        or {"config.yaml", "rules.yaml"} <= names
+        or {"config.yaml", "checkpoints"} <= names
+    )
 
 
 def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list[Path]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -89,8 +88,10 @@ def of_source(source: Source, size: int, progress: Progress | None = None) -> Pa
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock")):
-            if not path.exists():
+            if not path.exists() or files.damage(path.parent, (FILE,)):
+                path.unlink(missing_ok=True)
                 train(_sample(source, progress), size, path)
+                files.seal(path.parent, (FILE,))
     except OSError as error:
         raise InputError(
             f"{path.parent}: cannot be written ({error.strerror})\n"
@@ -139,11 +140,9 @@ def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Toke
         show_progress=False,
     )
     bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(bpe.to_str(), encoding="utf-8")
-        partial.replace(path)
+        files.replace(path, bpe.to_str())
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error})") from error
+        raise InputError(f"{path}: cannot be written ({files.reason(error)})\n  fix   choose another name") from error
     return load(str(path))

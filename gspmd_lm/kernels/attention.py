@@ -39,11 +39,13 @@ def attend(
     v_BSKH: jax.Array,
     segments_BT: jax.Array | None,
     cfg: config.Model,
+    places_BT: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scale q k) v over earlier positions of the same segment, [B, T, N, H], softmax in float32.
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document;
-    None where a row is one text. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward
+    None where a row is one text. places_BT: int32, where in its document a token stands, if that is not its place in
+    the row. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward
     pass needs of its forward pass.
     """
     kernel = attention_kernel()
@@ -57,7 +59,9 @@ def attend(
         seen_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
     attention = cheap(functools.partial(_xla, cfg=cfg))
     with jax.softmax_custom_jvp(True):  # its derivative needs the weights alone, not also what they are made of
-        return shard(attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, positions_1T, positions_1T), OUT)
+        # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
+        keys_BS = positions_1T if places_BT is None or cfg.positions != "alibi_bf16" else places_BT
+        return shard(attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, positions_1T, keys_BS), OUT)
 
 
 def attend_to_cache(
@@ -69,13 +73,14 @@ def attend_to_cache(
     """
     slots_1S = jnp.arange(k_BSKH.shape[1])[None]
     seen_B1S = _before(slot[None, None], slots_1S, cfg.sliding_window) & (slots_1S >= start_B[:, None])[:, None]
-    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], slots_1S, cfg), OUT)
+    keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
+    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, cfg), OUT)
 
 
 def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
     """What a config asks for that `kernel` cannot do, or None."""
-    if kernel != "xla" and model.positions == "alibi":
-        return "model.positions: alibi"
+    if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
+        return f"model.positions: {model.positions}"
     if kernel == "cudnn":
         if segments:
             return "data.packing: documents (it has no segments, only whole rows)"
@@ -102,10 +107,13 @@ def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, cfg):
     """Attention as XLA compiles it, with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias = scores_scale(cfg), None
+    slopes_N11 = jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[:, None, None]
     if cfg.positions == "alibi":
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
-        slopes_N = jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
-        bias = slopes_N[:, None, None] * distance_BTS[:, None]
+        bias = slopes_N11 * distance_BTS[:, None]
+    elif cfg.positions == "alibi_bf16":
+        rounded_BN1S = slopes_N11.astype(jnp.bfloat16) * keys_BS.astype(jnp.bfloat16)[:, None, None]
+        bias = scale * rounded_BN1S.astype(jnp.float32)
     if not cfg.attention_softcap:
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
     # Capped scores, which jax.nn.dot_product_attention does not offer.

@@ -97,7 +97,7 @@ class Attention(nn.Module):
         if cache and q.shape[1] == 1:
             out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg)
         else:
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg)
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg, batch["positions"])
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
         y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)

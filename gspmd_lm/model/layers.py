@@ -30,7 +30,7 @@ class Norm(nn.Module):
 
     cfg: config.Model
     axes: str = "embed"  # of scale and bias: the last axes of what is normed
-    joint: int = 0  # how many heads are normed together; padding, which is zero, is not one of them. 0: each by itself
+    joint: int = 0  # how many heads are normed together, the first ones, before any padding. 0: each by itself
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -46,6 +46,8 @@ class Norm(nn.Module):
         @cheap
         def normalized(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None) -> jax.Array:
             y = x.astype(jnp.float32)
+            if share > 1:
+                y = jnp.where((jnp.arange(x.shape[-2]) < self.joint)[:, None], y, 0)
             if cfg.norm == "layernorm":
                 y -= y.mean(-1, keepdims=True)
             y *= jax.lax.rsqrt(share * jnp.square(y).mean(over, keepdims=True) + cfg.norm_eps)

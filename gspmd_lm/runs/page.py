@@ -44,17 +44,18 @@ def colour(number: int) -> str:
 
 def _facts(run: Run) -> str:
     cells = [
-        f"<div><dt>{text(name)} {known_as('measured')}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
+        f"<div><dt>{text(name)} {known_as('measured')}</dt>"
+        f"<dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
         for name, value, note in table.facts(run)
     ]
     return f'<dl class="facts">{"".join(cells)}</dl>'
 
 
 def _runs(runs: Sequence[Run]) -> str:
-    rows = [
-        [f'<span><i class="swatch" style="background:{colour(number)}"></i>{text(cells[0])}</span>', *map(text, cells[1:])]
-        for number, cells in enumerate(map(table.cells, runs))
-    ]
+    rows = []
+    for number, (name, *cells) in enumerate(map(table.cells, runs)):
+        swatch = f'<i class="swatch" style="background:{colour(number)}"></i>'
+        rows.append([f"<span>{swatch}{text(name)}</span>", *map(text, cells)])
     return section(
         "h2", "Runs", "measured", rows_of(table.HEADINGS, rows, "Runs", numbers=range(1, len(table.HEADINGS)))
     )
@@ -96,7 +97,7 @@ def _plot(
 
 
 def _line(drawn: Plot, points: Sequence[tuple[float, float]], shade: str, about: str) -> None:
-    """A line through points; through the medians of pieces, in the band of their ranges, where there are many points."""
+    """A line through points. If they are many, it goes through the medians of pieces, in the band of their ranges."""
     if len(points) > 2 * BINS:
         size = math.ceil(len(points) / BINS)
         pieces = [points[first : first + size] for first in range(0, len(points), size)]
@@ -165,6 +166,6 @@ def _made_with(run: Run) -> str:
     content = (
         rows_of(["what", "which"], made, "Made with")
         + f"<details><summary>Config</summary>{rows_of(['setting', 'value'], settings, 'Config')}</details>"
-        + f'<details><summary>Rules</summary>{file_of(run.rules)}</details>'
+        + f"<details><summary>Rules</summary>{file_of(run.rules)}</details>"
     )
     return section("h2", "Made with", "", content)

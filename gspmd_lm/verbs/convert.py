@@ -1,6 +1,7 @@
 """convert: turns a Hugging Face folder into a workdir, and a workdir into a Hugging Face folder."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +13,16 @@ from etils import epath
 
 from gspmd_lm import arrays, checkpoint, core_yaml, files, paths
 from gspmd_lm import config as configs
-from gspmd_lm.convert import architecture, export, peft, pretrained
+from gspmd_lm.convert import architecture, beside, export, peft, pretrained
 from gspmd_lm.convert.strict_json import parse
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state, step
 from gspmd_lm.units import human_bytes
-from gspmd_lm.verbs import generate, given, session
+from gspmd_lm.verbs import given, session
 
 ORIGINAL = "hugging_face"  # a folder in the workdir: the files that came with the weights
-# Files beside the weights, about the tokenizer, the chat template and the tokens that end an answer.
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-          "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")  # fmt: skip
 IGNORED = "ignored.json"  # the fields of config.json that --ignore named
 
 BYTES = tokenizer.Bytes()
@@ -52,9 +50,9 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     if "://" not in str(workdir):
         session.check_folder("workdir", Path(workdir))
     found = pretrained.read(source, given.config_sets(values), values.ignore)
-    beside = {architecture.CONFIG: _json(dict(found.like))} | _beside_weights(source)
+    carried = {architecture.CONFIG: _json(dict(found.like))} | _beside_weights(source)
     if values.ignore:
-        beside[IGNORED] = _json({architecture.CONFIG: values.ignore})
+        carried[IGNORED] = _json({architecture.CONFIG: values.ignore})
     chat.stop_ids(found.config.data.tokenizer)  # raises if the tokenizer cannot be used
     here = session.begin(values, found.config)
     with session.written(here, workdir), checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
@@ -74,7 +72,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         params = found.load(built.state_shardings.params)
         # The checkpoint comes last: if it exists, everything exists. Until then the same command can be given again.
         if here.machine.is_main:
-            _write_beside(workdir, found, beside)
+            _write_beside(workdir, found, carried)
         checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
         checkpoints.wait()
     here.say(f"{workdir}: config.yaml, {ORIGINAL}/ and checkpoint 0")
@@ -83,7 +81,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     return 0
 
 
-def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, beside: Mapping[str, bytes]) -> None:
+def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, carried: Mapping[str, bytes]) -> None:
     """Writes the files beside the checkpoints: config.yaml, and the files that came with the weights."""
     plain = configs.to_dict(found.config)
     if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
@@ -93,7 +91,8 @@ def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, beside: Map
     if (workdir / ORIGINAL).exists():  # a conversion that was killed leaves it
         (workdir / ORIGINAL).rmtree()
     (workdir / ORIGINAL).mkdir(parents=True)
-    for name, content in beside.items():
+    for name, content in carried.items():
+        (workdir / ORIGINAL / name).parent.mkdir(parents=True, exist_ok=True)
         files.replace(workdir / ORIGINAL / name, content)
     files.replace(workdir / "config.yaml", core_yaml.dump(plain))
 
@@ -101,7 +100,7 @@ def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, beside: Map
 def _beside_weights(source: Path) -> dict[str, bytes]:
     """The files beside the weights: name -> content. Raises InputError if one cannot be read."""
     try:
-        return {name: path.read_bytes() for name, path in _files(source).items()}
+        return {name: path.read_bytes() for name, path in beside.found(source).items()}
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror})\n  fix   make it readable, or remove it"
@@ -135,9 +134,14 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
         peft.described(folder, model, like)
     else:
         export.described(folder, dataclasses.replace(model, lora=None), like, values.dtype)
-    beside = {} if values.adapter else _beside(original, config.data.tokenizer)
+    came = {} if values.adapter else beside.of_run(original, config.data.tokenizer)
+    written, ends = beside.new(came, original, config.data.tokenizer, model.vocab)
     built = _placed(here, config)
-    params = generate.restored(here, workdir, built.abstract_state.params, values.step)
+    with checkpoint.of_run(workdir, config, here.say) as checkpoints:
+        restored = checkpoints.restore_weights(built.abstract_state.params, values.step)
+    if restored is None:
+        raise session.no_checkpoint(workdir)
+    number, params = restored
     shardings = built.state_shardings.params
     if model.lora and not values.adapter:
         merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
@@ -145,10 +149,11 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     if values.adapter:
         peft.write_adapter(folder, model, params, values.base, like)
     else:
-        export.write(folder, model, params, like, values.dtype, beside)
+        describe = functools.partial(beside.card, config, step=number, came=came)
+        export.write(folder, model, params, like, values.dtype, came | written, ends, describe)
     if here.machine.is_main:
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        here.say(f"{folder}: {human_bytes(size)}, {len(list(folder.iterdir()))} files")
+        every = [path for path in folder.rglob("*") if path.is_file()]
+        here.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
     return 0
 
 
@@ -171,24 +176,3 @@ def _original(workdir: str, config: configs.Config) -> Path | None:
             if (at / "config.yaml").is_file():
                 config = configs.load(str(at / "config.yaml"))
     return None
-
-
-def _beside(original: Path | None, name: str) -> dict[str, Path]:
-    """The files to export beside the weights: name -> path. They include the run's tokenizer. Raises InputError."""
-    found = _files(original) if original else {}
-    if name == "bytes":
-        return found
-    try:
-        path = tokenizer.find(name)
-    except InputError:
-        if "tokenizer.json" in found:  # the workdir was moved since
-            return found
-        raise
-    if original and path.parent.samefile(original):
-        return found
-    ends = {file: found[file] for file in ("generation_config.json",) if file in found}
-    return ends | _files(path.parent) | {"tokenizer.json": path}
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in BESIDE if (folder / name).is_file()}

@@ -131,6 +131,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 32, "num_layers": 3, "num_heads": 8, "max_position_embeddings": 96, "window_size": 6,
         "attention_types": [[["global", "local", "global"], 1]],
     }),
+    "falcon-rw": ("falcon", _WIDTHS | {
+        "hidden_size": 48, "num_attention_heads": 6, "alibi": True, "multi_query": False, "parallel_attn": False,
+        "bias": True,
+    }),
     "yarn": ("llama", _LLAMA | {
         "num_key_value_heads": 4, "hidden_size": 64,
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12},
@@ -156,7 +160,7 @@ FIRST = list(CASES)[: list(CASES).index("granite")]
 
 
 def cases() -> list[Any]:
-    """The names of all cases for a test that takes long: the default run has the first, `pytest -m parity` the others."""
+    """All cases, for a test that takes long: the default run has the first, `pytest -m parity` has the others."""
     import pytest
 
     return [*FIRST, *(pytest.param(name, marks=pytest.mark.parity) for name in CASES if name not in FIRST)]
@@ -259,8 +263,13 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
     shapes = {tensor: where.shape for tensor, where in sorted(safetensors.stored(folder).items())}
     weights = {tensor: weight(tensor, shape, salt) for tensor, shape in shapes.items()}
     save(folder, config, weights)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    return model.eval(), config, weights
+    how: dict[str, Any] = {"attn_implementation": attention(config), "dtype": torch.float32}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval(), config, weights
+
+
+def attention(config: Mapping[str, Any]) -> str:
+    """How transformers computes attention. Its eager one, of version 5.23, adds Falcon's alibi twice."""
+    return "sdpa" if config.get("alibi") else "eager"
 
 
 def forward(model: Any, vocab: int) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:

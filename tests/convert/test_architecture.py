@@ -218,6 +218,191 @@ PUBLISHED = {
         },
         {"rope_dim": 64, "qkv_bias": True, "attention_out_bias": False, "kv_heads": 2, "norm_eps": 1.5625e-07},
     ),
+    "granite-3.1": (
+        {
+            "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12800,
+            "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "granite",
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "residual_multiplier": 0.22,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True,
+            "vocab_size": 49155,
+        },
+        {
+            "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 1 / 16, "query_scale": 1 / 128,
+            "tied_embeddings": True,
+        },
+    ),
+    "command-r": (
+        {
+            "architectures": ["CohereForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 8192,
+            "intermediate_size": 22528, "layer_norm_eps": 1e-05, "logit_scale": 0.0625,
+            "max_position_embeddings": 8192, "model_max_length": 131072, "model_type": "cohere",
+            "num_attention_heads": 64, "num_hidden_layers": 40, "num_key_value_heads": 64, "pretraining_tp": 1,
+            "rope_theta": 8000000.0, "use_qk_norm": False, "vocab_size": 256000,
+        },
+        {
+            "block": "parallel", "shared_norm": True, "norm": "layernorm", "norm_bias": False, "logit_scale": 0.0625,
+            "qk_norm": False, "tied_embeddings": True,
+        },
+    ),
+    "command-r7b": (
+        {
+            "architectures": ["Cohere2ForCausalLM"], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25,
+            "max_position_embeddings": 8192, "model_type": "cohere2", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0,
+            "sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True,
+            "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True,
+            "vocab_size": 256000,
+        },
+        {"layer_pattern": ("sliding", "sliding", "sliding", "nope"), "sliding_window": 4096, "qkv_bias": False},
+    ),
+    "olmo-1": (
+        {
+            "architectures": ["OlmoForCausalLM"], "clip_qkv": None, "hidden_act": "silu", "hidden_size": 2048,
+            "intermediate_size": 8192, "max_position_embeddings": 2048, "model_type": "olmo",
+            "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16, "rope_theta": 10000.0,
+            "tie_word_embeddings": True, "vocab_size": 50304,
+        },
+        {"norm": "layernorm", "norm_scale": False, "norm_eps": 1e-5, "tied_embeddings": True},
+    ),
+    "olmo-2": (
+        {
+            "architectures": ["Olmo2ForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-06,
+            "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
+        },
+        {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "joint", "norm_eps": 1e-6},
+    ),
+    "olmo-3": (
+        {
+            "architectures": ["Olmo3ForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "layer_types": [("full" if i % 4 == 3 else "sliding") + "_attention" for i in range(32)],
+            "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                "original_max_position_embeddings": 8192, "rope_type": "yarn",
+            },
+            "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278,
+        },
+        {
+            "layer_pattern": ("sliding", "sliding", "sliding", "full"), "sliding_rope_theta": 5e5,
+            "rope_scaling": config.RopeScaling(
+                kind="yarn", factor=8.0, high_freq_factor=32.0, attention_factor=1.2079441541679836,
+            ),
+        },
+    ),
+    "smollm3": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+            "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
+            "no_rope_layer_interval": 4, "no_rope_layers": [int(i % 4 != 3) for i in range(36)],
+            "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2,
+            "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
+            "vocab_size": 128256,
+        },
+        {"layer_pattern": ("full", "full", "full", "nope"), "tied_embeddings": True, "sliding_window": 0},
+    ),
+    "phi-4-mini": (
+        {
+            "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "full_attn_mod": 1, "hidden_act": "silu",
+            "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+            "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-05,
+            "rope_scaling": {"long_factor": [1.0] * 47 + [40.0], "short_factor": [1.0] * 48, "type": "longrope"},
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
+        },
+        {
+            "rope_dim": 96, "tied_embeddings": True,
+            "rope_scaling": config.RopeScaling(
+                kind="longrope", factor=32.0, original_context=4096, short_factors=(1.0,) * 48,
+                long_factors=(*(1.0,) * 47, 40.0), attention_factor=math.sqrt(1 + math.log(32) / math.log(4096)),
+            ),
+        },
+    ),
+    "yarn-llama-2": (
+        {
+            "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 11008, "max_position_embeddings": 65536, "model_type": "llama",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0, "finetuned": True, "original_max_position_embeddings": 4096, "type": "yarn",
+            },
+            "rope_theta": 10000.0, "vocab_size": 32000,
+        },
+        {
+            "rope_scaling": config.RopeScaling(
+                kind="yarn", factor=16.0, high_freq_factor=32.0, original_context=4096,
+                attention_factor=0.1 * math.log(16) + 1,
+            ),
+        },
+    ),
+    "starcoder2": (
+        {
+            "architectures": ["Starcoder2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "hidden_size": 4608,
+            "intermediate_size": 18432, "max_position_embeddings": 16384, "mlp_type": "default",
+            "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 36,
+            "num_hidden_layers": 32, "num_key_value_heads": 4, "residual_dropout": 0.0, "embedding_dropout": 0.0,
+            "rope_theta": 1000000, "sliding_window": 4096, "use_bias": True, "vocab_size": 49152,
+        },
+        {"mlp_kind": "plain", "mlp_bias": True, "qkv_bias": True, "sliding_window": 4096, "tied_embeddings": True},
+    ),
+    "stablelm-2": (
+        {
+            "architectures": ["StableLmForCausalLM"], "hidden_act": "silu", "hidden_size": 2048,
+            "intermediate_size": 5632, "layer_norm_eps": 1e-05, "max_position_embeddings": 4096,
+            "model_type": "stablelm", "num_attention_heads": 32, "num_hidden_layers": 24, "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25, "qk_layernorm": False, "rope_theta": 10000, "tie_word_embeddings": False,
+            "use_parallel_residual": False, "use_qkv_bias": True, "vocab_size": 100352,
+        },
+        {"rope_dim": 16, "qkv_bias": True, "attention_out_bias": False, "norm_bias": True, "mlp_kind": "gated"},
+    ),
+    "nemotron": (
+        {
+            "architectures": ["NemotronForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "relu2",
+            "hidden_size": 3072, "intermediate_size": 9216, "max_position_embeddings": 4096, "mlp_bias": False,
+            "model_type": "nemotron", "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000, "vocab_size": 256000,
+        },
+        {"activation": "relu2", "norm_offset": 1.0, "rope_dim": 64, "mlp_kind": "plain"},
+    ),
+    "phi-2": (
+        {
+            "architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "hidden_size": 2560,
+            "intermediate_size": 10240, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "phi",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.4, "qk_layernorm": False, "rope_theta": 10000.0, "vocab_size": 51200,
+        },
+        {"rope_dim": 32, "block": "parallel", "unembedding_bias": True, "attention_out_bias": True},
+    ),
+    "gpt-neo": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPTNeoForCausalLM"], "attention_dropout": 0,
+            "attention_layers": ["global", "local"] * 12, "attention_types": [[["global", "local"], 12]],
+            "embed_dropout": 0, "hidden_size": 2048, "intermediate_size": None, "layer_norm_epsilon": 1e-05,
+            "max_position_embeddings": 2048, "model_type": "gpt_neo", "num_heads": 16, "num_layers": 24,
+            "resid_dropout": 0, "vocab_size": 50257, "window_size": 256,
+        },
+        {"query_scale": 1.0, "layer_pattern": ("full", "sliding"), "sliding_window": 256, "mlp": 8192},
+    ),
+    "starcoder": (
+        {
+            "activation_function": "gelu_pytorch_tanh", "architectures": ["GPTBigCodeForCausalLM"],
+            "attention_softmax_in_fp32": True, "inference_runner": 0, "layer_norm_epsilon": 1e-05,
+            "max_batch_size": None, "max_sequence_length": None, "model_type": "gpt_bigcode", "multi_query": True,
+            "n_embd": 6144, "n_head": 48, "n_inner": 24576, "n_layer": 40, "n_positions": 8192,
+            "pad_key_length": True, "pre_allocate_kv_cache": False, "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True, "summary_type": "cls_index", "validate_runner_input": True,
+            "vocab_size": 49152,
+        },
+        {"kv_heads": 1, "positions": "learned", "tied_embeddings": True, "context": 8192},
+    ),
 }  # fmt: skip
 
 
@@ -231,12 +416,18 @@ DEFAULTS = {
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),
-    "glm": (1.5625e-7, 1e4, False, "silu", 128),
+    "glm": (1.5625e-7, 1e4, False, "silu", 128), "granite": (1e-6, 1e4, False, "silu", 128),
+    "cohere": (1e-5, 5e5, True, "silu", 128), "cohere2": (1e-5, 1e4, True, "silu", 128),
+    "olmo": (1e-5, 1e4, False, "silu", 128), "olmo2": (1e-5, 1e4, False, "silu", 128),
+    "olmo3": (1e-5, 5e5, False, "silu", 128), "smollm3": (1e-6, 2e6, True, "silu", 128),
+    "starcoder2": (1e-5, 1e4, True, "gelu_tanh", 128), "stablelm": (1e-5, 1e4, False, "silu", 64),
+    "nemotron": (1e-5, 1e4, False, "relu2", 128), "phi": (1e-5, 1e4, False, "gelu_tanh", 80),
+    "gpt_neo": (1e-5, 1e4, True, "gelu_tanh", 128), "gpt_bigcode": (1e-5, 1e4, True, "gelu_tanh", 128),
 }  # fmt: skip
 SIZES = {
     "model_type", "vocab_size", "hidden_size", "n_embd", "n_embed", "num_hidden_layers", "n_layer",
     "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "intermediate_size", "ffn_dim",
-    "max_position_embeddings", "n_positions", "seq_length", "rotary_dim",
+    "max_position_embeddings", "n_positions", "seq_length", "rotary_dim", "num_layers", "num_heads",
 }  # fmt: skip
 
 
@@ -281,7 +472,9 @@ def test_it_is_kept_on_export_and_can_be_written_anew(name):
     assert kept == raw
     found, fields = architecture.describe(model, None)
     # The first of the table that has the model: without a window, a Mistral is a Llama.
-    assert found.model_type == {"mistral-nemo": "llama", "phi-3": "mistral"}.get(name, row.model_type)
+    assert found.model_type == {"mistral-nemo": "llama", "phi-3": "mistral", "yarn-llama-2": "llama"}.get(
+        name, row.model_type
+    )
     assert model_of(fields) == model
 
 
@@ -316,12 +509,12 @@ def test_a_changed_setting_is_written_into_the_original():
 
 def test_a_model_that_no_family_has():
     model = model_of(LLAMA31)
-    odd = config.Model(**{**vars(model), "norm": "layernorm", "norm_bias": True, "layer_pattern": ()})
+    odd = config.Model(**{**vars(model), "norm": "layernorm", "qkv_bias": True, "layer_pattern": ()})
     with pytest.raises(InputError) as error:
         architecture.describe(odd, None)
-    assert "the nearest is Llama" in str(error.value)
-    assert "model.norm: 'layernorm', Llama would have 'rmsnorm'" in str(error.value)
-    with pytest.raises(InputError, match=r"model.norm_bias"):
+    assert "the nearest is Qwen2" in str(error.value)
+    assert "model.norm: 'layernorm', Qwen2 would have 'rmsnorm'" in str(error.value)
+    with pytest.raises(InputError, match=r"model.attention_out_bias"):
         architecture.describe(odd, LLAMA31)
 
 
@@ -329,13 +522,16 @@ def test_a_model_that_no_family_has():
     ("changed", "said"),
     [
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type: 'yarn' is not supported; use default",
+            {"rope_scaling": {"type": "proportional", "factor": 4.0}},
+            "rope_scaling.rope_type: 'proportional' is not supported; use one of default, linear, dynamic, yarn",
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}}, "are not fields of yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_fast: 1.0 is not above beta_slow: 1"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": 2, "short_factor": []}}, "long_factor: 2 is not a list"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [], "short_factor": []}}, "need 64 numbers each"),
         ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 2.0}}, "are not fields of linear"),
-        ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type: 'longrope'"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "lacks long_factor, short_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not a setting of this family"),
         ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' is not known; known are gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
@@ -358,7 +554,6 @@ def test_a_field_that_cannot_be_had(changed, said):
     [
         ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim: 512 is not hidden_size"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False puts norms after"),
-        ("falcon-7b", {"alibi": True}, "alibi: True has positions rounded to bfloat16"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn: 2"),
         ("falcon-40b", {"parallel_attn": False}, "contradicts new_decoder_architecture"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scales attention by layer"),
@@ -387,7 +582,7 @@ def test_a_family_that_is_left_out(kind):
 
 def test_a_family_that_is_not_known():
     assert "'GPT-NeoX' is not a supported family (did you mean gpt_neox?)" in refused({"model_type": "GPT-NeoX"})
-    for other in ("mpt", "mamba", "qwen", "mistral3", "gpt_neo", "gemma4", "lama"):  # most are families of their own
+    for other in ("mpt", "mamba", "qwen", "ministral3", "gpt_oss", "gemma4", "lama"):  # most are families of their own
         assert f"{other!r} is not a supported family\n" in refused({"model_type": other})
     assert "no model_type\n  fix   one of llama, mistral" in refused({})
     assert model_of({**LLAMA31, "model_type": None}) == model_of(LLAMA31)  # by its class

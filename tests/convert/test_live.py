@@ -81,7 +81,10 @@ def test_transformers_loads_what_we_write(case, computed, kept, tmp_path):
     params = jax.device_get(ours.on_one_device(found))
     export.write(tmp_path / "out", found.config.model, params, found.like if kept else None)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        tmp_path / "out",
+        attn_implementation=references.attention(golden.about["config"]),
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     assert not any(report.values()), report
     logits, _, _ = references.forward(model.eval(), golden.about["config"]["vocab_size"])

@@ -47,7 +47,9 @@ def test_the_parameters_of_a_published_model_are_counted(name, count, tmp_path):
 
 def test_what_is_wrong_is_told(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA31 | {"odd": 3}))
-    with pytest.raises(InputError, match=r"  odd: 3 is an unknown field.*\n  fix   take odd out of a copy of the file "):
+    with pytest.raises(
+        InputError, match=r"  odd: 3 is an unknown field.*\n  fix   take odd out of a copy of the file "
+    ):
         given.load_config(str(folder))
     with pytest.raises(InputError, match=r"absent.json: cannot be read"):
         given.load_config(str(folder / "absent.json"))

@@ -193,3 +193,77 @@ def test_the_kept_config_is_read_as_strictly(run, folder, tmp_path):
     kept.write_text(kept.read_text()[:-3])
     code, _, err = run(f"--workdir={tmp_path / 'w'}", f"--to={tmp_path / 'out'}")
     assert code == 2 and err.startswith(f"{kept}: not valid JSON")
+
+
+def test_terms_and_templates_are_carried_and_a_card_says_what_was_done(run, folder, tmp_path):
+    work, back = tmp_path / "w", tmp_path / "back"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "README.md").write_text("---\nlanguage: en\nlicense: other\nlicense_name: llama\n---\n# Before\n")
+    carried = {
+        "LICENSE.txt": "terms", "USE_POLICY.md": "policy", "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/tools.jinja": "tools", "generation_config.json": '{"eos_token_id": 1}',
+    }  # fmt: skip
+    for name, text in carried.items():
+        (folder / name).write_text(text)
+    (folder / "notes.txt").write_text("mine")
+    assert run(f"--from={folder}", f"--workdir={work}")[0] == 0
+    assert run(f"--workdir={work}", f"--to={back}")[0] == 0
+    assert {name: (back / name).read_text() for name in carried} == carried
+    assert (back / "README.original.md").read_text() == (folder / "README.md").read_text()
+    assert not (back / "notes.txt").exists()
+    card = (back / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\nlicense: other\nlicense_name: llama\n---\n\n# in\n")
+    assert "A Llama model of 26,784 parameters in float32, written by gspmd_lm." in card
+    assert "- The weights began as those of in.\n- They were not trained here" in card
+    assert "still hold: `LICENSE.txt`, `USE_POLICY.md`." in card
+    # A second way there and back keeps the first card.
+    assert run(f"--from={back}", f"--workdir={tmp_path / 'w2'}")[0] == 0
+    assert run(f"--workdir={tmp_path / 'w2'}", f"--to={tmp_path / 'again'}")[0] == 0
+    assert (tmp_path / "again" / "README.original.md").read_text() == card
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A run of two steps with a tokenizer of its own."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (tmp_path / "mine" / "chat_template.jinja").write_text("{{ messages }}")
+    sets = ["model.layers=1", "model.embed=16", "model.heads=2", "model.kv_heads=2", "model.head_dim=8", "model.mlp=16",
+            "model.context=16", "model.vocab=64", f"data.tokenizer={tmp_path / 'mine' / 'tokenizer.json'}",
+            "data.source=random:64", "data.seq=16", "data.batch=8", "train.steps=2", "train.trackers=[]"]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", "train", f"--workdir={tmp_path / 'run'}", *PLACE, *(f"--set={one}" for one in sets)])
+    assert end.value.code == 0
+    return tmp_path / "run"
+
+
+def test_a_model_that_was_trained_here_says_where_its_texts_end(run, trained, tmp_path):
+    code, out, err = run(f"--workdir={trained}", f"--to={tmp_path / 'out'}")
+    assert (code, err) == (0, ""), err
+    out = tmp_path / "out"
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 1
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 1}
+    assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    card = (out / "README.md").read_text()
+    assert "- The weights were new" in card
+    assert "trained for 2 steps on 16 rows, which hold at most 256 tokens, of `random:64`" in card
+    assert "No licence came with the weights." in card and str(tmp_path) not in card
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_ends_its_texts(run, trained, tmp_path):
+    import torch
+    import transformers
+
+    assert run(f"--workdir={trained}", f"--to={tmp_path / 'out'}")[0] == 0
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert (tokens.eos_token, tokens.eos_token_id, model.generation_config.eos_token_id) == ("</s>", 1, 1)
+    with torch.no_grad():  # logits that are largest for the end
+        model.lm_head.weight.zero_()
+        model.model.norm.weight.zero_()
+        model.lm_head.bias = torch.nn.Parameter(torch.eye(64)[1])
+    made = model.generate(torch.tensor([[0]]), max_new_tokens=9, do_sample=False)
+    assert made.tolist() == [[0, 1]]

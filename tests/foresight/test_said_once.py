@@ -29,6 +29,10 @@ FAMILIES = {
     "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", **BIASES},
     "z_loss": {"z_loss": 1e-4, "norm_scale": False, "positions": "none", "compute_dtype": "bfloat16",
                "matmul_precision": "default"},
+    "olmo": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "joint", "layers": 3,
+             "sliding_window": 4, "layer_pattern": ("sliding", "nope"), "kv_heads": 4},
+    "cohere": {"block": "parallel", "norm": "layernorm", "qk_norm": True, "qk_norm_kind": "per_head", "kv_heads": 4,
+               "logit_scale": 0.25, "residual_scale": 0.2, "activation": "relu2"},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
 }  # fmt: skip
 

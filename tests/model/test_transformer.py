@@ -22,6 +22,8 @@ VARIANTS = {
                      unembedding_bias=True),
     "plain": dict(norm_scale=False, positions="none", mlp_kind="plain", activation="relu", attention_softcap=5.0,
                   rope_scaling=RopeScaling()),
+    "olmo": dict(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="joint", sliding_window=5,
+                 layer_pattern=("sliding", "nope"), activation="relu2"),
 }  # fmt: skip
 
 
@@ -208,10 +210,10 @@ def test_gradients_add_up_in_float32(small):
             assert np.linalg.norm(found[name] - gradient) <= 0.1 * np.linalg.norm(gradient), name
 
 
-@pytest.mark.parametrize("kv_heads", [8, 4])
-def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, small):
+@pytest.mark.parametrize(("kv_heads", "more"), [(8, {}), (4, {"qk_norm": True, "qk_norm_kind": "joint"})])
+def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, more, small):
     """Whatever stands in their weights: what is computed is what the other heads alone compute."""
-    cfg = small(layers=1, kv_heads=kv_heads, qkv_bias=True).model
+    cfg = small(layers=1, kv_heads=kv_heads, qkv_bias=True, **more).model
     padded = dataclasses.replace(cfg, padded_heads=12)
     wanted = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
     rng, batch = np.random.default_rng(0), rows(cfg, np.arange(T))
@@ -240,6 +242,6 @@ def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):
     scaled = dataclasses.replace(cfg, rope_scaling=RopeScaling(factor=8.0))
     x = jnp.ones((1, 1, 1, 64))
     at, later = jnp.array([[100]]), jnp.array([[800]])
-    plain, stretched = layers.rope(x, at, cfg), layers.rope(x, later, scaled)
-    np.testing.assert_allclose(layers.rope(x, at, scaled)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
+    plain, stretched = layers.rope(x, at, cfg, 1), layers.rope(x, later, scaled, 1)
+    np.testing.assert_allclose(layers.rope(x, at, scaled, 1)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
     np.testing.assert_allclose(stretched[..., 31], plain[..., 31], atol=1e-6)  # the slowest, eight times as far

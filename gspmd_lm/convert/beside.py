@@ -1,0 +1,125 @@
+"""The files beside the weights of a published model: those that are carried along, and those that are written anew."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspmd_lm import config, paths
+from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.errors import InputError
+
+CARD, FORMER_CARD = "README.md", "README.original.md"
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+# Files about the tokenizer, the chat templates and the tokens that end an answer.
+_OF_TEXT = (
+    "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model", "tekken.json",
+    "added_tokens.json",
+)  # fmt: skip
+# Files about the terms of use, which licences ask to be passed on, and the model card.
+_TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
+_LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
+
+
+def found(folder: Path, patterns: Sequence[str] = (*_OF_TEXT, *_TERMS)) -> dict[str, Path]:
+    """The files of a folder that are carried along: name within the folder -> path."""
+    every = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {path.relative_to(folder).as_posix(): path for path in sorted(every)}
+
+
+def of_run(original: Path | None, name: str) -> dict[str, Path]:
+    """The files to export with a run's weights: name -> path. Those about text are of its tokenizer, `name`.
+
+    original: the folder of the files that came with the weights. Raises InputError if there is no such tokenizer.
+    """
+    came = found(original) if original else {}
+    if name == "bytes":
+        return came
+    try:
+        path = tokenizer.find(name)
+    except InputError:
+        if "tokenizer.json" in came:  # the workdir was moved since
+            return came
+        raise
+    if original and path.parent.samefile(original):
+        return came
+    kept = found(original, (*_TERMS, GENERATION)) if original else {}
+    return kept | found(path.parent, _OF_TEXT) | {"tokenizer.json": path}
+
+
+def new(came: Mapping[str, Path], original: Path | None, name: str, vocab: int) -> tuple[dict[str, bytes], list[int]]:
+    """The files about text that a run's own tokenizer asks for, name -> content, and the ids that end a text.
+
+    Nothing is written where the tokenizer came with the weights. Without these files, transformers would not know
+    where a text ends.
+    """
+    moved = name != "bytes" and not Path(name).expanduser().exists()
+    if original and (name == "bytes" or moved or came["tokenizer.json"].parent.samefile(original)):
+        return {}, []
+    ends = [end for end in chat.stop_ids(name) if end < vocab]
+    said = json.loads(paths.read_text(came[GENERATION])) if GENERATION in came else {}
+    known = said.get("eos_token_id")
+    written = {}
+    if ends and not set(ends) <= {*(known if isinstance(known, list) else [known])}:
+        written[GENERATION] = _json(said | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
+    tokens = tokenizer.load(name)
+    if isinstance(tokens, tokenizer.HuggingFace) and TOKENIZER_CONFIG not in came:
+        end = next(text for text, number in tokens.special.items() if number == tokens.end)
+        written[TOKENIZER_CONFIG] = _json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
+    return written, ends
+
+
+def _json(value: Any) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
+
+
+def card(run: config.Config, family: str, parameters: int, dtype: str, step: int, came: Mapping[str, Path]) -> str:
+    """The model card of an export: what was done to the weights, and under which terms they came.
+
+    run: its config, which names LoRA if adapters were merged. step: of the checkpoint. came: the files that came with
+    the weights.
+    """
+    former = came.get(FORMER_CARD, came.get(CARD))
+    terms = [name for name in came if name not in (CARD, FORMER_CARD) and any(map(Path(name).match, _TERMS))]
+    head = _front_matter(paths.read_text(former)) if former else ""
+    licence = _LICENCE.findall(head)
+    done = []
+    data, optimizer = run.data, run.optimizer
+    if former or run.train.init_from or not step:
+        done.append(f"The weights began as those of {run.name}.")
+    else:
+        done.append("The weights were new, drawn at random.")
+    if step:
+        rows, tokens = step * data.batch, step * data.batch * data.seq
+        sources = ", ".join(f"`{Path(one.path).name}`" for one in data.sources)
+        done.append(
+            f"They were trained for {step:,} steps on {rows:,} rows, which hold at most {tokens:,} tokens, "
+            f"of {sources}, with {optimizer.name} and a learning rate of up to {optimizer.learning_rate:g}."
+        )
+        if run.model.lora:
+            rank, targets = run.model.lora.rank, ", ".join(run.model.lora.targets)
+            done.append(f"Only adapters of rank {rank} were trained (LoRA, on {targets}), and they are merged.")
+    else:
+        done.append("They were not trained here: only the files were written anew.")
+    lines = ["---", "library_name: transformers", *licence, "---", "", f"# {run.name}", ""]
+    lines += [
+        f"A {family} model of {parameters:,} parameters in {dtype}, written by gspmd_lm.",
+        "", "## What was done", "", *(f"- {line}" for line in done), "", "## Terms", "",
+    ]  # fmt: skip
+    if terms:
+        lines.append(f"These files came with the weights and still hold: {', '.join(f'`{name}`' for name in terms)}.")
+    if licence:
+        lines.append("The licence that the former model card names stands at the top of this one.")
+    if not terms and not licence:
+        lines.append("No licence came with the weights. Whoever publishes this folder states one here.")
+    if former:
+        lines += ["", f"The former model card is `{FORMER_CARD}`."]
+    return "\n".join([*lines, ""])
+
+
+def _front_matter(text: str) -> str:
+    """The lines between the first two lines of dashes of a model card; '' if there are none."""
+    parts = text.split("---\n", 2)
+    return parts[1] if len(parts) == 3 and not parts[0].strip() else ""
