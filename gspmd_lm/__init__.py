@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         compare,
         dry_run,
         explain,
+        load,
         load_config,
         load_rules,
         plan,
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare", "dry_run", "explain",
-    "load_config", "load_rules", "parameter", "plan", "shard", "show", "start", "train", "use",
+    "load", "load_config", "load_rules", "parameter", "plan", "shard", "show", "start", "train", "use",
 ]  # fmt: skip
 
 _HOMES = {
-    "api": "build checkpoints compare dry_run explain load_config load_rules plan show start train",
+    "api": "build checkpoints compare dry_run explain load load_config load_rules plan show start train",
     "errors": "InputError RunFailed",
     "placing": "parameter shard use",
     "task": "Input Task",

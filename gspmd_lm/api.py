@@ -1,79 +1,85 @@
 """What programs call: the functions of `import gspmd_lm`. Each says what it takes, gives back and raises.
 
-Heavy libraries are imported where they are used, so that a config or a rules file is read without jax.
+A config is one of `load_config` or its name, and rules are those of `load_rules` or their name. Heavy libraries are
+imported where they are used, so that a config or a rules file is read without jax.
 """
 
 import io
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gspmd_lm import rules_file
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.rules import Rules
+from gspmd_lm.verbs import given, without_a_gpu
 
 if TYPE_CHECKING:
     from contextlib import closing
 
     from gspmd_lm.checkpoint import Checkpoints
     from gspmd_lm.foresight.report import Report
-    from gspmd_lm.plan.search import Plan
+    from gspmd_lm.loaded import Model
+    from gspmd_lm.results import Comparison, Explanation, FoundPlan, Trained
     from gspmd_lm.runtime import Runtime
     from gspmd_lm.task import Task
     from gspmd_lm.train.step import Step
 
 _log = logging.getLogger("gspmd_lm")
+SIMULATED = 8  # devices, where the rules do not say how many
 
 
-def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(name: str, overrides: str | Sequence[str] = ()) -> Config:
     """The config of a decoder.
 
     Args:
         name: the path of a YAML file, or a name in configs/; or of a published model's config.json, or of its folder.
-        overrides: `section.key=value`, laid over the file.
+        overrides: `section.key=value`, or several of them, laid over the file.
 
     Raises:
         InputError: every problem of the file and of the overrides.
     """
-    from gspmd_lm.verbs import given
-
-    return given.with_tokenizer(given.load_config(name, overrides))
+    return given.with_tokenizer(given.load_config(name, _several(overrides)))
 
 
-def load_rules(name: str, task: "Task | None" = None, mesh: str = "") -> Rules:
+def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides: str | Sequence[str] = ()) -> Rules:
     """The rules of a file. What is wrong in it is told with what does not fit the model, when they are used.
 
     Args:
         name: the path of a YAML file, or a name in rules/; "none" is one device.
         task: the model whose names the file uses; None for the decoder.
         mesh: sizes laid over the file's mesh, such as "tensor=4" or "data=2,tensor=4".
+        overrides: what follows --set on the command line, such as "rules.remat=block" or "rules.rules.heads=null".
 
     Raises:
-        InputError: there is no such file, it is not a YAML mapping, or `mesh` does not fit it.
+        InputError: there is no such file, it is not a YAML mapping, or `mesh` or an override does not fit it.
     """
-    return rules_file.load(name, mesh, task.vocabulary if task else DECODER)
+    return rules_file.load(name, mesh, task.vocabulary if task else DECODER, _several(overrides))
 
 
-def start(rules: Rules, platform: str | None = None) -> "Runtime":
+def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
     """The devices of this program, simulated on the CPU where no accelerator is.
 
-    Called before anything touches a device. A size of -1 in the mesh is filled from the devices, 8 simulated ones.
+    Called before anything touches a device. A size of -1 in the mesh is filled from the devices, 8 simulated ones. At
+    least 8 are simulated, so that one program can use several layouts: each takes the first of them.
 
     Args:
         rules: say how many devices are simulated.
         platform: cpu, gpu or tpu; None takes what is there.
 
     Raises:
-        InputError: the platform is not there, or jax already runs with another number of devices.
+        InputError: the platform is not there, or jax already runs with fewer devices.
     """
+    without_a_gpu.import_jax()
     from gspmd_lm import runtime
 
-    return runtime.start(platform=platform, simulated_devices=rules.devices if rules.devices > 0 else 8)
+    return runtime.start(platform=platform, simulated_devices=max(SIMULATED, _rules(rules).devices))
 
 
-def build(task: "Task | Config", rules: Rules) -> "Step":
+def build(task: "Task | Config | str", rules: Rules | str) -> "Step":
     """The step of what is computed on this program's devices. Nothing is compiled or allocated yet.
 
     `step.compile` makes programs of `step.lower_init()`, `step.lower_train()` and `step.lower_evaluate()`;
@@ -88,7 +94,11 @@ def build(task: "Task | Config", rules: Rules) -> "Step":
 
     from gspmd_lm.train import state, step
 
-    devices = jax.devices()[:1] if rules.devices == 1 else jax.devices()
+    task = _task(task)
+    rules = _rules(rules, task)
+    devices = jax.devices()
+    if jax.process_count() == 1 and rules.devices > 0 and (jax.default_backend() == "cpu" or rules.devices == 1):
+        devices = devices[: rules.devices]
     filled = rules.fill(len(devices))
     arrays, warnings = state.checked(task, filled, jax.default_backend())
     for warning in warnings:
@@ -96,7 +106,7 @@ def build(task: "Task | Config", rules: Rules) -> "Step":
     return step.build(task, filled, arrays, devices)
 
 
-def dry_run(task: "Task | Config", rules: Rules, devices: int = 8) -> str:
+def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMULATED) -> str:
     """A table of every array: its shape, how it is split, and the bytes of it on each device. Nothing is compiled.
 
     Args:
@@ -107,10 +117,13 @@ def dry_run(task: "Task | Config", rules: Rules, devices: int = 8) -> str:
     Raises:
         InputError: as `build` does.
     """
+    _import_jax()
     from rich.console import Console
 
     from gspmd_lm.train import state, table
 
+    task = _task(task)
+    rules = _rules(rules, task)
     filled = rules.fill(rules.devices if rules.devices > 0 else devices)
     arrays, warnings = state.checked(task, filled, "cpu")
     page = io.StringIO()
@@ -118,7 +131,7 @@ def dry_run(task: "Task | Config", rules: Rules, devices: int = 8) -> str:
     return "\n".join([*(f"warning: {warning}" for warning in warnings), page.getvalue()])
 
 
-def checkpoints(workdir: str | Path, task: "Task | Config", keep: int = 3) -> "closing[Checkpoints]":
+def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3) -> "closing[Checkpoints]":
     """A context of the checkpoints in a folder, which may be remote (gs://). It need not exist.
 
     `save(number, state, extra)` writes in the background; `restore(step.abstract_state)` gives (number, state, extra)
@@ -136,6 +149,7 @@ def checkpoints(workdir: str | Path, task: "Task | Config", keep: int = 3) -> "c
 
     from gspmd_lm import checkpoint
 
+    task = _task(task)
     if isinstance(task, Config):
         return checkpoint.of_run(str(workdir), task)
     folder = f"{workdir}/checkpoints"
@@ -143,12 +157,12 @@ def checkpoints(workdir: str | Path, task: "Task | Config", keep: int = 3) -> "c
 
 
 def train(
-    config: Config,
-    rules: Rules,
+    config: Config | str,
+    rules: Rules | str = "none",
     workdir: str | Path | None = None,
     steps: int | None = None,
     platform: str | None = None,
-) -> dict[str, float]:
+) -> "Trained":
     """Trains the decoder of a config, as the command line does: data, checkpoints, evaluation, metrics.
 
     A run goes on from the newest checkpoint in its workdir. For a model of one's own, `build` gives the step.
@@ -161,27 +175,61 @@ def train(
         platform: cpu, gpu or tpu; None takes what is there.
 
     Returns:
-        The values last logged, such as loss and step_time_s; none where the run stands there already.
+        The values last logged by name, such as loss and step_time_s; none where the run stands there already. It has
+        the run's `workdir`, and shows its losses in a notebook.
 
     Raises:
         InputError: what is wrong with the config, the rules or the workdir.
         RunFailed: the loss was not finite for too long, or the disk failed.
     """
+    if steps is not None and steps < 1:
+        raise InputError(
+            f"steps={steps}: not a step to stop at\n  fix   a whole number from 1, or None for train.steps"
+        )
+    rules = _rules(rules)
+    config = given.with_tokenizer(_config(config), str(workdir) if workdir else None)
+    machine = start(rules, platform)
+    from gspmd_lm.results import Trained
     from gspmd_lm.verbs import session
     from gspmd_lm.verbs import train as verb
 
-    here = session.of(config, rules, start(rules, platform), str(workdir) if workdir else None)
-    return verb.train(here, steps)
+    here = session.of(config, rules, machine, str(workdir) if workdir else None)
+    last, folder = verb.train(here, steps)
+    return Trained(last, folder)
 
 
-def explain(task: "Task | Config", rules: Rules, target: str, phase: str = "train") -> "Report":
+def load(
+    workdir: str | Path, rules: Rules | str | None = None, step: int | None = None, platform: str | None = None
+) -> "Model":
+    """The model of a run, with its weights on this program's devices: `load("runs/a").generate("Once upon")`.
+
+    Args:
+        workdir: a folder that train or convert left a checkpoint in.
+        rules: where the weights live; None: as the run's rules file says. A run of many devices can be loaded on one
+            with "none".
+        step: of the checkpoint; None: the newest that is not in doubt.
+        platform: cpu, gpu or tpu; None takes what is there.
+
+    Raises:
+        InputError: the folder has no checkpoint of its config, or the rules do not fit the model or the devices.
+    """
+    _import_jax()
+    from gspmd_lm import loaded
+
+    folder = str(Path(workdir).expanduser()) if "://" not in str(workdir) else str(workdir)
+    config, chosen = loaded.left(folder, rules)
+    return loaded.Model(config, chosen, start(chosen, platform), folder, step)
+
+
+def explain(task: "Task | Config | str", rules: Rules | str, target: str, phase: str = "train") -> "Explanation":
     """What a layout costs on hardware that need not be here: memory, collectives with the rows that cause them,
-    predicted time, floor and warnings. `show` makes a page of it, and docs/foresight.md explains it.
+    predicted time, floor and warnings. It shows itself, in a notebook as a page with drawings and elsewhere as text;
+    docs/foresight.md explains it.
 
     Args:
         task: what is computed.
         rules: where its arrays live.
-        target: cpu:8, v5e:4x4, v5p:4x4x8, h100:8, ...
+        target: cpu:8, v5e:4x4, v5p-128, h100:8, ...
         phase: train; of a config, also prefill or decode.
 
     Raises:
@@ -191,29 +239,40 @@ def explain(task: "Task | Config", rules: Rules, target: str, phase: str = "trai
     return compare(task, [rules], target, phase)[0]
 
 
-def compare(task: "Task | Config", layouts: Sequence[Rules], target: str, phase: str = "train") -> "list[Report]":
-    """A report as of `explain` for each of `layouts`, in their order; compiled side by side.
+def compare(
+    task: "Task | Config | str", layouts: Rules | str | Sequence[Rules | str], target: str, phase: str = "train"
+) -> "Comparison":
+    """A report as of `explain` for each of `layouts`, in their order; compiled side by side. It shows itself too.
 
     Raises:
         InputError: everything that is wrong with any of them, before anything is compiled.
         RunFailed: the compiler failed.
     """
-    from gspmd_lm.errors import InputError, did_you_mean
-    from gspmd_lm.foresight import explain as reports
     from gspmd_lm.foresight.compile import PHASES
     from gspmd_lm.foresight.machine import target as targets
 
+    place = targets.parse(target)
+    task = _task(task)
+    rules = [_rules(one, task) for one in ([layouts] if isinstance(layouts, Rules | str) else layouts)]
+    if not rules:
+        raise InputError("compare needs layouts\n  fix   compare(config, ['fsdp8', 'tp8'], target)")
     for known in PHASES:
         if phase == known:
-            return reports.reports(task, layouts, targets.parse(target), _log.info, phase=known)
+            _import_jax()
+            from gspmd_lm import results
+            from gspmd_lm.foresight import explain as reports
+
+            return results.Comparison(reports.reports(task, rules, place, _log.info, phase=known))
     raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
 
 
-def plan(task: "Task | Config", target: str, minutes: float = 15) -> "Plan":
+def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":
     """The best layout of what is computed on hardware that need not be here, and what else was looked at.
 
-    `.best.raw` has the values of its rules file and `.best.rules` the rules; `.best` is None where nothing fits.
-    docs/plan.md explains the search. On cpu:N, which has no times, layouts are ranked by what they send and by memory.
+    `.rules` are those of the best layout, and `.yaml` is the text of their file; `.best` is None where nothing fits.
+    It shows itself, in a notebook as a page. docs/plan.md explains the search.
+
+    On cpu:N, which has no times, layouts are ranked by what they send and by memory.
 
     Args:
         task: what is computed.
@@ -224,18 +283,45 @@ def plan(task: "Task | Config", target: str, minutes: float = 15) -> "Plan":
         InputError: the target is not known, or no mesh of its devices divides the batch.
     """
     from gspmd_lm.foresight.machine import target as targets
-    from gspmd_lm.plan import search
 
     place = targets.parse(target)
-    return search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
+    task = _task(task)
+    _import_jax()
+    from gspmd_lm import results
+    from gspmd_lm.plan import search
+
+    found = search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
+    return results.FoundPlan.of(found, task)
 
 
 def show(*reports: "Report", width: int = 120) -> str:
     """The page of a report, or the comparison of several, as the command line prints it."""
-    from rich.console import Console
+    from gspmd_lm import results
 
-    from gspmd_lm.foresight.show import terminal
+    return results.text(reports, width)
 
-    page: Any = io.StringIO()
-    terminal.show(reports, Console(file=page, width=width, highlight=False))
-    return page.getvalue()
+
+def _import_jax() -> None:
+    """Imports jax quietly, and has devices simulated if a CPU is all there is, for the layouts that come after."""
+    without_a_gpu.import_jax()
+    from gspmd_lm import runtime
+
+    runtime.simulate_later(SIMULATED)
+
+
+def _several(overrides: str | Sequence[str]) -> Sequence[str]:
+    return [overrides] if isinstance(overrides, str) else overrides
+
+
+def _config(config: Config | str) -> Config:
+    return load_config(config) if isinstance(config, str) else config
+
+
+def _task(task: "Task | Config | str") -> "Task | Config":
+    return load_config(task) if isinstance(task, str) else task
+
+
+def _rules(rules: Rules | str, task: "Task | Config | None" = None) -> Rules:
+    if not isinstance(rules, str):
+        return rules
+    return load_rules(rules, None if task is None or isinstance(task, Config) else task)

@@ -33,7 +33,7 @@ EXAMPLES = {  # verb -> commands, each with what it does
         ("--config=uva --rules=tp8 --workdir=runs/a", "Train on 8 devices, simulated if there are none. The same "
          "command goes on."),
         ("--workdir=runs/a --rules=fsdp8", "Go on under another layout."),
-        ("--set data.source='my texts/*.txt' --set rules.remat=block", "Lay values over the config and the rules."),
+        ("--set data.source='texts/*.txt' --set rules.remat=block", "Lay values over the config and the rules."),
     ],
     "eval": [
         ("eval --workdir=runs/a", "Score the held-out rows."),

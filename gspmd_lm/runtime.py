@@ -102,7 +102,9 @@ def start(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Runtime:
-    """The devices of this run. It must be called once, before anything else touches a device.
+    """The devices of this run. It must be called before anything else touches a device.
+
+    A program that has called it may call it again for as many simulated devices or fewer, of which it takes the first.
 
     `platform` takes precedence over JAX_PLATFORMS, and both over the platform that is found. `simulated_devices` is per
     process and counts only on cpu. Processes join as the three flags say. Without flags, jax finds the processes of
@@ -126,7 +128,7 @@ def start(
         raise InputError(_absent(chosen, str(error))) from error
     if jax.default_backend() != chosen:
         raise InputError(_absent(chosen, f"jax runs on {jax.default_backend()}"))
-    if chosen == "cpu" and jax.local_device_count() != simulated_devices:
+    if chosen == "cpu" and jax.local_device_count() < simulated_devices:
         raise InputError(_too_late(jax.local_device_count(), simulated_devices))
     return Runtime(chosen, devices[0].device_kind, len(devices), jax.process_index(), jax.process_count())
 
@@ -170,8 +172,15 @@ def prepare_cpu(device_count: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between processes; one process does not use it
     try:
         jax.config.update("jax_num_cpu_devices", device_count)
-    except RuntimeError as error:
-        raise InputError(_too_late(jax.local_device_count(), device_count)) from error
+    except RuntimeError as error:  # a device was touched before
+        if jax.local_device_count() < device_count:
+            raise InputError(_too_late(jax.local_device_count(), device_count)) from error
+
+
+def simulate_later(device_count: int) -> None:
+    """Has `device_count` devices simulated when a CPU is first used. If one is in use already, nothing changes."""
+    with contextlib.suppress(InputError):  # whoever needs more devices than there are is told so by `start`
+        prepare_cpu(device_count)
 
 
 def _xla_knows(flag: str) -> bool:

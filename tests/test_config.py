@@ -58,7 +58,7 @@ def test_a_config_is_frozen(load):
         (
             RIGHT + "data: {batch: 3.5, seq: x, source: 7, held_out: .nan}\noptimizer: [1]\n",
             "mine.yaml: 5 problems\n"
-            "  data.source: must be text, got 7; with quotes it is text: \"7\"\n"
+            '  data.source: must be text, got 7; with quotes it is text: "7"\n'
             "  data.batch: must be a whole number, got 3.5\n"
             "  data.seq: must be a whole number, got 'x'\n"
             "  data.held_out: must be a finite number, got nan\n"
@@ -175,6 +175,8 @@ def test_overrides(load):
     assert found.train.trackers == ()
     assert found.data.source == "text/*.md more/*.md"
     assert found.name == "other"
+    assert load(RIGHT, "data.source=**/*.md").data.source == "**/*.md"
+    assert load(RIGHT, "data.source=[a b, c]").data.source == ("a b", "c")
 
 
 def test_the_last_override_wins(load):

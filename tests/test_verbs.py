@@ -136,6 +136,17 @@ def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
     loss = float(out.split("loss ")[1].split(",")[0])
     assert code == 0 and "over 100 tokens, 100 bytes" in out and loss == pytest.approx(np.log(257), abs=0.1)
+    (tmp_path / "my texts").mkdir()
+    (tmp_path / "my texts" / "a.jsonl").write_text('{"text": "01234"}\n{"text": "56789"}')
+    (tmp_path / "my texts" / "b.md").write_text("x" * 70_000)
+    (tmp_path / "my texts" / "c.bin").write_text("x")
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'my texts'}", *PLACE)
+    assert code == 0 and "over 70,012 tokens, 70,012 bytes" in out and "skipped, unknown ending: " in out, out
+    (tmp_path / "README").write_text("01234")
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'README'}", *PLACE)
+    assert code == 0 and "over 5 tokens" in out
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'none'}", *PLACE)
+    assert code == 2 and "none matches no file" in err
     lines.write_text('{"prompt": "01", "continuation": "23"}\n')
     code, out, _ = verb("eval", f"--workdir={workdir}", f"--continuations={lines}", *PLACE)
     assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
@@ -170,11 +181,12 @@ def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
     plain = yaml.safe_load((workdir / "config.yaml").read_text())
     assert plain["model"]["padded_vocab"] == 264 and plain["data"]["tokenizer"] == "bytes"
     settings = ["data.seq=16", "data.batch=8", "data.source=random:64", "train.steps=2", f"train.init_from={workdir}",
-                "train.trackers=[]", "train.checkpoint_every=1"]  # fmt: skip
+                "train.trackers=[]", "train.checkpoint_every=1", "train.samples={prompts: [a b], tokens: 5}",
+                ]  # fmt: skip
     code, out, err = verb("train", f"--config={workdir / 'config.yaml'}", f"--workdir={tmp_path / 'run'}", *PLACE,
                           *(f"--set={setting}" for setting in settings))  # fmt: skip
     assert code == 0, err
-    assert "step 1/2  loss 5.5" in out
+    assert "step 1/2  loss 5.5" in out and "\nsample: a b" in out
 
     # Not only its last step can be evaluated.
     last = re.search(r"^step 2: held-out loss (\S+),", out, re.M)

@@ -233,6 +233,11 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
                     yield document
 
 
+def whole(path: Path, field: str) -> bytes:
+    """All documents of a file as one text. Raises InputError as `texts` does."""
+    return (b"" if of(path) == _PLAIN else b"\n").join(texts(path, field))
+
+
 def records(path: Path) -> Iterator[Row]:
     """The records of a file, each with its place. Raises InputError as `texts` does."""
     kind = of(path)
@@ -292,6 +297,7 @@ def _field(place: str, record: dict[str, Any], field: str) -> bytes:
             f"{place}: no field {field}{did_you_mean(field, record)}\n"
             f"  fix   set data.text_field to one of {', '.join(map(str, record)) or 'its fields'}"
             + (", or for conversations data.messages_field" if any(map(_is_a_list, record.values())) else "")
+            + tables.OR_LEAVE_OUT
         )
     text = record[field]
     if not isinstance(text, str):

@@ -1,5 +1,6 @@
 """Files from elsewhere, such as gs:// and hf://, copied to this machine once."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from gspmd_lm.data import formats
 from gspmd_lm.errors import InputError
 from gspmd_lm.paths import cache_folder
 
-Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all (0: not known)
+Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all; 0 and 0 for a wait
 
 # The package that reads addresses of a kind, where fsspec itself does not.
 _PACKAGES = {
@@ -62,12 +63,16 @@ def copies(
     if not names:
         raise InputError(f"{place}: {address} matches no file\n  fix   correct the address")
     found, done, total = [], 0, sum(about.get("size") or 0 for about in facts.values())
+
+    def told(before_bytes: int, copied_bytes: int) -> None:
+        now_bytes = before_bytes + copied_bytes
+        if progress:
+            progress("copying files", now_bytes, max(total, now_bytes))
+
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
         copy = cache_folder("copies") / version / Path(name).name
-        if not copy.is_file():
-            copied = lambda size, before=done: progress and progress("copying files", before + size, total)  # noqa: E731
-            _copy(store, name, copy, f"{place}: {kind}://{name}", copied)
+        _copy(store, name, copy, f"{place}: {kind}://{name}", functools.partial(told, done))
         done += about.get("size") or 0
         found.append(copy)
     return found
@@ -85,12 +90,13 @@ def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int],
             "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
         ) from error
     try:
-        if copy.is_file():
+        if copy.is_file() and not files.damage(copy.parent, (copy.name,)):
             return
         with files.replacing(copy) as new, new.open("wb") as out:
             for block in _blocks(store, name, place):
                 out.write(block)
                 copied(out.tell())
+        files.seal(copy.parent, (copy.name,))
     finally:
         lock.release()
 

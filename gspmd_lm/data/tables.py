@@ -7,6 +7,8 @@ from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean
 
+OR_LEAVE_OUT = "\n        or leave the file out: data.source may be a list of files and globs"
+
 
 @contextlib.contextmanager
 def _table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterator[Any]]]]:
@@ -42,6 +44,7 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
                 f"{path}: no column {field}{did_you_mean(field, schema.names)}\n"
                 f"  fix   set data.text_field to one of {', '.join(schema.names)}"
                 + (", or for conversations data.messages_field" if _any_list(schema) else "")
+                + OR_LEAVE_OUT
             )
         kind = schema.field(field).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from etils import epath
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
+from gspmd_lm.data import sources
 from gspmd_lm.data.sources import Progress, Source, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load, trained_size
 from gspmd_lm.errors import InputError
@@ -78,6 +78,15 @@ def found(config: Config, workdir: str) -> Config:
     return kept(config, path) if there else config
 
 
+def made(config: Config, progress: Progress | None = None) -> Config:
+    """The config, with a tokenizer that is yet to be trained replaced by one that is trained now. See `of_source`."""
+    size = trained_size(config.data.tokenizer)
+    if size is None:
+        return config
+    path = of_source(sources.open(config.data, progress), size, progress)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
+
+
 def of_source(source: Source, size: int, progress: Progress | None = None) -> Path:
     """The file of a tokenizer of at most `size` tokens that is trained on a source, now or by an earlier run.
 
@@ -89,8 +98,10 @@ def of_source(source: Source, size: int, progress: Progress | None = None) -> Pa
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock")):
-            if not path.exists():
+            if not path.exists() or files.damage(path.parent, (FILE,)):
+                path.unlink(missing_ok=True)
                 train(_sample(source, progress), size, path)
+                files.seal(path.parent, (FILE,))
     except OSError as error:
         raise InputError(
             f"{path.parent}: cannot be written ({error.strerror})\n"
@@ -139,11 +150,9 @@ def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Toke
         show_progress=False,
     )
     bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(bpe.to_str(), encoding="utf-8")
-        partial.replace(path)
+        files.replace(path, bpe.to_str())
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error})") from error
+        raise InputError(f"{path}: cannot be written ({files.reason(error)})\n  fix   choose another name") from error
     return load(str(path))

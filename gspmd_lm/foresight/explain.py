@@ -24,7 +24,7 @@ from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.task import Task
 from gspmd_lm.train import decoder, state, table
 
-NOT_ON_CPU = "simulated devices have no speed of their own: give a --target such as v5p:2x2x2 or h100:8"
+NOT_ON_CPU = "simulated devices have no speed of their own; explain predicts one for a --target such as v5p:2x2x2"
 
 
 def reports(

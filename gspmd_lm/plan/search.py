@@ -165,7 +165,7 @@ def plan(
     for note in space.notes:
         say(note)
     say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s")
-    search = _Search(config, target, found, say, reports, began, minutes, most)
+    search = _Search(config, space, found, say, reports, began, minutes, most)
     if rank_by == "time":
         search.run()
     else:
@@ -174,9 +174,9 @@ def plan(
 
 
 class _Search:
-    def __init__(self, config: Config | Task, target: Target, found: Sequence[Candidate], say: Callable[[str], None],
+    def __init__(self, config: Config | Task, space: Space, found: Sequence[Candidate], say: Callable[[str], None],
                  reports: Reports, began: float, minutes: float, most: int):  # fmt: skip
-        self.config, self.target, self.say, self.reports = config, target, say, reports
+        self.config, self.space, self.target, self.say, self.reports = config, space, space.target, say, reports
         self.began, self.minutes, self.most = began, minutes, most
         self.searched = len(found)
         may_fit = [one for one in found if one.fits is not False]
@@ -227,6 +227,15 @@ class _Search:
             if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
                 self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
                 self._compile([one])
+        if len(self.tried) < self.most and time.monotonic() - self.began < 60 * self.minutes:
+            self._try_options()
+
+    def _try_options(self) -> None:
+        """Compiles the best layout under other compiler options."""
+        if best := self.best:
+            for raw in self.space.with_options(best.raw):
+                self.searched += 1
+                self._compile([dataclasses.replace(best, raw=raw, rules=self.space.rules(raw), report=None)])
 
     def _promised_s(self, one: Candidate) -> float:
         """The shortest time that a layout may have: the less like the compiled ones, the less its price is known.

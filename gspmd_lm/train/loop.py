@@ -6,8 +6,9 @@ import dataclasses
 import datetime
 import functools
 import json
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from gspmd_lm.data import trained
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.train import metrics, progress, source, trackers
+from gspmd_lm.train import metrics, progress, source, trace, trackers
 from gspmd_lm.train.best import Best
 from gspmd_lm.train.log import Log, Sample
 from gspmd_lm.train.state import State
@@ -120,7 +121,7 @@ class Run:
             done, interrupted = start, False
             streak = Streak(checkpoints, train.max_skipped)
             if self.foreseen:
-                self.say(self.foreseen.paragraph)
+                self.say(textwrap.fill(self.foreseen.paragraph, 80, break_on_hyphens=False))
             shown = progress.Shown(
                 self.console, start, stop, main=self.machine.is_main, mfu=meter.peak_flops_per_s is not None
             )
@@ -128,7 +129,7 @@ class Run:
                 contextlib.closing(self._log(start)) as log,
                 contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
                 shown.running(),
-                self._trace(start, stop) as trace,
+                trace.steps(self.profile, start, stop, self.workdir / "profile", self.say) as traced,
                 runtime.StopSignal() as signal,
             ):
                 missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
@@ -137,7 +138,7 @@ class Run:
                     best = best.after(start, self._evaluated(state.params, start, log, meter)["eval_loss"])
                     meter.begin()
                 for at, batch in meter.waiting(() if best.ends(train.patience) else batches):
-                    trace(at)
+                    traced(at)
                     state, values = program(state, batch)
                     done = at + 1
                     shown.advance(done, meter.tokens_per_s, meter.left_s(done))
@@ -351,30 +352,6 @@ class Run:
             start, stop, tokens, config.data.batch / len(self.rows[0].rows), per_token * tokens,
             peak and peak * self.step.mesh.size,
         )  # fmt: skip
-
-    @contextlib.contextmanager
-    def _trace(self, begin: int, end: int) -> Iterator[Callable[[int], None]]:
-        """A function to call with each step before the step runs. It writes a trace of the steps in `profile`."""
-        start, stop = self.profile or (-1, -1)
-        tracing = False
-        if self.profile and not begin <= start < end:
-            self.say(f"warning: --profile={start}:{stop} traces nothing, because the run goes from step {begin} to "
-                     f"{end}")  # fmt: skip
-
-        def told(step: int | None) -> None:
-            nonlocal tracing
-            if tracing and step in (stop, None):
-                jax.profiler.stop_trace()
-                tracing = False
-                self.say(f"trace of steps {start} to {stop}: {self.workdir / 'profile'}")
-            elif step == start:
-                jax.profiler.start_trace(str(self.workdir / "profile"))
-                tracing = True
-
-        try:
-            yield told
-        finally:
-            told(None)
 
     def _log(self, start: int) -> Any:
         if not self.machine.is_main:

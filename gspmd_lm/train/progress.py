@@ -65,6 +65,7 @@ class Shown:
         self.loss = f"loss {_digits(values['loss'], 5)}"
         if not self.main:
             return
+        self.bar.update(self.task, loss=self.loss)
         if self.lines % HEADED == 0:
             self._print(heading(self.stop, self.mfu))
         self.lines += 1

@@ -1,13 +1,12 @@
 """eval --text and eval --continuations: scores texts with the weights of a workdir."""
 
-import glob
 from pathlib import Path
 
 from absl import flags
 
 from gspmd_lm import compile_cache
 from gspmd_lm.config import Config
-from gspmd_lm.data import tokenizer
+from gspmd_lm.data import corpus, formats, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, score
 from gspmd_lm.paths import read_text
@@ -31,7 +30,9 @@ def run(values: flags.FlagValues) -> int:
     tokens = tokenizer.load(config.data.tokenizer)
     generate.check_tokenizer(config, tokens)
     if values.text:
-        text = "\n".join(read_text(path) for path in _files(values.text)).encode()
+        text, notes = _text(values.text, config.data.text_field)
+        if notes:
+            here.say(notes)
         ids, lines = tokens.encode(text), []
         if not len(ids):
             raise InputError(f"--text={values.text}: the text is empty\n  fix   give a text")
@@ -73,8 +74,14 @@ def _window(asked: int | None, config: Config) -> int:
     return asked or config.data.seq
 
 
-def _files(pattern: str) -> list[Path]:
-    found = sorted(Path(name) for one in pattern.split() for name in glob.glob(one, recursive=True))
-    if not found:
-        raise InputError(f"--text={pattern}: no such file\n  fix   give a text file, or globs of some")
-    return found
+def _text(name: str, field: str) -> tuple[bytes, str]:
+    """The texts that --text names, as data.source would, and what is to be said of their files.
+
+    A file that is named itself may have any ending.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() and formats.of(path) is None:
+        return read_text(path).encode(), ""
+    notes = corpus.Notes()
+    paths = corpus.files([name], "--text", notes)
+    return b"\n".join(formats.whole(path, field) for path in paths), str(notes)

@@ -125,7 +125,9 @@ def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | No
     """The session of a process whose devices are started. A program that has no command line begins here."""
     import jax
 
-    devices = jax.devices()[:1] if rules.devices == 1 and machine.process_count == 1 else jax.devices()
+    devices = jax.devices()
+    if machine.process_count == 1 and (machine.simulated or rules.devices == 1) and rules.devices > 0:
+        devices = devices[: rules.devices]
     watched = sys.stderr if stderr else sys.stdout
     console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160)
     return Session(config, rules.fill(len(devices)), machine, devices, console, path_of(workdir) if workdir else None)
@@ -244,14 +246,16 @@ def progress(console: Console) -> Progress:
         now = time.monotonic()
         if what != stage:
             stage, began, before, shown = what, now, done, now if not console.is_terminal else 0.0
-        ended = bool(total) and done >= total
+        if not total:  # it waits for another process
+            console.print(f"{what} ...", highlight=False)
+            return
+        ended = done >= total
         if now - shown < (0.1 if console.is_terminal else PROGRESS_S) and not (ended and console.is_terminal):
             return
         shown = now
-        of = f" of {total / 1e6:,.1f} MB, {done / total:.0%}" if total else " MB"
-        left = (now - began) * (total - done) / (done - before) if total and done > before else 0.0
+        left = (now - began) * (total - done) / (done - before) if done > before else 0.0
         time_left = f", {left:.0f} s left" if 0 < left < 90 else f", {left / 60:,.0f} min left" if left else ""
-        line = f"{what}: {done / 1e6:,.1f}{of}{time_left}"
+        line = f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {done / total:.0%}{time_left}"
         if console.is_terminal:
             console.print(f"{line:<70}", end="\n" if ended else "\r", highlight=False)
         else:

@@ -57,11 +57,11 @@ def run(verb: str, values: flags.FlagValues) -> int:
     return 0
 
 
-def train(here: session.Session, steps: int | None = None) -> dict[str, float]:
-    """Trains to step `steps`, or the config's last one, and returns what was logged last."""
+def train(here: session.Session, steps: int | None = None) -> tuple[dict[str, float], epath.Path]:
+    """Trains to step `steps`, or the config's last one. Returns what was logged last, and the workdir."""
     built, warnings = _built(here)
     with _opened(here, built, warnings) as run:
-        return _train(run, steps)
+        return _train(run, steps), run.workdir
 
 
 def _train(run: loop.Run, steps: int | None, step: int | None = None) -> dict[str, float]:
@@ -99,7 +99,8 @@ def _opened(
         writer = None
         if writes:
             if config.train.samples:
-                writer = Writer(config, rules, here.devices, machine.platform)
+                progress = session.progress(console) if machine.is_main else None
+                writer = Writer(trained.made(config, progress), rules, here.devices, machine.platform)
             trackers.check(config.train.trackers)
             workdir = here.workdir or _fresh(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(session.written(here, workdir))

@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
+from gspmd_lm import lock
 from gspmd_lm.config import Data
 from gspmd_lm.config_data import Source
 from gspmd_lm.data import corpus, formats, remote, sources
@@ -88,7 +89,9 @@ def test_links_to_folders_are_followed_and_a_circle_ends():
 
 def test_the_folders_of_runs_are_no_texts():
     _write(names="t/a.txt t/run/config.yaml t/run/metrics.jsonl t/run/checkpoints/x.txt")
-    assert _read("t") == ["a.txt"] and "skipped, the folder of a run: t/run" in _open("t").notes
+    _write(names="t/stopped/config.yaml t/stopped/rules.yaml t/stopped/metrics.jsonl")
+    _write(names=f"t/z/{lock.LOCK} t/z/{lock.HOLDER}")
+    assert _read("t") == ["a.txt"] and "skipped, the folder of a run: t/run, t/stopped, t/z" in _open("t").notes
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
@@ -109,6 +112,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
     ("source", "message"),
     [
         ("none", r"data\.source: none matches no file \(there is no such file or folder in .*here\)\n  fix "),
+        ("t/a.txt my b.txt", r"t/a\.txt my b\.txt matches no file, and neither does my in it \(there is no such"),
         ("stdlb", r"stdlb matches no file \(did you mean stdlib\?\)"),
         (["t", "no/*.txt"], r"data\.source: no/\*\.txt matches no file\n  fix "),
         ("t/x.pdf", r"data\.source: t/x\.pdf: unknown ending\n  fix   give files that end in \.txt .*\.zst"),
@@ -207,9 +211,8 @@ def store():
 def test_addresses_are_copied_once(store, monkeypatch):
     assert _read("memory://corpus") == ["a", "b.txt", "sub/c.txt"]
     assert "unknown ending: memory:/corpus/x.pdf" in _open("memory://corpus").notes
-    monkeypatch.setattr(remote, "_copy", lambda *_: pytest.fail("copied again"))
+    monkeypatch.setattr(remote, "_blocks", lambda *_: pytest.fail("copied again"))
     assert _read("memory://corpus/*.txt") == ["b.txt"] and _read("memory://corpus/b.txt") == ["b.txt"]
-    monkeypatch.undo()
 
 
 def test_a_changed_object_is_copied_again(store):
@@ -218,6 +221,12 @@ def test_a_changed_object_is_copied_again(store):
     assert said[0] == ("copying files", 5, 5)
     store.pipe("/corpus/b.txt", b"changed")
     assert _read("memory://corpus/b.txt") == ["changed"]
+
+
+def test_a_damaged_copy_is_copied_again(store):
+    (path,) = remote.copies("memory://corpus/b.txt", "here")
+    path.write_bytes(b"b,txt")
+    assert _read("memory://corpus/b.txt") == ["b.txt"]
 
 
 def test_bad_addresses(store, monkeypatch):

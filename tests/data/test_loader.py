@@ -1,9 +1,13 @@
+import gzip
 import json
 import threading
 import time
 
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 from conversations import CHATML, said, write_tokenizer
 from jax.sharding import NamedSharding
@@ -230,6 +234,28 @@ def test_conversations_teach_what_the_assistant_says(conversations):
     assert (
         "conversations cut into rows" in loader.open(_config(vocab=300, **conversations | {"seq": 48}))[0].description
     )
+
+
+def test_conversations_may_stand_in_any_file_of_records(conversations, folder):
+    whole, _ = loader.open(_config(vocab=300, **conversations))
+    lines = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
+    tables = [
+        pyarrow.Table.from_pylist([{"id": line["id"], "talk": line["messages"]} for line in some])
+        for some in (lines[50:100], lines[100:150])
+    ]
+    (folder / "a.json").write_text(json.dumps(lines[:50]))
+    pyarrow.parquet.write_table(tables[0], folder / "b.parquet")
+    with pyarrow.ipc.new_stream(str(folder / "c.arrow"), tables[1].schema) as writer:
+        writer.write_table(tables[1])
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, lines[150:])).encode()))
+    source = ["a.json", *({"path": path, "messages_field": "talk"} for path in ("b.parquet", "c.arrow")), "d.jsonl.gz"]
+    parts, _ = loader.open(_config(vocab=300, **conversations | {"source": source}))
+    assert (parts.rows.stream == whole.rows.stream).all() and parts.tokens_per_epoch == whole.tokens_per_epoch
+    weighted = [{"path": "a.json", "weight": 1}, {"path": "b.parquet", "weight": 2, "messages_field": "talk"}]
+    apart = [{"path": "c.arrow", "messages_field": "talk"}]
+    mixed, held_out = loader.open(_config(vocab=300, **conversations | {"source": weighted, "held_out": apart}))
+    assert mixed.shares == (3333, 6667) and held_out
+    assert f"{mixed.tokens_per_epoch:,} of them the assistant's" in mixed.description
 
 
 def test_conversations_are_encoded_once_per_template(conversations, folder, monkeypatch):

@@ -53,7 +53,7 @@ def test_rows_are_drawn_by_weight():
 def test_each_source_has_epochs_of_its_own():
     mixed, _ = loader.open(_config(_entry("a", 3), _entry("b", 1)))
     sizes = [len(part) for part in mixed.rows.parts]
-    order = np.concatenate([mixed.indices_at(step, range(8)) for step in range(loader.BLOCK // 8)])
+    order = np.concatenate([mixed.indices_at(step, range(8)) for step in range(2 * loader.BLOCK // 8)])
     for own, first, size in ((order[order < sizes[0]], 0, sizes[0]), (order[order >= sizes[0]], *sizes)):
         times = np.bincount(own - first, minlength=size)
         assert times.max() - times.min() <= 1 and len(times) == size
@@ -68,7 +68,11 @@ def test_the_order_of_a_mixture_is_a_function_of_seed_and_step():
         for part in (slice(2, 5), [1, 6]):  # what a process reads does not depend on what others read
             for name, array in one.rows_at(step, part).items():
                 assert (array == whole[name][part]).all()
-    assert any((one.indices_at(step, range(8)) != other.indices_at(step, range(8))).any() for step in range(3))
+    first = len(one.rows.parts[0])
+    draws = [[each.indices_at(step, range(8)) < first for step in range(9)] for each in (one, other)]
+    assert not np.array_equal(*draws)  # the seed decides which source a row is from
+    read = [np.sort(np.concatenate([each.indices_at(step, range(8)) for step in range(9)])) for each in (one, other)]
+    assert not np.array_equal(*read)  # and which of its rows
 
 
 def test_joined_rows_are_the_rows_of_their_parts():
@@ -90,10 +94,12 @@ def test_a_change_of_weights_is_another_order_of_the_same_tokens(monkeypatch):
 
 
 def test_sources_without_weights_are_one():
+    loader.open(_config(_entry("a", 1), _entry("b", 1)))  # has a cache of its own
     joined, _ = loader.open(_config(_entry("a"), _entry("b")))
     assert joined.shares == () and isinstance(joined.rows, packing.Rows)
     order = np.concatenate([joined.indices_at(step, range(8)) for step in range(-(-len(joined.rows) // 8))])
     assert sorted(order[: len(joined.rows)]) == list(range(len(joined.rows)))
+    assert set(_letters(joined.rows.read(order[: len(joined.rows)]))) == {"a", "b"}
 
 
 def test_what_is_said_of_a_mixture():

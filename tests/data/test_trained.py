@@ -73,6 +73,12 @@ def test_a_run_trains_its_tokenizer_once_and_finds_it_again(folder, monkeypatch)
     monkeypatch.setattr(trained, "train", lambda *_: pytest.fail("trained again"))
     again, _ = loader.open(asked)
     assert again.fingerprint == train.fingerprint
+    # A damaged one is trained again, with the same result.
+    monkeypatch.undo()
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "cache"))
+    monkeypatch.chdir(folder)
+    train.tokenizer.write_bytes(train.tokenizer.read_bytes().replace(b"a", b"b", 1))
+    assert loader.open(asked)[0].fingerprint == train.fingerprint
     # What a run keeps in its workdir is found there, also when the workdir has moved.
     workdir = epath.Path(folder / "W")
     assert trained.found(asked, str(workdir)) == asked

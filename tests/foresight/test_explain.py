@@ -111,9 +111,10 @@ def test_a_run_says_what_it_will_cost(run, tmp_path):
     argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=2", f"--workdir={tmp_path / 'run'}")
     code, out, _ = run(*argv)
     assert code == 0
-    line = next(line for line in out.splitlines() if "per device at the peak" in line)
-    assert out.index(line) < out.index("step 1/2")
-    assert "each device sends per step" in line
+    before, _, _ = out.partition("step 1/2")
+    said = before[before.index("train step: ") :].splitlines()[1:]
+    assert all(len(line) <= 80 for line in said)
+    assert "per device at the peak" in " ".join(said) and "each device sends per step" in " ".join(said)
 
 
 def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.plan import search
+from gspmd_lm.plan import search, space, written
 from gspmd_lm.plan.search import plan
 from gspmd_lm.train import state, step
 
@@ -137,6 +137,19 @@ def test_a_plan_ends_with_its_time_or_its_number_and_goes_on_from_there(config, 
     late = plan(config, target, reports=Compiler(config), minutes=15)
     assert late.compiled < found.compiled + 6
     assert "15 minutes are over" in late.stopped
+
+
+def test_compiler_options_that_help_are_taken(config):
+    """They are tried on the best layout alone, and stand in its file."""
+    helped = Compiler(config, factor=lambda rules: 0.98 if rules.compiler_options else 1.0)
+    found = plan(config, targets.parse("h100:4"), reports=helped)
+    assert found.best and set(found.best.raw["compiler_options"]) == {"gpu"}
+    assert found.best.name == f"{found.candidates[1].name}, compiler options"
+    assert sum("compiler options" in name for name in helped.asked) == len(space.OPTIONS["gpu"])
+    assert rules_file.from_dict(core_yaml.parse(written.yaml(found.best.raw), "file"), "file").problems == ()
+    slowed = Compiler(config, factor=lambda rules: 1.02 if rules.compiler_options else 1.0)
+    best = plan(config, targets.parse("h100:4"), reports=slowed).best
+    assert best and "compiler_options" not in best.raw
 
 
 def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):

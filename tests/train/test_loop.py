@@ -368,6 +368,33 @@ def test_a_trace_is_written(run, tmp_path):
     assert "--profile=1:3 traces nothing, because the run goes from step 4 to 5" in late.console.file.getvalue()
 
 
+class Writer:
+    """It writes which weights it was given."""
+
+    def __init__(self):
+        self.compiled = 0
+
+    def compile(self):
+        self.compiled += 1
+
+    def __call__(self, params):
+        return [("prompt", f"{sum(float(x.sum()) for x in jax.tree.leaves(params)):.6f}")]
+
+
+def test_samples_are_written_at_each_evaluation_and_change_nothing(run, straight, tmp_path):
+    workdir, (_, state) = straight
+    first, then = run(tmp_path), run(tmp_path)
+    first.writer, then.writer = Writer(), Writer()
+    first.train(7)
+    then.train(12)
+    assert losses_of(tmp_path) == losses_of(workdir)
+    same(state_of(then)[1], state)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [6, 7, 12] and rows[-1]["text"] == Writer()(state.params)[0][1]
+    assert (first.writer.compiled, then.writer.compiled) == (1, 1)
+    assert f"sample: prompt{rows[-1]['text']}\n" in then.console.file.getvalue()
+
+
 @pytest.fixture(scope="module")
 def worsening(small):
     """A config whose held-out loss soon grows: the rows are random, so that there is nothing to learn but them."""

@@ -1,0 +1,137 @@
+"""A trained model with its weights on this program's devices, which continues texts."""
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspmd_lm import compile_cache, rules_file
+from gspmd_lm import config as configs
+from gspmd_lm.config import Config
+from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.errors import InputError
+from gspmd_lm.infer import generate as generation
+from gspmd_lm.infer.sampling import Sampling
+from gspmd_lm.rules import Rules
+from gspmd_lm.runtime import Runtime
+from gspmd_lm.verbs import generate as verb
+from gspmd_lm.verbs import given, session
+
+ROWS = 8  # prompts that are continued at a time
+
+
+def left(workdir: str, rules: Rules | str | None) -> tuple[Config, Rules]:
+    """The config of a run, and `rules` or those that the run left. Raises InputError if there is no run."""
+    folder = Path(workdir)
+    if "://" not in workdir and not (folder / "config.yaml").is_file():
+        bring = f"convert --from={workdir} --workdir=DIR" if (folder / "config.json").is_file() else "train there first"
+        raise InputError(f"{workdir}: not the folder of a run\n  fix   {bring}")
+    config = given.with_tokenizer(configs.load(f"{workdir}/config.yaml"), workdir)
+    if isinstance(rules, Rules):
+        return config, rules
+    kept = folder / "rules.yaml"
+    return config, rules_file.load(rules or (str(kept) if kept.is_file() else "none"))
+
+
+class Text(str):
+    """What a model wrote after a prompt."""
+
+    prompt: str
+
+    @classmethod
+    def after(cls, prompt: str, text: str) -> "Text":
+        found = cls(text)
+        found.prompt = prompt
+        return found
+
+    def _repr_html_(self) -> str:
+        return f'<p style="white-space:pre-wrap"><i>{html.escape(self.prompt)}</i>{html.escape(self)}</p>'
+
+
+class Texts(list[Text]):
+    """What a model wrote after several prompts, in their order."""
+
+    def _repr_html_(self) -> str:
+        return "<hr>".join(text._repr_html_() for text in self)
+
+
+class Model:
+    """The model of a run, with its weights. `config` says what it computes, and `rules` where its weights live."""
+
+    def __init__(self, config: Config, rules: Rules, machine: Runtime, workdir: str, step: int | None):
+        self._here = session.of(config, rules, machine, workdir)
+        verb.check_weights(self._here, workdir, step)
+        self.config, self.rules = config, self._here.rules
+        self.tokenizer = tokenizer.load(config.data.tokenizer)
+        self._workdir, self._step = workdir, step
+        self._generator: generation.Generator | None = None
+        compile_cache.enable(None)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        chat_template: bool = False,
+    ) -> Text | Texts:
+        """The text after a prompt, or the texts after several. Both are strings.
+
+        The first call compiles and reads the weights. Later ones do so if they need more room.
+
+        Args:
+            prompts: one text, or several.
+            max_new_tokens: where to stop at the latest.
+            temperature: of sampling; 0 takes the most likely token.
+            top_k: sample from so many of the most likely tokens; 0 from all.
+            top_p: sample from the most likely tokens whose probabilities add up to this.
+            min_p: sample from the tokens with at least this share of the most likely one's probability.
+            seed: of sampling.
+            stop: stop before this text, or any of these.
+            chat_template: treat each prompt as a user's message.
+
+        Raises:
+            InputError: an option or a prompt does not fit the model, or the rules do not.
+        """
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not several:
+            return Texts()
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        name = self.config.data.tokenizer
+        if chat_template:
+            render = chat.Chat(name)
+            ids = [render.prompt([{"role": "user", "content": one}]).tolist() for one in several]
+        else:
+            ids = [self.tokenizer.encode_prompt(one).tolist() for one in several]
+        generator = self._ready(ids, max_new_tokens)
+        found = generator.results(
+            ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name)
+        )
+        texts = Texts(Text.after(one, result.text) for one, result in zip(several, found, strict=True))
+        return texts[0] if isinstance(prompts, str) else texts
+
+    def _ready(self, ids: Sequence[Sequence[int]], new_tokens: int) -> generation.Generator:
+        """Programs that are large enough for these prompts, with the weights: those of the last call if they are."""
+        last = self._generator
+        generation.check_prompts(self.config, ids, new_tokens, [f"prompt {n}" for n in range(1, len(ids) + 1)])
+        if last is not None:
+            sizes = last.programs.sizes
+            enough = max(map(len, ids)) <= sizes.prompt and sizes.prompt + new_tokens - 1 <= sizes.slots
+            if enough and sizes.rows >= min(len(ids), ROWS):
+                return last
+        built, notes = generation.plan(
+            self.config, self.rules, self._here.devices, self._here.machine.platform, ids, new_tokens=new_tokens,
+            batch=min(len(ids), ROWS), tokenizer=self.tokenizer,
+        )  # fmt: skip
+        for note in notes:
+            self._here.say(note)
+        params = verb.restored(self._here, self._workdir, built.abstract_params, self._step)
+        self._generator = generation.Generator(built, params, self.tokenizer)
+        return self._generator
+
+    def __repr__(self) -> str:
+        return f"{self.config.name} of {self._workdir} under {self.rules.path}"

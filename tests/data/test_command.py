@@ -1,0 +1,135 @@
+"""A folder of texts, from the command line: one command trains a tokenizer and a model of its size."""
+
+import io
+import json
+
+import pytest
+import yaml
+from rich.console import Console
+
+from gspmd_lm import cli
+from gspmd_lm.data import tokenizer
+from gspmd_lm.errors import InputError
+from gspmd_lm.verbs import session, train
+
+SMALL = ("model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
+         "data.batch=8", "data.seq=16", "train.steps=4", "train.trackers=[]", "data.held_out=0.0")  # fmt: skip
+FLAGS = ("--config=tiny", "--compile_cache=none", *(f"--set={one}" for one in SMALL))
+OWN = ("--set=data.source=my texts", "--set=data.tokenizer=bpe:300", "--set=model.vocab=0")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my texts").mkdir()
+    for i in range(40):
+        (tmp_path / "my texts" / f"{i}.txt").write_text(f"the cat number {i} sat on the mat {i * i} times\n" * 9)
+    (tmp_path / "my texts" / "photo.jpg").write_bytes(b"\xff\xd8")
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command: its exit code, and what it said on both streams."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", *arguments])
+        captured = capsys.readouterr()
+        return end.value.code, captured.out + captured.err
+
+    return call
+
+
+def test_a_folder_of_texts_in_one_command(run, folder):
+    code, said = run("--dry_run", "--rules=fsdp8", *FLAGS, *OWN)
+    assert code == 0 and "384" in said and not (folder / "cache").exists()  # the size is known before the tokenizer is
+    code, said = run("--rules=fsdp8", "--workdir=W", "--steps=2", *FLAGS, *OWN)
+    assert code == 0, said
+    assert "skipped, unknown ending: my texts/photo.jpg" in said and "step 2/2" in said
+    written = yaml.safe_load((folder / "W" / "config.yaml").read_text())
+    assert (written["model"]["vocab"], written["model"]["padded_vocab"]) == (300, 384)
+    assert written["data"]["tokenizer"] == str(folder / "W" / "tokenizer.json")
+    assert len(json.loads((folder / "W" / "tokenizer.json").read_text())["model"]["vocab"]) == 300
+    # The same command goes on with it, also when the text has changed and the workdir has moved.
+    (folder / "my texts" / "0.txt").write_text("zebras " * 99)
+    kept = (folder / "W" / "tokenizer.json").read_bytes()
+    (folder / "W").rename(folder / "W2")
+    code, said = run("--workdir=W2", "--steps=3", *FLAGS, *OWN)
+    assert code == 0 and "restored step 2" in said and (folder / "W2" / "tokenizer.json").read_bytes() == kept, said
+    assert len(list((folder / "cache" / "tokenizers").glob("*/tokenizer.json"))) == 1
+
+
+def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, folder, monkeypatch):
+    seen = []
+
+    def writer(config, *_):
+        seen.append(tokenizer.load(config.data.tokenizer).vocab_size)
+        raise InputError("that is enough")
+
+    monkeypatch.setattr(train, "Writer", writer)
+    samples = "--set=train.samples={prompts: [the cat], tokens: 3}", "--set=data.held_out=0.1"
+    code, said = run("--rules=fsdp8", "--workdir=W", *FLAGS, *OWN, *samples)
+    assert code == 2 and "that is enough" in said and seen == [300]
+
+
+def test_a_tokenizer_alone(run, folder):
+    code, said = run("--rules=fsdp8", "--train_tokenizer=mine.json", *FLAGS, *OWN)
+    assert code == 0 and "use it with --set data.tokenizer=mine.json --set model.vocab=0" in said
+    code, said = run("--rules=fsdp8", "--dry_run", *FLAGS, "--set=data.tokenizer=mine.json", "--set=model.vocab=0")
+    assert code == 0 and "384" in said
+
+
+def test_what_is_wrong_is_told_before_anything_starts(run, folder, monkeypatch):
+    monkeypatch.setattr(session, "begin", lambda *_: pytest.fail("started"))
+    code, said = run("--workdir=W", *FLAGS, "--set=data.tokenizer=bpe:4096")
+    assert code == 2 and "fix   --set model.vocab=0" in said
+    code, said = run("--workdir=W", *FLAGS, "--set=data.tokenizer=none.json", "--set=model.vocab=0")
+    assert code == 2 and "none.json: no such file" in said
+
+
+class _Clock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+def _shown(monkeypatch, reports, **console):
+    """What is shown of reports (seconds later, stage, bytes done, bytes in all)."""
+    clock, out = _Clock(), io.StringIO()
+    monkeypatch.setattr(session, "time", clock)
+    show = session.progress(Console(file=out, width=160, **console))
+    for later_s, *report in reports:
+        clock.now_s += later_s
+        show(*report)
+    return out.getvalue()
+
+
+def test_a_log_gets_a_line_every_ten_seconds(monkeypatch):
+    mb = 1_000_000
+    reports = [(0, "hashing files", 5 * mb, 10 * mb), (1, "hashing files", 10 * mb, 10 * mb)]  # soon done: nothing
+    reports += [(9, "tokenizing", 100 * mb, 1100 * mb)]  # what an earlier run has done does not count as speed
+    reports += [(1, "tokenizing", (100 + 10 * i) * mb, 1100 * mb) for i in range(1, 31)]
+    reports += [(100, "tokenizing", 1100 * mb, 1100 * mb)]
+    assert _shown(monkeypatch, reports).splitlines() == [
+        "tokenizing: 200.0 of 1,100.0 MB, 18%, 2 min left",
+        "tokenizing: 300.0 of 1,100.0 MB, 27%, 80 s left",
+        "tokenizing: 400.0 of 1,100.0 MB, 36%, 70 s left",
+        "tokenizing: 1,100.0 of 1,100.0 MB, 100%",
+    ]
+    assert _shown(monkeypatch, [(0, "waiting for another", 0, 0)]) == "waiting for another ...\n"
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(monkeypatch):
+    mb = 1_000_000
+    reports = [(0.2, "tokenizing", i * mb, 1000 * mb) for i in (1, 2, 1000)]
+    shown = _shown(monkeypatch, reports, force_terminal=True, force_interactive=True, no_color=True)
+    assert [line.strip() for line in shown.replace("\n", "\r").split("\r")] == [
+        "tokenizing: 1.0 of 1,000.0 MB, 0%",
+        "tokenizing: 2.0 of 1,000.0 MB, 0%, 3 min left",
+        "tokenizing: 1,000.0 of 1,000.0 MB, 100%",
+        "",
+    ]

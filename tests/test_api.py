@@ -1,0 +1,175 @@
+"""From Python: the functions of `import gspmd_lm`, and that what they give back shows itself."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import gspmd_lm as g
+from gspmd_lm import cli, results
+from gspmd_lm.foresight.show import page
+from gspmd_lm.runs import history
+from gspmd_lm.runs import page as run_page
+from tests.convert.ours import QUICK
+
+SMALL = [
+    "model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
+    "data.source=random:64", "data.batch=8", "data.seq=16", "train.steps=4", "train.log_every=1", "train.eval_every=0",
+    "train.checkpoint_every=0", "train.trackers=[]",
+]  # fmt: skip
+QUICKLY = [f"rules.compiler_options.cpu.{name}={json.dumps(value)}" for name, value in QUICK.items()]
+
+
+def config(*more):
+    return g.load_config("tiny", [*SMALL, *more])
+
+
+def rules(name):
+    return g.load_rules(name, overrides=QUICKLY)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return g.compare(config(), [rules("dp8"), rules("tp8")], "cpu:8")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return g.train(config(), rules("none"), workdir=tmp_path_factory.mktemp("runs") / "a")
+
+
+@pytest.fixture(scope="module")
+def model(trained):
+    return g.load(trained.workdir)
+
+
+def shown(result):
+    """The page within what a notebook shows."""
+    (source,) = re.findall(r'^<iframe srcdoc="([^"]*)" sandbox="allow-scripts" ', result._repr_html_())
+    return html.unescape(source)
+
+
+def test_a_comparison_and_its_explanations_show_themselves(compared):
+    dp8, tp8 = compared
+    assert [one.rules for one in compared] == ["rules/dp8.yaml", "rules/tp8.yaml"]
+    assert shown(compared) == page.render(compared) and shown(dp8) == page.render([dp8])
+    assert repr(dp8).startswith("tiny under rules/dp8.yaml on cpu:8") and repr(dp8) == g.show(dp8)
+    assert repr(compared) == g.show(*compared) and "dp8" in repr(compared) and "tp8" in repr(compared)
+    assert dp8.to_json()["memory"]["peak_bytes"] == dp8.memory.peak_bytes > 0
+    assert tp8.collectives and not re.search(r"(src|href)=\"?http", shown(compared))
+
+
+def test_names_stand_for_configs_and_rules():
+    with pytest.raises(g.InputError, match=r"tinny: no such file, here or in configs/ \(did you mean tiny\?\)"):
+        g.explain("tinny", "tp8", "cpu:8")
+    with pytest.raises(g.InputError, match=r"tp9: no such file, here or in rules/ \(did you mean tp8\?\)"):
+        g.compare("tiny", ["tp8", "tp9"], "cpu:8")
+    with pytest.raises(g.InputError, match=r"--target=v5q-8: Google Cloud has no TPU slices named v5q-N"):
+        g.plan("tiny", "v5q-8")
+    with pytest.raises(g.InputError, match=r"compare needs layouts\n  fix   compare\(config"):
+        g.compare("tiny", [], "cpu:8")
+    with pytest.raises(g.InputError, match=r"steps=0: not a step to stop at"):
+        g.train("tiny", steps=0)
+    assert g.load_config("tiny", "data.batch=3") == g.load_config("tiny", ["data.batch=3"]) != g.load_config("tiny")
+    assert g.load_rules("tp8", overrides="rules.remat=dots").remat.policy == "dots"
+    assert g.dry_run("tiny", "tp8") == g.dry_run(g.load_config("tiny"), g.load_rules("tp8"))
+    with pytest.raises(g.InputError, match=r"rule  --set rules.rules.batch=tensor"):
+        g.build("tiny", g.load_rules("tp8", overrides=["rules.rules.batch=tensor"]))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return g.plan(config(), "cpu:8", minutes=0.01)
+
+
+def test_a_published_config_is_a_config(tmp_path):
+    published = {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 64,
+        "intermediate_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    found = g.load_config(str(tmp_path), ["data.seq=64"])
+    assert (found.model.embed, found.model.layers, found.data.seq) == (32, 1, 64)
+    assert "layers.attention.wq" in g.dry_run(str(tmp_path / "config.json"), "tp8")
+
+
+def test_a_tokenizer_that_a_run_trains(tmp_path):
+    """The model that is loaded has the tokenizer of its run, and the size of the vocabulary follows it."""
+    (tmp_path / "text.txt").write_text("all work and no play makes a dull text. " * 2000)
+    text = [f"data.source={tmp_path}/text.txt", "data.tokenizer=bpe:300", "model.vocab=0", "model.padded_vocab=0"]
+    run = g.train(config(*text, "data.held_out=0.0"), rules("none"), workdir=tmp_path / "run", steps=1)
+    model = g.load(run.workdir)
+    assert model.tokenizer.vocab_size <= 300 and model.config.model.vocab == 300
+    assert model.config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+
+
+def test_a_plan_shows_itself_and_gives_rules_that_run(found):
+    assert repr(found).startswith("tiny, 8 rows a step, on 8 simulated devices (cpu:8)")
+    assert found.best.name in shown(found) and "<!doctype html>" in shown(found)
+    assert found.rules.facts() == found.best.rules.facts()
+    assert found.yaml == found.rules.text and "gspmd_lm.plan('tiny', 'cpu:8')" in found.yaml.partition("\n")[0]
+    assert g.build(config(), found.rules).rules.devices == 8
+
+
+def test_a_plan_in_which_nothing_fits_says_so(found):
+    none = results.FoundPlan(**{**vars(found), "best": None, "nearest": found.best})
+    with pytest.raises(g.InputError, match="no layout of tiny fits on cpu:8"):
+        none.rules  # noqa: B018
+    assert "Nothing fits" in shown(none) and "no layout fits" in repr(none)
+
+
+def test_a_run_shows_itself(trained):
+    steps, losses = zip(*trained.losses, strict=True)
+    assert steps == (1, 2, 3, 4) and trained["loss"] == pytest.approx(losses[-1])
+    written = shown(trained)
+    assert written == run_page.render(
+        history.read([str(trained.workdir)]), f"gspmd_lm.train(..., workdir='{trained.workdir}')"
+    )
+    assert f"<h1>Run {trained.workdir.name}" in written and "Learning rate" in written
+
+
+def test_a_run_goes_on_under_another_layout_and_then_has_nothing_to_do(trained):
+    kept = {path: path.read_bytes() for path in Path(trained.workdir).rglob("*") if path.is_file()}
+    again = g.train(config(), rules("tp8"), workdir=trained.workdir, steps=4)
+    assert again == {} and again.losses == trained.losses
+    assert all(path.read_bytes() == content for path, content in kept.items() if path.suffix != ".lock")
+
+
+def test_a_model_generates_what_the_command_line_does(model, trained, capsys):
+    text = model.generate("def f(", max_new_tokens=5)
+    assert isinstance(text, str) and text.prompt == "def f("
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", "generate", f"--workdir={trained.workdir}", "--prompt=def f(", "--max-new-tokens=5"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"{text}\n"
+    many = model.generate(["def f(", "<b>"], max_new_tokens=5)
+    assert many[0] == text and len(many) == 2
+    assert "<i>&lt;b&gt;</i>" in many._repr_html_() and "<i>def f(</i>" in text._repr_html_()
+    sampled = [model.generate("def f(", max_new_tokens=8, temperature=1.5, seed=seed) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert model.generate([]) == []
+
+
+def test_programs_and_weights_are_used_again_where_they_suffice(model, monkeypatch):
+    model.generate(["abc", "abcd"], max_new_tokens=6)
+    monkeypatch.setattr(type(model._generator), "__init__", lambda *_: pytest.fail("made anew"))
+    assert model.generate("ab", max_new_tokens=6) == model.generate(["ab"], max_new_tokens=6)[0]
+
+
+def test_a_model_under_other_rules(trained, model):
+    split = g.load(trained.workdir, rules("tp8"))
+    assert g.load(trained.workdir, "dp8").rules.name == "dp8" and model.rules.devices == 1
+    assert split.rules.devices == 8 and repr(split).endswith("under rules/tp8.yaml")
+    assert split.generate("def f(", max_new_tokens=5) == model.generate("def f(", max_new_tokens=5)
+
+
+def test_what_cannot_be_loaded(tmp_path, model):
+    with pytest.raises(g.InputError, match=r"not the folder of a run\n  fix   train there first"):
+        g.load(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(g.InputError, match=r"fix   convert --from=.* --workdir=DIR"):
+        g.load(tmp_path)
+    with pytest.raises(g.InputError, match="prompt 2"):
+        model.generate(["a", "b" * 1000], max_new_tokens=5)
