@@ -108,7 +108,8 @@ WITHOUT_DEVICES = (
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
     "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp eval_shape softmax_custom_jvp vjp vmap",
-    "jax.lax": "dynamic_index_in_dim dynamic_update_slice optimization_barrier rsqrt scan stop_gradient",
+    "jax.lax":
+        "dynamic_index_in_dim dynamic_update_slice optimization_barrier reduce_precision rsqrt scan stop_gradient",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask": "CausalMask LocalMask MultiHeadMask",
