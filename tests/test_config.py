@@ -175,6 +175,8 @@ def test_overrides(load):
     assert found.train.trackers == ()
     assert found.data.source == "text/*.md more/*.md"
     assert found.name == "other"
+    assert load(RIGHT, "data.source=**/*.md").data.source == "**/*.md"
+    assert load(RIGHT, "data.source=[a b, c]").data.source == ("a b", "c")
 
 
 def test_the_last_override_wins(load):

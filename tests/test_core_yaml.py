@@ -21,6 +21,7 @@ REFUSED = [
     ("<<: {a: 1}", "line 1: << means"),
     ("a: &x 1", "line 1: anchors and aliases are not supported"),
     ("a: *x", "anchors and aliases"),
+    ("a: [b,\n *.txt]", "line 2: put quotes around a word that begins with *"),
     ("a: &a [*a]", "anchors and aliases"),
     ("a: !!int ''", "line 1: tags are not supported: drop tag:yaml.org,2002:int"),
     ("a: !!set {b}", "tags are not supported"),

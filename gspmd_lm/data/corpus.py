@@ -50,7 +50,7 @@ def files(names: Sequence[str], place: str, notes: Notes, progress: Progress | N
             elif "://" in one:
                 found.update(dict.fromkeys(remote.copies(one, place, notes.skipped, progress)))
             else:
-                found.update(dict.fromkeys(_local(one, place, notes)))
+                found.update(dict.fromkeys(_local(one, name, place, notes)))
     if not any(name.strip() for name in names):
         raise InputError(f"{place} is empty\n  fix   give a folder, a file, a glob, stdlib or random:ROWS")
     if not found:
@@ -84,13 +84,14 @@ def _matching(name: str) -> list[Path]:
     return [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
 
 
-def _local(name: str, place: str, notes: Notes) -> Iterator[Path]:
+def _local(name: str, given: str, place: str, notes: Notes) -> Iterator[Path]:
     matching = _matching(name)
     if not matching:
         hint = did_you_mean(name, [STDLIB, "random:64"])
         near = "" if hint or glob.has_magic(name) else f" (there is no such file or folder in {Path.cwd()})"
+        part = "" if name == given else f", and neither does {name} in it"
         raise InputError(
-            f"{place}: {name} matches no file{hint or near}\n"
+            f"{place}: {given} matches no file{part}{hint or near}\n"
             "  fix   give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
         )
     alone = matching == [Path(name).expanduser()]

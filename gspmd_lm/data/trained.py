@@ -11,6 +11,7 @@ from etils import epath
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
+from gspmd_lm.data import sources
 from gspmd_lm.data.sources import Progress, Source, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load, trained_size
 from gspmd_lm.errors import InputError
@@ -75,6 +76,15 @@ def found(config: Config, workdir: str) -> Config:
     except Exception as error:  # the packages of remote stores have no common class
         raise InputError(f"--workdir={workdir}: cannot be read ({error})\n  fix   correct it, or log in") from error
     return kept(config, path) if there else config
+
+
+def made(config: Config, progress: Progress | None = None) -> Config:
+    """The config, with a tokenizer that is yet to be trained replaced by one that is trained now. See `of_source`."""
+    size = trained_size(config.data.tokenizer)
+    if size is None:
+        return config
+    path = of_source(sources.open(config.data, progress), size, progress)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
 
 
 def of_source(source: Source, size: int, progress: Progress | None = None) -> Path:

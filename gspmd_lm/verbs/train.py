@@ -99,7 +99,8 @@ def _opened(
         writer = None
         if writes:
             if config.train.samples:
-                writer = Writer(config, rules, here.devices, machine.platform)
+                progress = session.progress(console) if machine.is_main else None
+                writer = Writer(trained.made(config, progress), rules, here.devices, machine.platform)
             trackers.check(config.train.trackers)
             workdir = here.workdir or _fresh(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(session.written(here, workdir))

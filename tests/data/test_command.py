@@ -8,7 +8,9 @@ import yaml
 from rich.console import Console
 
 from gspmd_lm import cli
-from gspmd_lm.verbs import session
+from gspmd_lm.data import tokenizer
+from gspmd_lm.errors import InputError
+from gspmd_lm.verbs import session, train
 
 SMALL = ("model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
          "data.batch=8", "data.seq=16", "train.steps=4", "train.trackers=[]", "data.held_out=0.0")  # fmt: skip
@@ -57,8 +59,19 @@ def test_a_folder_of_texts_in_one_command(run, folder):
     code, said = run("--workdir=W2", "--steps=3", *FLAGS, *OWN)
     assert code == 0 and "restored step 2" in said and (folder / "W2" / "tokenizer.json").read_bytes() == kept, said
     assert len(list((folder / "cache" / "tokenizers").glob("*/tokenizer.json"))) == 1
-    code, said = run("generate", "--workdir=W2", "--rules=decode_tp8", "--prompt=the cat", "--max_new_tokens=4")
-    assert code == 0 and "4 tokens: prefill" in said, said
+
+
+def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, folder, monkeypatch):
+    seen = []
+
+    def writer(config, *_):
+        seen.append(tokenizer.load(config.data.tokenizer).vocab_size)
+        raise InputError("that is enough")
+
+    monkeypatch.setattr(train, "Writer", writer)
+    samples = "--set=train.samples={prompts: [the cat], tokens: 3}", "--set=data.held_out=0.1"
+    code, said = run("--rules=fsdp8", "--workdir=W", *FLAGS, *OWN, *samples)
+    assert code == 2 and "that is enough" in said and seen == [300]
 
 
 def test_a_tokenizer_alone(run, folder):

@@ -112,6 +112,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
     ("source", "message"),
     [
         ("none", r"data\.source: none matches no file \(there is no such file or folder in .*here\)\n  fix "),
+        ("t/a.txt my b.txt", r"t/a\.txt my b\.txt matches no file, and neither does my in it \(there is no such"),
         ("stdlb", r"stdlb matches no file \(did you mean stdlib\?\)"),
         (["t", "no/*.txt"], r"data\.source: no/\*\.txt matches no file\n  fix "),
         ("t/x.pdf", r"data\.source: t/x\.pdf: unknown ending\n  fix   give files that end in \.txt .*\.zst"),

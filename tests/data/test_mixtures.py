@@ -99,6 +99,7 @@ def test_sources_without_weights_are_one():
     assert joined.shares == () and isinstance(joined.rows, packing.Rows)
     order = np.concatenate([joined.indices_at(step, range(8)) for step in range(-(-len(joined.rows) // 8))])
     assert sorted(order[: len(joined.rows)]) == list(range(len(joined.rows)))
+    assert set(_letters(joined.rows.read(order[: len(joined.rows)]))) == {"a", "b"}
 
 
 def test_what_is_said_of_a_mixture():
