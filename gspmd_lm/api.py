@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from gspmd_lm import rules_file
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.rules import Rules
-from gspmd_lm.verbs import without_a_gpu
+from gspmd_lm.verbs import given, without_a_gpu
 
 if TYPE_CHECKING:
     from contextlib import closing
@@ -31,22 +32,20 @@ _log = logging.getLogger("gspmd_lm")
 SIMULATED = 8  # devices, where the rules do not say how many
 
 
-def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(name: str, overrides: str | Sequence[str] = ()) -> Config:
     """The config of a decoder.
 
     Args:
         name: the path of a YAML file, or a name in configs/; or of a published model's config.json, or of its folder.
-        overrides: `section.key=value`, laid over the file.
+        overrides: `section.key=value`, or several of them, laid over the file.
 
     Raises:
         InputError: every problem of the file and of the overrides.
     """
-    from gspmd_lm.verbs import given
-
-    return given.with_tokenizer(given.load_config(name, overrides))
+    return given.with_tokenizer(given.load_config(name, _several(overrides)))
 
 
-def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides: Sequence[str] = ()) -> Rules:
+def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides: str | Sequence[str] = ()) -> Rules:
     """The rules of a file. What is wrong in it is told with what does not fit the model, when they are used.
 
     Args:
@@ -58,7 +57,7 @@ def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides:
     Raises:
         InputError: there is no such file, it is not a YAML mapping, or `mesh` or an override does not fit it.
     """
-    return rules_file.load(name, mesh, task.vocabulary if task else DECODER, overrides)
+    return rules_file.load(name, mesh, task.vocabulary if task else DECODER, _several(overrides))
 
 
 def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
@@ -183,7 +182,12 @@ def train(
         InputError: what is wrong with the config, the rules or the workdir.
         RunFailed: the loss was not finite for too long, or the disk failed.
     """
-    config, rules = _config(config), _rules(rules)
+    if steps is not None and steps < 1:
+        raise InputError(
+            f"steps={steps}: not a step to stop at\n  fix   a whole number from 1, or None for train.steps"
+        )
+    rules = _rules(rules)
+    config = given.with_tokenizer(_config(config), str(workdir) if workdir else None)
     machine = start(rules, platform)
     from gspmd_lm.results import Trained
     from gspmd_lm.verbs import session
@@ -236,7 +240,7 @@ def explain(task: "Task | Config | str", rules: Rules | str, target: str, phase:
 
 
 def compare(
-    task: "Task | Config | str", layouts: Sequence[Rules | str], target: str, phase: str = "train"
+    task: "Task | Config | str", layouts: Rules | str | Sequence[Rules | str], target: str, phase: str = "train"
 ) -> "Comparison":
     """A report as of `explain` for each of `layouts`, in their order; compiled side by side. It shows itself too.
 
@@ -244,13 +248,14 @@ def compare(
         InputError: everything that is wrong with any of them, before anything is compiled.
         RunFailed: the compiler failed.
     """
-    from gspmd_lm.errors import InputError, did_you_mean
     from gspmd_lm.foresight.compile import PHASES
     from gspmd_lm.foresight.machine import target as targets
 
     place = targets.parse(target)
     task = _task(task)
-    rules = [_rules(one, task) for one in layouts]
+    rules = [_rules(one, task) for one in ([layouts] if isinstance(layouts, Rules | str) else layouts)]
+    if not rules:
+        raise InputError("compare needs layouts\n  fix   compare(config, ['fsdp8', 'tp8'], target)")
     for known in PHASES:
         if phase == known:
             _import_jax()
@@ -302,6 +307,10 @@ def _import_jax() -> None:
     from gspmd_lm import runtime
 
     runtime.simulate_later(SIMULATED)
+
+
+def _several(overrides: str | Sequence[str]) -> Sequence[str]:
+    return [overrides] if isinstance(overrides, str) else overrides
 
 
 def _config(config: Config | str) -> Config:

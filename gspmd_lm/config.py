@@ -108,8 +108,7 @@ class Model:
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
     # The nonlinearity of the feed-forward network. relu2 is the square of relu.
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
-    # How a token's position enters. alibi_bf16: ALiBi rounded to bfloat16, and multiplied by query_scale as the scores
-    # are (Falcon).
+    # How a token's position enters. alibi_bf16 is alibi that is rounded to bfloat16 and scaled as scores are (Falcon).
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "alibi_bf16", "none"] = "rope"
     position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
     rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
@@ -263,7 +262,7 @@ class Train:
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     project: str = "gspmd_lm"  # wandb and trackio: where the run is listed
     group: str = ""  # wandb and trackio: runs that belong together
-    tags: tuple[str, ...] = ()  # words to find the run by, in wandb
+    tags: tuple[str, ...] = ()  # wandb
 
     def __post_init__(self):
         if (self.keep_best or self.patience) and not self.eval_every:

@@ -14,7 +14,7 @@ from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.rules import Rules
 from gspmd_lm.runtime import Runtime
 from gspmd_lm.verbs import generate as verb
-from gspmd_lm.verbs import session
+from gspmd_lm.verbs import given, session
 
 ROWS = 8  # prompts that are continued at a time
 
@@ -25,7 +25,7 @@ def left(workdir: str, rules: Rules | str | None) -> tuple[Config, Rules]:
     if "://" not in workdir and not (folder / "config.yaml").is_file():
         bring = f"convert --from={workdir} --workdir=DIR" if (folder / "config.json").is_file() else "train there first"
         raise InputError(f"{workdir}: not the folder of a run\n  fix   {bring}")
-    config = configs.load(f"{workdir}/config.yaml")
+    config = given.with_tokenizer(configs.load(f"{workdir}/config.yaml"), workdir)
     if isinstance(rules, Rules):
         return config, rules
     kept = folder / "rules.yaml"

@@ -68,6 +68,12 @@ def test_names_stand_for_configs_and_rules():
         g.compare("tiny", ["tp8", "tp9"], "cpu:8")
     with pytest.raises(g.InputError, match=r"--target=v5q-8: Google Cloud has no TPU slices named v5q-N"):
         g.plan("tiny", "v5q-8")
+    with pytest.raises(g.InputError, match=r"compare needs layouts\n  fix   compare\(config"):
+        g.compare("tiny", [], "cpu:8")
+    with pytest.raises(g.InputError, match=r"steps=0: not a step to stop at"):
+        g.train("tiny", steps=0)
+    assert g.load_config("tiny", "data.batch=3") == g.load_config("tiny", ["data.batch=3"]) != g.load_config("tiny")
+    assert g.load_rules("tp8", overrides="rules.remat=dots").remat.policy == "dots"
     assert g.dry_run("tiny", "tp8") == g.dry_run(g.load_config("tiny"), g.load_rules("tp8"))
     with pytest.raises(g.InputError, match=r"rule  --set rules.rules.batch=tensor"):
         g.build("tiny", g.load_rules("tp8", overrides=["rules.rules.batch=tensor"]))
@@ -76,6 +82,28 @@ def test_names_stand_for_configs_and_rules():
 @pytest.fixture(scope="module")
 def found():
     return g.plan(config(), "cpu:8", minutes=0.01)
+
+
+def test_a_published_config_is_a_config(tmp_path):
+    published = {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 64,
+        "intermediate_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    found = g.load_config(str(tmp_path), ["data.seq=64"])
+    assert (found.model.embed, found.model.layers, found.data.seq) == (32, 1, 64)
+    assert "layers.attention.wq" in g.dry_run(str(tmp_path / "config.json"), "tp8")
+
+
+def test_a_tokenizer_that_a_run_trains(tmp_path):
+    """The model that is loaded has the tokenizer of its run, and the size of the vocabulary follows it."""
+    (tmp_path / "text.txt").write_text("all work and no play makes a dull text. " * 2000)
+    text = [f"data.source={tmp_path}/text.txt", "data.tokenizer=bpe:300", "model.vocab=0", "model.padded_vocab=0"]
+    run = g.train(config(*text, "data.held_out=0.0"), rules("none"), workdir=tmp_path / "run", steps=1)
+    model = g.load(run.workdir)
+    assert model.tokenizer.vocab_size <= 300 and model.config.model.vocab == 300
+    assert model.config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
 
 
 def test_a_plan_shows_itself_and_gives_rules_that_run(found):

@@ -44,6 +44,7 @@ REFUSED = {
     "sliding_window": "a window, which this family does not have",
     "head_dim": "heads of a size of their own, which this family does not have",
     "attention_chunk_size": "attention within chunks is not supported",
+    "dual_chunk_attention_config": "attention within chunks is not supported",
     "per_layer_config": "layers that differ in more than their window are not supported",
     "pruned_heads": "pruned heads are not supported",
     "add_cross_attention": "attention to another model's output is not supported",

@@ -143,19 +143,19 @@ def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Itera
         yield Finding(
             "slow-link",
             f"{'+'.join(axes)} sends {sent} per device {where}, in every layer, because of {', '.join(rows)}",
-            "let an axis cross that only the gradients use: dcn: {data: ...}, with batch split over data too",
+            "let an axis cross that only the gradients use: --set rules.dcn.data=..., with batch split over data too",
         )
 
 
 def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
-    """The row that would have a fused kernel compute attention in training; '' if one does, or none can."""
+    """The flag that would have a fused kernel compute attention in training; '' if one does, or none can."""
     kernel = next((kernel for kernel in KERNELS[platform] if kernel != "xla"), None)
     segments = config.data.packing == "documents"
     if not kernel or rules.attention[platform] != "xla":
         return ""
     if attention_lacks(kernel, config, rules, config.data.seq, segments):
         return ""
-    return f"attention: {{{platform}: {kernel}}}"
+    return f"--set rules.attention.{platform}={kernel}"
 
 
 def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
@@ -195,16 +195,16 @@ def _too_large(rules: Rules, memory: Memory, fused: str) -> Iterator[Finding]:
         return
     held_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes
     if held_bytes > memory.limit_bytes:
-        fixes = ["weights: {embed: fsdp} over more devices"]
+        fixes = ["--set rules.weights.embed=fsdp over more devices"]
     elif memory.cache_bytes:
         fixes = ["a smaller data.batch or data.seq"]
     else:
-        again = "remat: block" if rules.remat.policy in ("none", "dots") else ""
-        fixes = [fused, again, f"microbatches: {2 * rules.microbatches}"]
+        again = "--set rules.remat=block" if rules.remat.policy in ("none", "dots") else ""
+        fixes = [fused, again, f"--set rules.microbatches={2 * rules.microbatches}"]
     yield Finding(
         "does-not-fit",
         f"{human_bytes(memory.peak_bytes)} per device at the peak, {human_bytes(memory.limit_bytes)} are there",
-        ", ".join(filter(None, fixes)),
+        " ".join(filter(None, fixes)),
     )
 
 
@@ -243,7 +243,7 @@ def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> 
         yield Finding(
             "replicated-array",
             f"{largest.path}{others}, {human_bytes(total)} per device, are the same on all {size} devices along {name}",
-            f"{table}.{row}: {name} would split them",
+            f"--set rules.{table}.{row}={name} would split them",
         )
 
 
@@ -256,7 +256,7 @@ def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
             yield Finding(
                 "replicated-array",
                 f"every activation is the same on all {size} devices along {name}: they compute the same",
-                f"rules.batch: {name} would share the work out",
+                f"--set rules.rules.batch={name} would share the work out",
             )
 
 

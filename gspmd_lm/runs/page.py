@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.pieces import document, file_of, known_as, made_by, rows_of, section
+from gspmd_lm.foresight.show.pieces import breakable, document, file_of, known_as, made_by, rows_of, section
 from gspmd_lm.foresight.show.plot import Axis, Plot, short
 from gspmd_lm.runs import table
-from gspmd_lm.runs.history import Run, differences
+from gspmd_lm.runs.history import Run, differences, settings
 from gspmd_lm.units import human_seconds
 
 BINS = 300  # a longer line is drawn as the median and the range of so many pieces
@@ -153,19 +153,25 @@ def _samples(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    rows = [[f"<code>{text(key)}</code>", *map(text, values)] for key, values in differences(runs).items()]
+    rows = [[f"<code>{breakable(key)}</code>", *map(_anywhere, values)] for key, values in differences(runs).items()]
     content = rows_of(["setting", *(run.name for run in runs)], rows, "Settings that differ")
     return section("h2", "Settings that differ", "", content or "<p>None.</p>")
 
 
 def _made_with(run: Run) -> str:
     about = {name: value for name, value in run.about.items() if isinstance(value, str)}
-    made = [[text(name), text(value)] for name, value in {**about, **run.about.get("versions", {})}.items() if value]
-    settings = [[f"<code>{text(f'{section}.{key}')}</code>", text(value)] for section, values in run.config.items()
-                if isinstance(values, dict) for key, value in values.items()]  # fmt: skip
+    made = [
+        [text(name), _anywhere(value)] for name, value in {**about, **run.about.get("versions", {})}.items() if value
+    ]
+    chosen = [[f"<code>{breakable(key)}</code>", _anywhere(value)] for key, value in settings(run).items()]
     content = (
         rows_of(["what", "which"], made, "Made with")
-        + f"<details><summary>Config</summary>{rows_of(['setting', 'value'], settings, 'Config')}</details>"
+        + f"<details><summary>Config</summary>{rows_of(['setting', 'value'], chosen, 'Config')}</details>"
         + f"<details><summary>Rules</summary>{file_of(run.rules)}</details>"
     )
     return section("h2", "Made with", "", content)
+
+
+def _anywhere(value: object) -> str:
+    """Text that may go on in the next line anywhere, as commands and hashes must on a phone."""
+    return f'<span style="overflow-wrap:anywhere">{text(value)}</span>'

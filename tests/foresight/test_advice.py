@@ -80,8 +80,8 @@ def test_products_that_are_missing_in_the_program():
 
 def test_attention_without_its_fused_kernel():
     warning = only(found(attention_s=0.4), "unfused-attention")
-    assert "40% of the step" in warning.message and warning.fix == "attention: {tpu: splash}"
-    assert "{gpu: cudnn}" in only(found(attention_s=0.4, platform="gpu"), "unfused-attention").fix
+    assert "40% of the step" in warning.message and warning.fix == "--set rules.attention.tpu=splash"
+    assert only(found(attention_s=0.4, platform="gpu"), "unfused-attention").fix == "--set rules.attention.gpu=cudnn"
     assert found(attention_s=0.05) == found(attention_s=0.4, platform="cpu") == ()
     assert found(attention_s=0.4, attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"}) == ()
     packed = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, packing="documents"))
@@ -91,9 +91,9 @@ def test_attention_without_its_fused_kernel():
 @pytest.mark.parametrize(
     ("rules", "held", "fix"),
     [
-        ("tp8", {}, "attention: {tpu: splash}, remat: block, microbatches: 2"),
-        ("fsdp", {}, "microbatches: 2"),
-        ("tp8", {"optimizer_bytes": 20 * GB}, "weights: {embed: fsdp} over more devices"),
+        ("tp8", {}, "--set rules.attention.tpu=splash --set rules.remat=block --set rules.microbatches=2"),
+        ("fsdp", {}, "--set rules.microbatches=2"),
+        ("tp8", {"optimizer_bytes": 20 * GB}, "--set rules.weights.embed=fsdp over more devices"),
         ("tp8", {"cache_bytes": GB}, "a smaller data.batch or data.seq"),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_the_partitioner_complains_of():
 def test_a_large_array_left_whole():
     whole = dataclasses.replace(WEIGHT, at_rest=((), (), ()))
     warning = only(found(arrays=[whole]), "replicated-array")
-    assert "all 8 devices along fsdp" in warning.message and warning.fix.startswith("weights.embed: fsdp")
+    assert "all 8 devices along fsdp" in warning.message and warning.fix.startswith("--set rules.weights.embed=fsdp ")
     assert found(arrays=[dataclasses.replace(whole, bytes_per_device=1000)]) == ()
     odd = dataclasses.replace(whole, shape=(32, 4095, 14337))
     assert found(arrays=[odd]) == ()  # nothing to be done
@@ -167,7 +167,7 @@ def test_a_large_array_left_whole():
 def test_devices_that_compute_the_same():
     residual = PlacedArray("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), 1000)
     warning = only(found(arrays=[residual]), "replicated-array")
-    assert "compute the same" in warning.message and warning.fix.startswith("rules.batch: fsdp")
+    assert "compute the same" in warning.message and warning.fix.startswith("--set rules.rules.batch=fsdp ")
     assert found(arrays=[dataclasses.replace(residual, in_use=(("fsdp",), (), ()))]) == ()
 
 
@@ -175,7 +175,7 @@ def test_a_residual_that_could_be_split_over_the_sequence():
     residual = PlacedArray("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
     hidden = PlacedArray("hidden", ("batch", "seq", "mlp"), (8, 8192, 14336), None, ((), (), ("tensor",)), GB)
     warning = only(found("tp8", arrays=[residual, hidden]), "replicated-array")
-    assert warning.fix.startswith("rules.residual.seq: tensor")
+    assert warning.fix.startswith("--set rules.rules.residual.seq=tensor ")
     split = dataclasses.replace(residual, in_use=((), ("tensor",), ()))
     assert found("tp8", arrays=[split]) == ()
 

@@ -127,6 +127,8 @@ def test_long_runs_are_drawn_as_medians_with_their_range(tmp_path):
     assert {name: len(points) for name, points in lines.items()} == dict.fromkeys(lines, 250)
     area = found.find("div", **{"class": "area"})[3]
     assert float(area["data-ends"].split()[3]) < 0.2  # the outlier does not decide the scale
+    drawn = [float(point.split(",")[1]) for point in lines["step time"]]
+    assert all(0 <= y <= 1000 for y in drawn)  # nor its piece
     assert "1 value above is not drawn: up to 30 s." in [one["text"] for one in found.find("p")]
     bands = found.find("polygon")
     assert len(bands) == 4 + 1 and all(len(band["points"].split()) == 500 for band in bands)
@@ -143,6 +145,8 @@ def test_axes():
     plot = Plot(Axis("x", 0, 10), Axis("y", 0, 10))
     plot.dot((5, 10), "red", "<b>")
     plot.word((8, 0), "<i>", before=True)
+    plot.limit(2, "most")
+    assert 'd="M200.0 0V1000"' in plot.html("it") and '<b style="left:20.00%;top:0.00%">most</b>' in plot.html("it")
     assert "<title>&lt;b&gt;</title>" in plot.html("it") and "M500.0 0.0h" in plot.html("it")
     assert '<b class="before" style="left:80.00%;top:100.00%">&lt;i&gt;</b>' in plot.html("it")
 
