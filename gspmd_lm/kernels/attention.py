@@ -112,8 +112,10 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, cfg):
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
         bias = slopes_N11 * distance_BTS[:, None]
     elif cfg.positions == "alibi_bf16":
-        rounded_BN1S = slopes_N11.astype(jnp.bfloat16) * keys_BS.astype(jnp.bfloat16)[:, None, None]
-        bias = scale * rounded_BN1S.astype(jnp.float32)
+        # The compiler may leave out a conversion to bfloat16 and back, which would not round then.
+        bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+        keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
+        bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
     if not cfg.attention_softcap:
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
     # Capped scores, which jax.nn.dot_product_attention does not offer.

@@ -132,7 +132,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "attention_types": [[["global", "local", "global"], 1]],
     }),
     "falcon-rw": ("falcon", _WIDTHS | {
-        "hidden_size": 48, "num_attention_heads": 6, "alibi": True, "multi_query": False, "parallel_attn": False,
+        "hidden_size": 64, "num_attention_heads": 16, "alibi": True, "multi_query": False, "parallel_attn": False,
         "bias": True,
     }),
     "yarn": ("llama", _LLAMA | {

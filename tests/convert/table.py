@@ -56,7 +56,7 @@ def table(passed: dict[str, bool]) -> str:
                 lines.append(f"| {family.name} | `{kind}` | {case} | {' | '.join(said)} |")
     versions = {tuple(sorted(references.load(case).about["versions"].items())) for case in references.CASES}
     told = "; ".join(", ".join(f"{name} {version}" for name, version in pairs) for pairs in sorted(versions))
-    return "\n".join([*lines, "", f"Reference: {told}, CPU, eager attention, float32."])
+    return "\n".join([*lines, "", f"Reference: {told}, CPU, float32, eager attention (for falcon-rw: sdpa)."])
 
 
 def _said(passed: list[bool | None]) -> str:

@@ -12,7 +12,7 @@ from gspmd_lm.convert.safetensors import Stored
 from tests.convert import ours, references
 
 # What a layout of eight devices needs of a family: its heads or its vocabulary do not divide.
-PADDED = {"bloom": ["model.padded_heads=8"], "falcon-rw": ["model.padded_heads=8"], "gpt2": ["model.padded_vocab=104"]}
+PADDED = {"bloom": ["model.padded_heads=8"], "gpt2": ["model.padded_vocab=104"]}
 # Padding of each kind of attention, of a tied and an untied vocabulary.
 MORE_PADDED = {
     "llama": ["model.padded_heads=12", "model.padded_vocab=100"],
