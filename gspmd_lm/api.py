@@ -127,7 +127,7 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
     filled = rules.fill(rules.devices if rules.devices > 0 else devices)
     arrays, warnings = state.checked(task, filled, "cpu")
     page = io.StringIO()
-    table.show(task, filled, arrays, Console(file=page, width=160, highlight=False))
+    table.show(task, filled, arrays, Console(file=page, width=160, highlight=False, force_terminal=False))
     return "\n".join([*(f"warning: {warning}" for warning in warnings), page.getvalue()])
 
 

@@ -33,7 +33,8 @@ EXAMPLES = {  # verb -> commands, each with what it does
         ("--config=uva --rules=tp8 --workdir=runs/a", "Train on 8 devices, simulated if there are none. The same "
          "command goes on."),
         ("--workdir=runs/a --rules=fsdp8", "Go on under another layout."),
-        ("--set data.source='texts/*.txt' --set rules.remat=block", "Lay values over the config and the rules."),
+        ("--set data.source=FOLDER --set rules.remat=block", "Lay values over the config and the rules."),
+        ("--set data.source=FOLDER --set data.tokenizer=bpe:4096 --set model.vocab=0", "Train a tokenizer on it too."),
     ],
     "eval": [
         ("eval --workdir=runs/a", "Score the held-out rows."),
@@ -219,10 +220,10 @@ def _flags(verb: str) -> flags.FlagValues:
         text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
         yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
         text("profile", None, "START:STOP: write a trace of these steps into the workdir.")
-        text("train_tokenizer", None, "Train a BPE tokenizer of model.vocab tokens on data.source, write it to this "
-             "file, then stop.")  # fmt: skip
+        text("train_tokenizer", None, "Train a BPE tokenizer on data.source, write it to this "
+             "file, then stop. It gets TOKENS tokens with data.tokenizer=bpe:TOKENS, else model.vocab.")  # fmt: skip
     elif verb == "eval":
-        text("text", None, "Score the text files that match these globs, instead of the held-out rows.")
+        text("text", None, "Score texts instead of the held-out rows: a folder, a file or a glob.")
         text("continuations", None, "Score this JSONL file of {prompt, continuation} instead.")
         group(RESULTS)
         text("output", None, "Write the log-likelihoods to this file, as JSONL. The default is the terminal.")

@@ -134,7 +134,8 @@ def framed(document: str) -> str:
 
 
 def _console(width: int) -> Console:
-    return Console(file=io.StringIO(), width=width, highlight=False)
+    # Plain text, also where a notebook's kernel asks for colours.
+    return Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False)
 
 
 def _printed(console: Console) -> str:

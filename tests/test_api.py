@@ -51,6 +51,11 @@ def shown(result):
     return html.unescape(source)
 
 
+def test_text_is_plain_also_where_colours_are_asked_for(compared, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel does
+    assert "\x1b" not in repr(compared) + g.dry_run("tiny", "tp8")
+
+
 def test_a_comparison_and_its_explanations_show_themselves(compared):
     dp8, tp8 = compared
     assert [one.rules for one in compared] == ["rules/dp8.yaml", "rules/tp8.yaml"]

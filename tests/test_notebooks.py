@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SHOWN = {  # notebook -> how many cells show a page, and what stands in the others
     "layouts": (3, ("MB at the peak", "found by: gspmd_lm.plan('tiny', 'v5p:2x2x2')")),
     "train_and_generate": (
-        0,
+        2,
         ("bytes per device", "step 40", "tensor=8 on 8", "step 60", "<i>def </i>", "<i>class </i>"),
     ),
 }

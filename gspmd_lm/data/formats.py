@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from gspmd_lm.data import markup, tables
 from gspmd_lm.errors import InputError, did_you_mean
 
-# A text file above this size becomes several documents, cut at line ends. Then parts of one large file can be held out,
-# and no file has to fit in memory.
+# A text file above this size becomes several documents, cut at line ends, or within very long lines at spaces. Then
+# parts of one large file can be held out, and no file has to fit in memory.
 SECTION_BYTES = 64 * 1024
 Row = tuple[str, dict[str, Any]]  # the place of a record, such as file:line, and its fields
 
@@ -56,9 +56,21 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _text(path: Path) -> Iterator[bytes]:
+    left = b""
     with _opened(path) as file:
-        while section := file.read(SECTION_BYTES):
-            yield section + file.readline()
+        while section := left + file.read(SECTION_BYTES):
+            section, left = section + file.readline(SECTION_BYTES), b""
+            if len(section) >= 2 * SECTION_BYTES and not section.endswith(b"\n"):  # in the middle of a very long line
+                section, left = _cut(section)
+            yield section
+
+
+def _cut(text: bytes) -> tuple[bytes, bytes]:
+    """The text up to its last space, and the rest. Without a space it is cut between two characters of UTF-8."""
+    at = text.rfind(b" ", len(text) // 2) + 1
+    if not at:
+        at = next(i for i in range(len(text) - 1, 0, -1) if text[i] & 0xC0 != 0x80 or i < len(text) - 4)
+    return text[:at], text[at:]
 
 
 def _html(path: Path) -> Iterator[bytes]:

@@ -134,7 +134,9 @@ def open(data: Data, progress: Progress | None = None, conversation: Conversatio
     size_bytes = sum(file.size_bytes for part in [*parts, held_out_part] for file in part.files)
     count = sum(len(part.files) for part in [*parts, held_out_part])
     name = " and ".join(filter(None, [*(part.name for part in parts), held_out_part.name]))
-    description = f"{name}: {count:,} files, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
+    description = (
+        f"{name}: {count:,} file{'s' * (count > 1)}, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
+    )
     return Source(
         description.replace("stdlib:", "the standard library's"),
         str(notes),

@@ -129,7 +129,9 @@ def of(config: Config, rules: Rules, machine: runtime.Runtime, workdir: str | No
     if machine.process_count == 1 and (machine.simulated or rules.devices == 1) and rules.devices > 0:
         devices = devices[: rules.devices]
     watched = sys.stderr if stderr else sys.stdout
-    console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160)
+    notebook = False if "ipykernel" in sys.modules else None  # where lines are one text, and colours are asked for
+    console = Console(stderr=stderr, highlight=False, width=None if watched.isatty() else 160, force_jupyter=notebook,
+                      force_terminal=notebook)  # fmt: skip
     return Session(config, rules.fill(len(devices)), machine, devices, console, path_of(workdir) if workdir else None)
 
 

@@ -181,5 +181,7 @@ def _train_tokenizer(config: Config, path: str, console: Console) -> int:
     source = sources.open(config.data, session.progress(console))
     made = trained.train(source.documents(), trained_size(config.data.tokenizer) or config.model.vocab, path)
     console.print(f"{path}: {made.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
+    if source.notes:
+        console.print(source.notes, soft_wrap=True, markup=False)
     console.print(f"use it with --set data.tokenizer={path} --set model.vocab=0", soft_wrap=True)
     return 0

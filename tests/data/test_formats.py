@@ -44,6 +44,21 @@ def test_a_flipped_bit_in_compressed_text_is_told(tmp_path):
                 _texts(tmp_path / f"a.txt{suffix}", bytes(damaged))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"some words " * 60_000, "€uro".encode() * 60_000, bytes(range(128, 192)) * 5000, b"x" * 131_072, b"a b\n" * 9],
+)
+def test_a_very_long_line_is_cut_between_words(tmp_path, text):
+    documents = _texts(tmp_path / "a.txt", text)
+    assert b"".join(documents) == text
+    assert len(documents) >= len(text) // (2 * formats.SECTION_BYTES)
+    assert max(map(len, documents)) <= 3 * formats.SECTION_BYTES
+    if b" " in text:
+        assert all(document.endswith((b" ", b"\n")) for document in documents)
+    elif text[:1] == "€".encode()[:1]:
+        assert all(document.decode() for document in documents)  # no character is cut
+
+
 def test_byte_order_marks(tmp_path):
     assert _texts(tmp_path / "a.txt", "\ufeffgrün".encode()) == ["grün".encode()]
     for codec in ("utf-16", "utf-16-le", "utf-16-be"):

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 
+import fsspec
 import pytest
 from etils import epath
 
@@ -92,6 +93,20 @@ def test_a_run_trains_its_tokenizer_once_and_finds_it_again(folder, monkeypatch)
     assert trained.found(_config({}), "W2").data.tokenizer == "bytes"
     with pytest.raises(InputError, match=r"bpe:300 is trained by the run that uses it\n  fix   name the run"):
         tokenizer.load("bpe:300")
+
+
+def test_a_tokenizer_may_lie_in_a_store(folder):
+    """As that of a run whose workdir is in a bucket does."""
+    trained.train([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
+    store = fsspec.filesystem("memory")
+    store.pipe("/run/tokenizer.json", (folder / "tokenizer.json").read_bytes())
+    far, near = tokenizer.load("memory://run/tokenizer.json"), tokenizer.load("tokenizer.json")
+    assert far.fingerprint == near.fingerprint
+    kept = trained.kept(_config({"tokenizer": "bpe:300"}), epath.Path("gs://bucket/run")).data.tokenizer
+    assert kept == "gs://bucket/run/tokenizer.json"
+    with pytest.raises(InputError, match=r"data\.tokenizer: memory://run/none\.json matches no file"):
+        tokenizer.load("memory://run/none.json")
+    store.rm("/run", recursive=True)
 
 
 TRAIN = """
