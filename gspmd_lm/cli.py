@@ -149,7 +149,8 @@ def _flags(verb: str) -> flags.FlagValues:
         text("html", None, "Write the page to this file. The default is plot.html in the run's folder; with several "
              "runs, in the current folder.")  # fmt: skip
     elif verb in FORESIGHT:
-        text("config", "tiny", "The config: a path, or a name in configs/. It says what is computed.")
+        text("config", "tiny", "The config: a path, a name in configs/, or the folder or config.json of a published "
+             "model. It says what is computed.")  # fmt: skip
     if verb == "plan":
         text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
              "Commas separate several, which are compared.")  # fmt: skip
@@ -179,7 +180,8 @@ def _flags(verb: str) -> flags.FlagValues:
         text("export", None, "Keep the compiled train step of one layout in this file. On the target, "
              "train --executable runs it.")  # fmt: skip
     elif verb not in OF_FILES:
-        text("config", None, "The config: a path, or a name in configs/. It says what is computed. The default is the "
+        text("config", None, "The config: a path, a name in configs/, or the folder or config.json of a published "
+             "model. It says what is computed. The default is the "
              "workdir's config, else tiny.")  # fmt: skip
         text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout for "
              "the devices at hand. It says where and how the config is computed. The default is the workdir's rules "
