@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
 import orbax.checkpoint as ocp
@@ -342,11 +342,11 @@ class Checkpoints:
         return folder, run
 
     def _check_architecture(self, saved: Mapping[str, Any], place: str) -> None:
-        wanted = self._architecture
+        wanted, saved = self._architecture, _completed(saved)
         names = [
             name
             for name in sorted({*saved, *wanted} - _FREE)
-            if saved.get(name, _DEFAULTS.get(name, _ABSENT)) != wanted.get(name, _ABSENT)
+            if saved.get(name, _DEFAULTS[Model].get(name, _ABSENT)) != wanted.get(name, _ABSENT)
         ]
         differences = [
             f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
@@ -376,10 +376,26 @@ def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ABSENT = object()
-# A checkpoint that is older than a field of Model has the default of that field.
-_DEFAULTS = _as_json(
-    {field.name: field.default for field in dataclasses.fields(Model) if field.default is not dataclasses.MISSING}
-)
+# A checkpoint that is older than a field of Model, or of a mapping in it, has the default of that field.
+_MAPPINGS = {
+    name: kind
+    for name, hint in get_type_hints(Model).items()
+    for kind in get_args(hint)
+    if dataclasses.is_dataclass(kind)
+}
+_DEFAULTS = {
+    kind: _as_json({field.name: field.default for field in dataclasses.fields(kind)
+                    if field.default is not dataclasses.MISSING})
+    for kind in (Model, *_MAPPINGS.values())
+}  # fmt: skip
+
+
+def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved architecture whose mappings have the fields that are younger than the checkpoint."""
+    return {
+        name: _DEFAULTS[_MAPPINGS[name]] | value if name in _MAPPINGS and isinstance(value, dict) else value
+        for name, value in saved.items()
+    }
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -605,6 +605,7 @@ OTHER = {
     "position_offset": 2, "rope_theta": 5e5, "rope_dim": 2, "rope_scaling": config.RopeScaling(), "sliding_window": 4,
     "sliding_rope_theta": 100.0, "layer_pattern": ("full", "full"), "query_scale": 0.5, "qkv_bias": True,
     "attention_out_bias": True, "mlp_bias": True, "unembedding_bias": True, "tied_embeddings": True,
+    "pre_norms": False, "residual_scale": 0.5, "qk_norm_kind": "per_head", "logit_scale": 0.5,
     "attention_softcap": 5.0, "logit_softcap": 3.0, "lora": config.Lora(targets=("wq",)),
 }  # fmt: skip
 SAME = {
@@ -627,6 +628,27 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
                 continue
             with pytest.raises(InputError, match=f"another architecture\n  {name}: "):
                 checkpoints.restore_weights(abstract(weights["params"]))
+
+
+def test_a_checkpoint_that_is_older_than_a_key_of_a_mapping_is_taken(small, tmp_path):
+    """It was saved when rope_scaling had fewer keys, which had one meaning: that of their defaults."""
+    base, weights = small(), {"params": {"w": jnp.ones(3)}}
+    scaled = dataclasses.replace(base, model=dataclasses.replace(base.model, rope_scaling=config.RopeScaling()))
+    with checkpoint.of_run(tmp_path, scaled) as checkpoints:
+        checkpoints.save(1, weights, {})
+    kept = tmp_path / "checkpoints/1/run/metadata"
+    run = json.loads(kept.read_text())
+    for key in ("truncate", "attention_factor", "short_factors", "long_factors"):
+        del run["architecture"]["rope_scaling"][key]
+    kept.write_text(json.dumps(run))
+    with checkpoint.of_run(tmp_path, scaled) as checkpoints:
+        checkpoints._described(1)
+    doubled = dataclasses.replace(scaled.model, rope_scaling=config.RopeScaling(attention_factor=2.0))
+    with (
+        checkpoint.of_run(tmp_path, dataclasses.replace(scaled, model=doubled)) as checkpoints,
+        pytest.raises(InputError, match="rope_scaling"),
+    ):
+        checkpoints._described(1)
 
 
 class Trained(NamedTuple):

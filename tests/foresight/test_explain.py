@@ -85,7 +85,11 @@ def test_compare_ranks(run, tmp_path):
         (["explain", "tp9", "--target=cpu:8"], "tp9: no such file", "did you mean"),
         (["explain", "tp8", "fsdp8", "--target=cpu:8", "--export=x"], "holds one executable", "one rules file"),
         (["explain", "tp8", "--target=cpu:8", "--json=no/such/folder.json"], "there is no folder", "make it"),
-        (["explain", "tp8", "--target=cpu:8", "--set=model.kv_heads=2"], "kv_heads=2 does not divide", "tensor=1 or 2"),
+        (
+            ["explain", "tp8", "--target=cpu:8", "--set=model.kv_heads=2"],
+            "kv_heads=2 does not divide",
+            "--mesh=tensor=2",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_compiled(run, monkeypatch, argv, said, fix):
