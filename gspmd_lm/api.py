@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspmd_lm import rules_file
+from gspmd_lm import files, rules_file
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, did_you_mean
@@ -216,7 +216,7 @@ def load(
     _import_jax()
     from gspmd_lm import loaded
 
-    folder = str(Path(workdir).expanduser()) if "://" not in str(workdir) else str(workdir)
+    folder = str(workdir) if files.is_remote(workdir) else str(Path(workdir).expanduser())
     config, chosen = loaded.left(folder, rules)
     return loaded.Model(config, chosen, start(chosen, platform), folder, step)
 

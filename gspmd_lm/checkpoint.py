@@ -4,20 +4,19 @@ A checkpoint counts as good once a later step was finite: its weights then gave 
 newest good checkpoint is never rotated away. A checkpoint that no finite step followed is used only if it is asked for.
 """
 
-import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gspmd_lm import files, orbax_folder, trees
-from gspmd_lm.config import Config, Model
+from gspmd_lm import files, orbax_folder, same_model, trees
+from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.processes import from_first
 from gspmd_lm.verdicts import Verdicts
@@ -30,21 +29,16 @@ _NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own format:
 _log = logging.getLogger(__name__)
 
 
-# Fields of Config.model that change neither the tree of the parameters nor their meaning.
-_FREE = {"compute_dtype", "weight_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
-
-
 def of_run(
     workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
 ) -> "closing[Checkpoints]":
     """A context with the checkpoints of a run's workdir, which are closed when it ends."""
-    model = dataclasses.asdict(config.model)
     return closing(
         Checkpoints(
             str(epath.Path(workdir) / "checkpoints"),
             keep=config.train.keep_checkpoints,
             keep_every=config.train.keep_every,
-            architecture={name: value for name, value in model.items() if name not in _FREE},
+            architecture=same_model.facts(config.model),
             report=report,
         )
     )
@@ -86,7 +80,7 @@ class Checkpoints:
         self.directory = orbax_folder.opened(directory)
         self._keep = keep
         self._keep_every = keep_every
-        self._architecture = _as_json(architecture)
+        self._architecture = same_model.as_json(architecture)
         self._report = report if jax.process_index() == 0 else lambda message: None
         self._at = -1  # the step that was last saved, even if it is still being written, or restored
         self._undamaged = -1  # the step that last agreed with its manifest
@@ -129,7 +123,7 @@ class Checkpoints:
         Raises:
             RunFailed: the earlier save failed, or this one cannot begin. Nothing is saved then.
         """
-        run = _as_json({"architecture": self._architecture, "extra": extra})
+        run = same_model.as_json({"architecture": self._architecture, "extra": extra})
         self.wait()
         manager = self._manager
         if step == self._at and step in manager.all_steps():
@@ -338,26 +332,8 @@ class Checkpoints:
         """The folder of a step and the JSON that its run saved. Raises InputError if it has another architecture."""
         folder = self.directory / str(step)
         run = json.loads((folder / "run" / "metadata").read_text())
-        self._check_architecture(run["architecture"], f"{folder}")
+        same_model.check(run["architecture"], self._architecture, f"{folder}")
         return folder, run
-
-    def _check_architecture(self, saved: Mapping[str, Any], place: str) -> None:
-        wanted, saved = self._architecture, _completed(saved)
-        names = [
-            name
-            for name in sorted({*saved, *wanted} - _FREE)
-            if saved.get(name, _DEFAULTS[Model].get(name, _ABSENT)) != wanted.get(name, _ABSENT)
-        ]
-        differences = [
-            f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
-            for name in names
-        ]
-        if differences:
-            fix = "  fix   use the config it was saved with, or another --workdir"
-            if all(name.startswith("padded_") for name in names):
-                sets = " ".join(f"--set model.{name}={wanted[name]}" for name in names)
-                fix = f"  fix   padding is part of the weights: convert again, with {sets}, into another --workdir"
-            raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
 
 
 class _Steps:
@@ -368,34 +344,6 @@ class _Steps:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         return [checkpoint.step in self.steps for checkpoint in checkpoints]
-
-
-def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with the types that JSON gives back (tuples become lists). Raises TypeError if JSON cannot hold it."""
-    return json.loads(json.dumps(values))
-
-
-_ABSENT = object()
-# A checkpoint that is older than a field of Model, or of a mapping in it, has the default of that field.
-_MAPPINGS = {
-    name: kind
-    for name, hint in get_type_hints(Model).items()
-    for kind in get_args(hint)
-    if dataclasses.is_dataclass(kind)
-}
-_DEFAULTS = {
-    kind: _as_json({field.name: field.default for field in dataclasses.fields(kind)
-                    if field.default is not dataclasses.MISSING})
-    for kind in (Model, *_MAPPINGS.values())
-}  # fmt: skip
-
-
-def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved architecture whose mappings have the fields that are younger than the checkpoint."""
-    return {
-        name: _DEFAULTS[_MAPPINGS[name]] | value if name in _MAPPINGS and isinstance(value, dict) else value
-        for name, value in saved.items()
-    }
 
 
 def _listed(steps: Sequence[int]) -> str:

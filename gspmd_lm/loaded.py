@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspmd_lm import compile_cache, rules_file
+from gspmd_lm import compile_cache, files, rules_file
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.data import chat, tokenizer
@@ -22,7 +22,7 @@ ROWS = 8  # prompts that are continued at a time
 def left(workdir: str, rules: Rules | str | None) -> tuple[Config, Rules]:
     """The config of a run, and `rules` or those that the run left. Raises InputError if there is no run."""
     folder = Path(workdir)
-    if "://" not in workdir and not (folder / "config.yaml").is_file():
+    if not files.is_remote(workdir) and not (folder / "config.yaml").is_file():
         bring = f"convert --from={workdir} --workdir=DIR" if (folder / "config.json").is_file() else "train there first"
         raise InputError(f"{workdir}: not the folder of a run\n  fix   {bring}")
     config = given.with_tokenizer(configs.load(f"{workdir}/config.yaml"), workdir)

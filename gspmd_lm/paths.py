@@ -24,6 +24,14 @@ def cache_folder(name: str) -> Path:
     return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
 
 
+def unwritable(path: Path, why: str | None, what: str = "") -> InputError:
+    """The error that `what` cannot be written to a path in the cache."""
+    return InputError(
+        f"{path}: {what}cannot be written ({why})\n"
+        "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
+    )
+
+
 def find_file(name: str, folder: str) -> Path:
     """The path of the file `name`, which may leave out .yaml.
 

@@ -1,6 +1,16 @@
-"""Reads a page of HTML: its elements, their text, and whether each one is closed."""
+"""Reads a page of HTML: its elements, their text, and whether each one is closed; and opens it in a browser."""
 
 import html.parser
+import json
+import shutil
+import subprocess
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FRAME = """<!doctype html><body><script>
+onmessage = ({ data }) => document.body.append(Object.assign(document.createElement("pre"), { textContent: data }));
+</script><iframe src="page.html" style="width: %dpx; height: 900px; border: 0"></iframe>"""
 
 VOID = ("meta", "input", "br", "wbr")  # elements without an end
 
@@ -34,3 +44,20 @@ class Reader(html.parser.HTMLParser):
 
     def find(self, tag, **wanted):
         return [one for one in self.elements if one["tag"] == tag and all(one.get(k) == v for k, v in wanted.items())]
+
+
+def told_in_a_browser(folder, page, visit, width):
+    """What the script `visit` posts as JSON from a page that is `width` pixels wide; skips where no browser is."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser here: none of {', '.join(BROWSERS)} is on the PATH")
+    (folder / "page.html").write_text(page.replace("</body>", f"{visit}</body>"), encoding="utf-8")
+    # In a frame, because a browser's own window has a least width that is wider than a phone.
+    (folder / "frame.html").write_text(FRAME % width, encoding="utf-8")
+    command = [browser, "--headless", "--disable-gpu", "--window-size=1500,1000", "--virtual-time-budget=5000",
+               f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--dump-dom", "--no-sandbox",
+               (folder / "frame.html").as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    (told,) = Reader(done.stdout).find("pre")
+    return json.loads(told["text"])

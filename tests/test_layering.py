@@ -55,7 +55,8 @@ MAY_IMPORT = {
     "data": "files config_data config",
     "verdicts": "files",
     "orbax_folder": "files trees config",
-    "checkpoint": "orbax_folder verdicts processes files trees config",
+    "same_model": "config",
+    "checkpoint": "same_model orbax_folder verdicts processes files trees config",
     "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data runtime "
     "compile_cache processes files versions core_yaml config",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",

@@ -63,15 +63,16 @@ def new(came: Mapping[str, Path], original: Path | None, name: str, vocab: int) 
     known = said.get("eos_token_id")
     written = {}
     if ends and not set(ends) <= {*(known if isinstance(known, list) else [known])}:
-        written[GENERATION] = _json(said | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
+        written[GENERATION] = as_json(said | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
     tokens = tokenizer.load(name)
     if isinstance(tokens, tokenizer.HuggingFace) and TOKENIZER_CONFIG not in came:
         end = next(text for text, number in tokens.special.items() if number == tokens.end)
-        written[TOKENIZER_CONFIG] = _json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
+        written[TOKENIZER_CONFIG] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
     return written, ends
 
 
-def _json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
+    """The content of a JSON file."""
     return f"{json.dumps(value, indent=2)}\n".encode()
 
 

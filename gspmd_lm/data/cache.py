@@ -26,7 +26,7 @@ from gspmd_lm.data.packing import TARGET
 from gspmd_lm.data.sources import Part, Progress, Source
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder
+from gspmd_lm.paths import cache_folder, unwritable
 
 FORMAT = 3  # to be raised when the same source and tokenizer give other files
 _NOTHING = hashlib.sha256().hexdigest()
@@ -108,10 +108,7 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
         finally:
             lock.release()
     except OSError as error:
-        raise InputError(
-            f"{folder}: the tokens cannot be written ({error})\n"
-            "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
-        ) from error
+        raise unwritable(folder, str(error), "the tokens ") from error
     assert cache
     return cache
 
@@ -240,16 +237,10 @@ def _survey(
     source: Source, splits: list[str], tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
 ) -> Progressed:
     """The sizes of a source and the hashes that are held out, from a first pass over it."""
-    hashes, document_bytes, before_bytes = array.array("Q"), 0, 0
-    for part in source.every:
-        for document, done_bytes in source.read(part):
-            hashes.append(_hash(document))
-            document_bytes += len(document)
-            if progress and len(hashes) % 256 == 0:
-                progress("reading documents", before_bytes + done_bytes, source.size_bytes)
-        before_bytes += part.size_bytes
-    if progress:
-        progress("reading documents", source.size_bytes, source.size_bytes)
+    hashes, document_bytes = array.array("Q"), 0
+    for document in source.walk(source.every, "reading documents", progress):
+        hashes.append(_hash(document))
+        document_bytes += len(document)
     distinct = np.unique(np.frombuffer(hashes, np.uint64)) if hashes else np.empty(0, np.uint64)
     count = max(1, round(held_out * len(distinct))) if held_out else 0
     if count and count >= len(distinct):

@@ -12,7 +12,7 @@ import fsspec.core
 from gspmd_lm import files
 from gspmd_lm.data import formats
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder
+from gspmd_lm.paths import cache_folder, unwritable
 
 Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all; 0 and 0 for a wait
 
@@ -85,10 +85,7 @@ def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int],
         lock = filelock.FileLock(copy.parent.with_suffix(".lock"))
         lock.acquire()
     except OSError as error:
-        raise InputError(
-            f"{copy.parent}: cannot be written ({error.strerror})\n"
-            "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
-        ) from error
+        raise unwritable(copy.parent, error.strerror) from error
     try:
         if copy.is_file() and not files.damage(copy.parent, (copy.name,)):
             return

@@ -75,6 +75,19 @@ class Source:
         """
         return (document for part in self.parts for document, _ in self.read(part))
 
+    def walk(self, parts: Sequence[Part], what: str, progress: Progress | None) -> Iterator[bytes]:
+        """The documents of parts. `progress` is told now and then, and at the end, how far `what` has come."""
+        before_bytes, total_bytes, number = 0, sum(part.size_bytes for part in parts), 0
+        for part in parts:
+            for document, done_bytes in self.read(part):
+                number += 1
+                if progress and number % 256 == 0:
+                    progress(what, before_bytes + done_bytes, total_bytes)
+                yield document
+            before_bytes += part.size_bytes
+        if progress:
+            progress(what, total_bytes, total_bytes)
+
     def read(self, part: Part) -> Iterator[tuple[bytes, int]]:
         """The documents of a part, each with the bytes of the part's files up to its end, as far as that is known."""
         before_bytes = 0

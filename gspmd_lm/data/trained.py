@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from gspmd_lm.data import sources
 from gspmd_lm.data.sources import Progress, Source, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load, trained_size
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder
+from gspmd_lm.paths import cache_folder, unwritable
 
 PADDED_TO = 128  # rows of a vocabulary whose size follows the tokenizer; it divides over any usual mesh
 MOST_BYTES = 2_000_000_000  # of documents that a tokenizer is trained on
@@ -68,9 +69,9 @@ def found(config: Config, workdir: str) -> Config:
     cannot be looked into.
     """
     name = config.data.tokenizer
-    if name == "bytes" or (trained_size(name) is None and ("://" in name or Path(name).expanduser().exists())):
+    if name == "bytes" or (trained_size(name) is None and (files.is_remote(name) or Path(name).expanduser().exists())):
         return config
-    path = epath.Path(workdir) if "://" in workdir else epath.Path(workdir).expanduser()
+    path = epath.Path(workdir) if files.is_remote(workdir) else epath.Path(workdir).expanduser()
     try:
         there = (path / FILE).exists()
     except Exception as error:  # the packages of remote stores have no common class
@@ -103,27 +104,14 @@ def of_source(source: Source, size: int, progress: Progress | None = None) -> Pa
                 train(_sample(source, progress), size, path)
                 files.seal(path.parent, (FILE,))
     except OSError as error:
-        raise InputError(
-            f"{path.parent}: cannot be written ({error.strerror})\n"
-            "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
-        ) from error
+        raise unwritable(path.parent, error.strerror) from error
     return path
 
 
 def _sample(source: Source, progress: Progress | None) -> Iterator[bytes]:
     """The documents to train a tokenizer on: of a large source every second, every third, ..."""
     every = -(-source.size_bytes // MOST_BYTES)
-    before_bytes, total_bytes, number = 0, sum(part.size_bytes for part in source.parts), 0
-    for part in source.parts:
-        for document, done_bytes in source.read(part):
-            number += 1
-            if progress and number % 256 == 0:
-                progress("training the tokenizer", before_bytes + done_bytes, total_bytes)
-            if number % every == 0:
-                yield document
-        before_bytes += part.size_bytes
-    if progress:
-        progress("training the tokenizer", total_bytes, total_bytes)
+    return itertools.islice(source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every)
 
 
 def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:

@@ -97,10 +97,8 @@ def _targets(outcomes: Sequence[Outcome]) -> str:
             Axis("time of a billion tokens", 0, 1.05 * slowest, human_seconds),
         )
         for outcome in known:
-            at, name = (
-                (outcome.chips, 1e9 / outcome.tokens_per_s),
-                f"{outcome.plan.target.text}, {outcome.batch:,} rows",
-            )
+            at = outcome.chips, 1e9 / outcome.tokens_per_s
+            name = f"{outcome.plan.target.text}, {outcome.batch:,} rows"
             drawn.dot(at, "var(--blue)", name)
             drawn.word(at, name, before=drawn.x.share(outcome.chips) > 0.5)
         content += drawn.html("Time of a billion tokens against chips", tall=True)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.pieces import breakable, document, file_of, known_as, made_by, rows_of, section
+from gspmd_lm.foresight.show.pieces import breakable, document, facts_of, file_of, made_by, rows_of, section
 from gspmd_lm.foresight.show.plot import Axis, Plot, short
 from gspmd_lm.runs import table
 from gspmd_lm.runs.history import Run, differences, settings
@@ -43,12 +43,7 @@ def colour(number: int) -> str:
 
 
 def _facts(run: Run) -> str:
-    cells = [
-        f"<div><dt>{text(name)} {known_as('measured')}</dt>"
-        f"<dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
-        for name, value, note in table.facts(run)
-    ]
-    return f'<dl class="facts">{"".join(cells)}</dl>'
+    return facts_of((name, "measured", value, note) for name, value, note in table.facts(run))
 
 
 def _runs(runs: Sequence[Run]) -> str:

@@ -73,9 +73,7 @@ class _Rows:
         self.path = path
         if path.is_dir():
             raise InputError(f"{path}: is a folder, but must be a file\n  fix   move it away")
-        old = path.read_bytes() if path.exists() else b""
-        rows = old.splitlines()
-        steps = [_step_of(row) for row in rows]
+        old, rows, steps = _parsed(path)
         if damaged := damage(steps):
             say(f"warning: {path}: {damaged}")
         kept = [row for row, step in zip(rows, steps, strict=True) if step is not None and step <= start_step]
@@ -97,9 +95,15 @@ class _Rows:
 
 def read(path: epath.Path) -> tuple[list[dict[str, Any]], str]:
     """The rows of a file of this log, and a sentence about those that cannot be read."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    steps = [_step_of(line) for line in lines]
+    _, lines, steps = _parsed(path)
     return [json.loads(line) for line, step in zip(lines, steps, strict=True) if step is not None], damage(steps)
+
+
+def _parsed(path: epath.Path) -> tuple[bytes, list[bytes], list[float | None]]:
+    """The content of a file that need not exist, its lines, and the step of each line."""
+    content = path.read_bytes() if path.exists() else b""
+    lines = content.splitlines()
+    return content, lines, [_step_of(line) for line in lines]
 
 
 def damage(steps: Sequence[float | None]) -> str:

@@ -78,8 +78,9 @@ class Run:
     evaluates: bool = False  # whether the programs of evaluation are compiled
     compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def config(self) -> Config:
+        """The config of the step, with the tokenizer that the run keeps in its workdir if it trains one."""
         config = self.step.config
         return trained.kept(config, self.workdir) if trained_size(config.data.tokenizer) else config
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from gspmd_lm.units import human_clock, human_short
 
 HEADED = 20  # a heading stands above every so many lines
-# Heading, width, and how a value is shown. A line has 80 columns at most: docs/training.md explains the columns.
+# Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
 _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
     ("|grad|", 7, "gradient_norm", lambda value: _digits(value, 4)),
     ("time", 8, "step_time_s", lambda value: _time(value)),

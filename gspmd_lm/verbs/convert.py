@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import flags
@@ -50,9 +48,9 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     if "://" not in str(workdir):
         session.check_folder("workdir", Path(workdir))
     found = pretrained.read(source, given.config_sets(values), values.ignore)
-    carried = {architecture.CONFIG: _json(dict(found.like))} | _beside_weights(source)
+    carried = {architecture.CONFIG: beside.as_json(dict(found.like))} | _beside_weights(source)
     if values.ignore:
-        carried[IGNORED] = _json({architecture.CONFIG: values.ignore})
+        carried[IGNORED] = beside.as_json({architecture.CONFIG: values.ignore})
     chat.stop_ids(found.config.data.tokenizer)  # raises if the tokenizer cannot be used
     here = session.begin(values, found.config)
     with session.written(here, workdir), checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
@@ -105,10 +103,6 @@ def _beside_weights(source: Path) -> dict[str, bytes]:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror})\n  fix   make it readable, or remove it"
         ) from error
-
-
-def _json(value: Any) -> bytes:
-    return f"{json.dumps(value, indent=2)}\n".encode()
 
 
 def _export(values: flags.FlagValues, workdir: str) -> int:

@@ -32,12 +32,16 @@ def with_tokenizer(config: Config, workdir: str | None = None) -> Config:
 
 def config_sets(values: flags.FlagValues) -> list[str]:
     """What --set lays over the config."""
-    return [text for text in values.set if text not in rules_sets(values)]
+    return [text for text in values.set if not _of_rules(text)]
 
 
 def rules_sets(values: flags.FlagValues) -> list[str]:
     """What --set lays over the rules file: the keys that begin with rules."""
-    return [text for text in values.set if text.partition("=")[0].partition(".")[0].strip() == "rules"]
+    return [text for text in values.set if _of_rules(text)]
+
+
+def _of_rules(text: str) -> bool:
+    return text.partition("=")[0].partition(".")[0].strip() == "rules"
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:

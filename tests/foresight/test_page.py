@@ -6,19 +6,15 @@ import functools
 import itertools
 import json
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures, meanings, page
 from gspmd_lm.units import human_bytes, human_seconds
-from tests.reader import Reader
+from tests.reader import Reader, told_in_a_browser
 
 SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
 @pytest.mark.parametrize("reports", [[sample.LLAMA], [sample.CPU], [sample.REFUSED], [sample.SLICES], SEVERAL])
@@ -203,32 +199,16 @@ told.hidden = [...document.querySelectorAll(".layout")].map((layout) => layout.h
 parent.postMessage(JSON.stringify(told), "*");
 }
 </script>"""
-FRAME = """<!doctype html><body><script>
-onmessage = ({ data }) => document.body.append(Object.assign(document.createElement("pre"), { textContent: data }));
-</script><iframe src="page.html" style="width: %dpx; height: 900px; border: 0"></iframe>"""
 
 
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory):
     """A function that opens a page of samples in a browser, `width` pixels wide, and gives what VISIT tells."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser here: none of {', '.join(BROWSERS)} is on the PATH")
 
     @functools.cache
     def open_page(width, *names):
-        folder: Path = tmp_path_factory.mktemp("page")
         text = page.render([getattr(sample, name) for name in names])
-        (folder / "page.html").write_text(text.replace("</body>", f"{VISIT}</body>"), encoding="utf-8")
-        # In a frame, because a browser's own window has a least width that is wider than a phone.
-        (folder / "frame.html").write_text(FRAME % width, encoding="utf-8")
-        command = [browser, "--headless", "--disable-gpu", "--window-size=1500,1000", "--virtual-time-budget=5000",
-                   f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--dump-dom", "--no-sandbox",
-                   (folder / "frame.html").as_uri()]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-        (told,) = Reader(done.stdout).find("pre")
-        return json.loads(told["text"])
+        return told_in_a_browser(tmp_path_factory.mktemp("page"), text, VISIT, width)
 
     return open_page
 

@@ -15,11 +15,10 @@ from gspmd_lm import cli
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.show.plot import Axis, Plot, short
 from gspmd_lm.runs import history, page, table
-from tests.reader import Reader
+from tests.reader import Reader, told_in_a_browser
 
 ROOT = Path(__file__).parent.parent.parent
 HOSTILE = "<script>alert(1)</script>"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
 def row(step, **changes):
@@ -190,25 +189,12 @@ const words = [...document.querySelectorAll(".plot i, .plot b")];
 told.cut = words.filter((one) => one.getBoundingClientRect().right > innerWidth).length;
 parent.postMessage(JSON.stringify(told), "*");
 </script>"""
-FRAME = """<!doctype html><body><script>
-onmessage = ({ data }) => document.body.append(Object.assign(document.createElement("pre"), { textContent: data }));
-</script><iframe src="page.html" style="width: %dpx; height: 900px; border: 0"></iframe>"""
 
 
 @pytest.mark.parametrize("width", [1400, 400])
 def test_in_a_browser(runs, tmp_path, width):
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser here: none of {', '.join(BROWSERS)} is on the PATH")
     text = page.render(history.read([str(runs)]), "python main.py plot")
-    (tmp_path / "page.html").write_text(text.replace("</body>", f"{VISIT}</body>"), encoding="utf-8")
-    (tmp_path / "frame.html").write_text(FRAME % width, encoding="utf-8")
-    command = [browser, "--headless", "--disable-gpu", "--window-size=1500,1000", "--virtual-time-budget=5000",
-               f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", "--no-sandbox",
-               (tmp_path / "frame.html").as_uri()]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    told = json.loads(Reader(done.stdout).find("pre")[0]["text"])
+    told = told_in_a_browser(tmp_path, text, VISIT, width)
     assert told["overflow"] <= 0 and told["cut"] == 0
     assert told["said"][0] == "step 20: a training 3.8, a held-out 3.9, b training 4.8"
     assert told["said"][1] == "step 20: a 1.00e-3, b 2.00e-3"

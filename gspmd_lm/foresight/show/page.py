@@ -27,6 +27,7 @@ from gspmd_lm.foresight.show.figures import (
 from gspmd_lm.foresight.show.pieces import (
     breakable,
     document,
+    facts_of,
     file_of,
     known_as,
     made_by,
@@ -168,11 +169,7 @@ def _facts(report: Report) -> str:
         facts.append(("step time", "predicted", "none", report.no_prediction))
     if not memory.refusal:
         facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), of_floor(report)))
-    cells = [
-        f"<div><dt>{term(name)} {known_as(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
-        for name, known, value, note in facts
-    ]
-    return f'<dl class="facts{"" if memory.fits else " over"}">{"".join(cells)}</dl>'
+    return facts_of(facts, over=not memory.fits)
 
 
 def _warnings(report: Report, heading: str) -> str:

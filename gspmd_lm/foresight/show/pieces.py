@@ -58,6 +58,15 @@ def file_of(content: str) -> str:
     return f"<pre>{text(content)}</pre>"
 
 
+def facts_of(facts: Iterable[tuple[str, str, str, str]], over: bool = False) -> str:
+    """Figures in large: each a name, how it is known, a value and a note. `over`: the first is beyond its limit."""
+    cells = "".join(
+        f"<div><dt>{term(name)} {known_as(known)}</dt><dd><b>{text(value)}</b> <small>{text(note)}</small></dd></div>"
+        for name, known, value, note in facts
+    )
+    return f'<dl class="facts{" over" if over else ""}">{cells}</dl>'
+
+
 def swatch(kind: str) -> str:
     return f'<i class="swatch k-{kind}"></i>' if kind else ""
 

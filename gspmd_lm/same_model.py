@@ -1,0 +1,65 @@
+"""What of a config's model decides the weights: what the checkpoints of one model agree in."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+from gspmd_lm.config import Model
+from gspmd_lm.errors import InputError
+
+# Fields of Model that change neither the tree of the parameters nor their meaning.
+_FREE = {"compute_dtype", "weight_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
+_ABSENT = object()
+
+
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the types that JSON gives back (tuples become lists). Raises TypeError if JSON cannot hold it."""
+    return json.loads(json.dumps(values))
+
+
+# A checkpoint that is older than a field of Model, or of a mapping in it, has the default of that field.
+_MAPPINGS = {
+    name: kind
+    for name, hint in get_type_hints(Model).items()
+    for kind in get_args(hint)
+    if dataclasses.is_dataclass(kind)
+}
+_DEFAULTS = {
+    kind: as_json({field.name: field.default for field in dataclasses.fields(kind)
+                   if field.default is not dataclasses.MISSING})
+    for kind in (Model, *_MAPPINGS.values())
+}  # fmt: skip
+
+
+def facts(model: Model) -> dict[str, Any]:
+    """The fields of a model that decide its weights, as plain values."""
+    return {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
+
+
+def check(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
+    """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
+    saved = _completed(saved)
+    names = [
+        name
+        for name in sorted({*saved, *wanted} - _FREE)
+        if saved.get(name, _DEFAULTS[Model].get(name, _ABSENT)) != wanted.get(name, _ABSENT)
+    ]
+    differences = [
+        f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
+        for name in names
+    ]
+    if differences:
+        fix = "  fix   use the config it was saved with, or another --workdir"
+        if all(name.startswith("padded_") for name in names):
+            sets = " ".join(f"--set model.{name}={wanted[name]}" for name in names)
+            fix = f"  fix   padding is part of the weights: convert again, with {sets}, into another --workdir"
+        raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
+
+
+def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved facts whose mappings have the fields that are younger than the checkpoint."""
+    return {
+        name: _DEFAULTS[_MAPPINGS[name]] | value if name in _MAPPINGS and isinstance(value, dict) else value
+        for name, value in saved.items()
+    }
