@@ -10,6 +10,7 @@ import re
 
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
+from gspmd_lm.foresight.names import read
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
 # mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.
@@ -23,11 +24,16 @@ CUDNN_SMALL = (0.67, 0.85)  # heads of 64 over heads of 128, forward and backwar
 _CUDNN_PEAK = 989  # H100's
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
+_BLOCK = re.compile(r"block_(q|kv)(?:_dkv|_dq)?\W+(\d+)")  # in what the kernel says of itself, a null is left out
 
 
 @dataclasses.dataclass(frozen=True)
 class Splash:
-    """One call of splash attention: the heads of all rows, queries x keys, in blocks."""
+    """One call of splash attention: the heads of all rows, queries x keys, in blocks.
+
+    A device that has fewer queries than keys has its share of a split sequence. The sequence is taken to be split so
+    that all devices visit equally many blocks.
+    """
 
     part: str  # fwd, dkv (which includes dq if they are fused) or dq
     heads: int
@@ -36,12 +42,19 @@ class Splash:
     rows: int  # the rows of a block: queries
     columns: int  # the columns of a block: keys
     fused: bool
+    window: int = 0  # a query sees so many of the last keys; 0: all before it
+    steps: int = 0  # of the grid; 0: one for each pair of blocks
 
     @property
     def visited(self) -> float:
-        """How many blocks a causal mask does not skip."""
+        """How many blocks the mask does not skip."""
         queries, keys = self.blocks
-        return sum(min(keys, -(-(n + 1) * self.rows // self.columns)) for n in range(queries))
+        split = max(1, keys * self.columns // (queries * self.rows))
+        total = 0
+        for first in range(0, split * queries * self.rows, self.rows):
+            seen = max(0, first + 1 - self.window) // self.columns if self.window else 0
+            total += min(keys, -(-(first + self.rows) // self.columns)) - seen
+        return total / split
 
     @property
     def matmuls(self) -> int:
@@ -89,7 +102,7 @@ def splash_s(splash: Splash, chip: Chip) -> float | None:
     # Heads that are wider than the table's, and passes that are not fused, are scaled by their multiply-adds.
     scale = max(1.0, splash.size / max(sizes)) * splash.matmuls / (2 if splash.part == "fwd" else 5)
     block = cycles.visited[near] * area / SPLASH_BLOCKS[near] ** 2 * scale
-    steps = splash.blocks[0] * splash.blocks[1]
+    steps = splash.steps or splash.blocks[0] * splash.blocks[1]
     rows = splash.blocks[0] * splash.rows / 512
     total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)
     return total / chip.tensor_cores / chip.clock_hz  # the cores of a device share the heads
@@ -117,14 +130,20 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
     arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
     integers = [a for a in arrays if a.dtype.startswith("s")]
     queries, keys = [a for a in arrays if not a.dtype.startswith("s")][:2]
-    count = integers[0].dimensions[-2:]  # the next block: heads, or 1, x blocks of queries x blocks of keys
+    # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
+    count = integers[0].dimensions[-2:]
     *heads, rows, size = queries.dimensions
+    # The first sizes are those of this pass.
+    told = {side: int(length) for side, length in reversed(_BLOCK.findall(call.frontend.get("kernel_metadata", "")))}
+    block, columns = told.get("q", rows // count[0]), told.get("kv", keys.dimensions[-2] // count[1])
     return Splash(
         part=named.group(1),
         heads=math.prod(heads),
         size=size,
-        blocks=(count[0], count[1]),
-        rows=rows // count[0],
-        columns=keys.dimensions[-2] // count[1],
+        blocks=(rows // block, keys.dimensions[-2] // columns),
+        rows=block,
+        columns=columns,
         fused=len(call.shape.arrays) > 4,
+        window=read(call.op_name).window,
+        steps=math.prod(count),
     )
