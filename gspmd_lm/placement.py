@@ -39,6 +39,10 @@ class MeshPlacement:
         return self.rules.attention[meshes.platform(self.mesh)]
 
     @property
+    def grouped(self) -> str:
+        return "ragged" if meshes.platform(self.mesh) == "tpu" else "blocks"
+
+    @property
     def remat(self) -> Callable[..., Any] | None:
         return policy(self.rules)
 
@@ -180,6 +184,10 @@ class Recorder:
     def attention(self) -> str:
         self.asked.add("attention")
         return "xla"
+
+    @property
+    def grouped(self) -> str:
+        return "ragged"  # one operation, whose shapes tell what is computed
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""

@@ -68,6 +68,11 @@ class Placement(Protocol):
         """The attention kernel: xla, cudnn or splash."""
         ...
 
+    @property
+    def grouped(self) -> str:
+        """See `placing.grouped_kernel`."""
+        ...
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
         ...
@@ -189,6 +194,12 @@ def attention_kernel() -> str:
     """The attention kernel that the rules choose for the platform at hand."""
     place = placement()
     return place.attention if place else "xla"
+
+
+def grouped_kernel() -> str:
+    """The kernel for products with the experts' weights, on the platform at hand: ragged or blocks."""
+    place = placement()
+    return place.grouped if place else "blocks"
 
 
 def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
