@@ -39,6 +39,10 @@ class MeshPlacement:
         return self.rules.attention[meshes.platform(self.mesh)]
 
     @property
+    def context(self) -> str:
+        return self.rules.context
+
+    @property
     def remat(self) -> Callable[..., Any] | None:
         return policy(self.rules)
 
@@ -180,6 +184,11 @@ class Recorder:
     def attention(self) -> str:
         self.asked.add("attention")
         return "xla"
+
+    @property
+    def context(self) -> str:
+        self.asked.add("context")
+        return self.rules.context
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""

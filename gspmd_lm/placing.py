@@ -68,6 +68,11 @@ class Placement(Protocol):
         """The attention kernel: xla, cudnn or splash."""
         ...
 
+    @property
+    def context(self) -> str:
+        """See `placing.context`."""
+        ...
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
         ...
@@ -190,8 +195,17 @@ def attention_kernel() -> str:
     return place.attention if place else "xla"
 
 
+def context() -> str:
+    """How the keys of a split sequence reach its queries: gather, ring or ulysses."""
+    place = placement()
+    return place.context if place else "gather"
+
+
 def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`."""
+    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`.
+
+    A dimension called `whole` is not split.
+    """
     place = placement()
     return place.per_device(function, inputs, output) if place else function
 
