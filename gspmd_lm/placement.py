@@ -43,6 +43,10 @@ class MeshPlacement:
         return "ragged" if meshes.platform(self.mesh) == "tpu" else "blocks"
 
     @property
+    def context(self) -> str:
+        return self.rules.context
+
+    @property
     def remat(self) -> Callable[..., Any] | None:
         return policy(self.rules)
 
@@ -188,6 +192,11 @@ class Recorder:
     @property
     def grouped(self) -> str:
         return "ragged"  # one operation, whose shapes tell what is computed
+
+    @property
+    def context(self) -> str:
+        self.asked.add("context")
+        return self.rules.context
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""

@@ -73,6 +73,11 @@ class Placement(Protocol):
         """See `placing.grouped_kernel`."""
         ...
 
+    @property
+    def context(self) -> str:
+        """See `placing.context`."""
+        ...
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
         ...
@@ -202,8 +207,17 @@ def grouped_kernel() -> str:
     return place.grouped if place else "blocks"
 
 
+def context() -> str:
+    """How the keys of a split sequence reach its queries: gather, ring or ulysses."""
+    place = placement()
+    return place.context if place else "gather"
+
+
 def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`."""
+    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`.
+
+    A dimension called `whole` is not split.
+    """
     place = placement()
     return place.per_device(function, inputs, output) if place else function
 
