@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from gspmd_lm import placement
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, Model
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.placement import Named, Recorder
@@ -37,6 +37,12 @@ class Arrays:
     @property
     def trained_count(self) -> int:
         return _count(self.trained)
+
+    def active_count(self, model: Model, trained: bool = False) -> int:
+        """How many parameters compute one token: of the routed experts, those that are chosen. `trained`: only of them."""
+        leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
+        share = model.experts_per_token / model.experts if model.experts else 1.0
+        return round(sum(like.size * (share if "expert" in leaf.axes else 1.0) for leaf, like in leaves))
 
 
 def arrays(
