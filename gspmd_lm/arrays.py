@@ -39,7 +39,7 @@ class Arrays:
         return _count(self.trained)
 
     def active_count(self, model: Model, trained: bool = False) -> int:
-        """How many parameters compute one token: of the routed experts, those that are chosen. `trained`: only of them."""
+        """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained."""
         leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
         share = model.experts_per_token / model.experts if model.experts else 1.0
         return round(sum(like.size * (share if "expert" in leaf.axes else 1.0) for leaf, like in leaves))
