@@ -101,6 +101,13 @@ class Placement(Protocol):
         """
         ...
 
+    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        """`x`, whose last axis is split as that of a table is, on the way to `home`, one mesh axis after the other.
+
+        Compilers know an exchange of one axis for another one, and not of one for two.
+        """
+        ...
+
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         """See `placing.per_device`."""
         ...

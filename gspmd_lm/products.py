@@ -98,7 +98,10 @@ def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array
     over, tokens = split(table.path, table.axes[0]), _tokens(ids_BT, "BT")
     with scope("of", table.path):
         if over.pieces == 1:
-            return table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
+            found_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
+            at_rest = Spec(table.path, table.axes, "weights")
+            place = placement()
+            return place.columns_apart(found_BTD, at_rest, parse(home, found_BTD.ndim)) if place else found_BTD
         in_use = Spec(table.path, table.axes)
         table_rVD: Any = _copied(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
         table_rzVD = table_rVD.reshape(tokens.sum.over.pieces, over.pieces, -1, table_rVD.shape[-1])

@@ -138,7 +138,7 @@ def build(
 
     Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
     """
-    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform])
+    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform], dealt=True)
     cfg = config.model
     found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)

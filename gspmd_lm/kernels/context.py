@@ -66,8 +66,7 @@ def dealt(batch: dict[str, Any]) -> dict[str, Any]:
         """Device i has the pieces 2i and 2i+1; piece p goes to device p or, from p = n on, to 2n-1-p."""
         to = [*range(over.pieces), *reversed(range(over.pieces))]
         sent = [
-            jax.lax.ppermute(half, over.over, list(enumerate(to[first::2])))
-            for first, half in enumerate(jnp.split(x_ABT, 2, axis=-1))
+            permuted(half, over, dict(enumerate(to[first::2]))) for first, half in enumerate(jnp.split(x_ABT, 2, -1))
         ]
         even = jax.lax.axis_index(over.over) % 2 == 0
         return jnp.concatenate([jnp.where(even, *sent), jnp.where(even, *sent[::-1])], axis=-1)
@@ -75,6 +74,15 @@ def dealt(batch: dict[str, Any]) -> dict[str, Any]:
     moved = per_device(exchanged, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
     places_BT = jnp.broadcast_to(jnp.asarray(order(T, over.pieces), jnp.int32), (B, T))
     return batch | dict(zip(names, moved, strict=True)) | {"places": places_BT}
+
+
+def permuted(x: jax.Array, over: Split, to: dict[int, int]) -> jax.Array:
+    """`x` of the device that sends to this one. Devices are counted along the axes of `over`."""
+    # jax.lax.ppermute counts them along the axes of the mesh, in whatever order it is given names.
+    along = [over.over.index(name) for name in jax.sharding.get_abstract_mesh().axis_names if name in over.over]
+    sizes = [jax.lax.axis_size(name) for name in over.over]
+    counted = np.argsort(np.arange(over.pieces).reshape(sizes).transpose(along).ravel()).tolist()
+    return jax.lax.ppermute(x, over.over, [(counted[source], counted[target]) for source, target in to.items()])
 
 
 def attend(

@@ -103,3 +103,37 @@ def attend(
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
     return jnp.swapaxes(jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids), 1, 2).astype(q_BTNH.dtype)
+
+
+def forward(
+    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
+    segments: tuple[jax.Array, jax.Array] | None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The result of a kernel with save_residuals, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
+    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
+    ids = [splash.SegmentIds(*segments)] if segments else []
+    out_BNTH, (lse_BNT,) = jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
+    return jnp.swapaxes(out_BNTH, 1, 2), jnp.swapaxes(lse_BNT, 1, 2)
+
+
+def backward(
+    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
+    segments: tuple[jax.Array, jax.Array] | None, out_BTNH: jax.Array, lse_BTN: jax.Array, dout_BTNH: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The gradients of queries, keys and values, given the result and the softmax sums over all keys.
+
+    Those of jax's own derivative are over the keys of the kernel alone. So its backward kernel is called as it calls it.
+    """
+    scale = scores_scale(cfg)
+    arrays = q_BTNH * scale, k_BSKH, v_BSKH, out_BTNH, dout_BTNH
+    q, k, v, out, dout = (jnp.swapaxes(x, 1, 2) for x in arrays)
+    options = {name: value for name, value in made.kwargs.items() if name not in ("save_residuals", "interpret")}
+    names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap")
+    fixed = [options[name] for name in names]
+
+    def one(q, k, v, out, lse, dout, *ids):
+        saved = q, k, v, splash.SegmentIds(*ids) if ids else None, None, out, lse, None, made.dkv_mask_info
+        return splash._splash_attention_bwd(False, *fixed, made.kwargs["interpret"], saved, dout)[3:6]
+
+    dq, dk, dv = jax.vmap(one)(q, k, v, out, jnp.swapaxes(lse_BTN, 1, 2), dout, *(segments or ()))
+    return tuple(jnp.swapaxes(x, 1, 2) for x in (dq * scale, dk, dv))
