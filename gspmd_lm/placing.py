@@ -69,8 +69,8 @@ class Placement(Protocol):
         ...
 
     @property
-    def grouped(self) -> str:
-        """See `placing.grouped_kernel`."""
+    def platform(self) -> str:
+        """See `placing.platform`."""
         ...
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
@@ -83,6 +83,10 @@ class Placement(Protocol):
 
     def pieces(self, array: str, axis: str) -> int:
         """See `placing.pieces`."""
+        ...
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        """The split over these mesh axes."""
         ...
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
@@ -98,6 +102,13 @@ class Placement(Protocol):
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         """See `placing.per_device`."""
+        ...
+
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        """`function`, run by each device on its own pieces. Inputs and outputs tell the mesh axes of each dimension.
+
+        An output that is None has None for its place.
+        """
         ...
 
 
@@ -195,10 +206,10 @@ def attention_kernel() -> str:
     return place.attention if place else "xla"
 
 
-def grouped_kernel() -> str:
-    """The kernel for products with the experts' weights, on the platform at hand: ragged or blocks."""
+def platform() -> str:
+    """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
     place = placement()
-    return place.grouped if place else "blocks"
+    return place.platform if place else "cpu"
 
 
 def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
