@@ -69,8 +69,8 @@ class Placement(Protocol):
         ...
 
     @property
-    def grouped(self) -> str:
-        """See `placing.grouped_kernel`."""
+    def platform(self) -> str:
+        """See `placing.platform`."""
         ...
 
     @property
@@ -88,6 +88,10 @@ class Placement(Protocol):
 
     def pieces(self, array: str, axis: str) -> int:
         """See `placing.pieces`."""
+        ...
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        """The split over these mesh axes."""
         ...
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
@@ -112,13 +116,20 @@ class Placement(Protocol):
         """See `placing.per_device`."""
         ...
 
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        """`function`, run by each device on its own pieces. Inputs and outputs tell the mesh axes of each dimension.
+
+        An output that is None has None for its place.
+        """
+        ...
+
 
 def scope(role: str, *names: str) -> Any:
     """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
 
     The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
-    summed over ("sum"), the weights that operations belong to ("of"), or how far a query sees ("window"). Without names
-    nothing is written.
+    summed over ("sum"), the weights that operations belong to ("of"), or which keys a query sees ("sees": so many of the
+    last ones, or all). Without names nothing is written.
     """
     return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
 
@@ -208,10 +219,10 @@ def attention_kernel() -> str:
     return place.attention if place else "xla"
 
 
-def grouped_kernel() -> str:
-    """The kernel for products with the experts' weights, on the platform at hand: ragged or blocks."""
+def platform() -> str:
+    """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
     place = placement()
-    return place.grouped if place else "blocks"
+    return place.platform if place else "cpu"
 
 
 def context() -> str:

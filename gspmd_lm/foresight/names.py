@@ -24,7 +24,7 @@ class Name:
     sums: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
     placed: tuple[str, str] | None = None  # the table, and the array where it puts it
     einsum: str = ""
-    window: int = 0  # the sliding window of an attention layer
+    sees: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
 
     @property
     def known(self) -> bool:
@@ -41,7 +41,7 @@ def read(op_name: str) -> Name:
     modules, einsum = [], ""
     for number, word in enumerate(words):
         role, dot, rest = word.partition(".")
-        if dot and role in ("of", "sum", "window"):
+        if dot and role in ("of", "sum", "sees"):
             scopes[role] = rest
         elif dot and role in TABLES:
             placed = role, rest
@@ -59,7 +59,7 @@ def read(op_name: str) -> Name:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
         phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
     sums = tuple(filter(None, scopes.get("sum", "").split("+")))
-    return Name(phase, tuple(modules), of, sums, placed, einsum, int(scopes.get("window", 0)))
+    return Name(phase, tuple(modules), of, sums, placed, einsum, scopes.get("sees", ""))
 
 
 def each(op_name: str, count: int) -> list[str]:

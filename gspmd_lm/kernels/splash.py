@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from gspmd_lm import config
 from gspmd_lm.kernels.attention import scores_scale, splash_block
+from gspmd_lm.placing import scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,9 @@ def attend(
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys."""
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
-    return jnp.swapaxes(jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids), 1, 2).astype(q_BTNH.dtype)
+    with scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else [])):
+        out_BNTH = jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
+    return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
 
 
 def forward(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.dispatch import chosen_experts
+from gspmd_lm.dispatch import mixed
 from gspmd_lm.model.layers import ACTIVATIONS, Mlp
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.placing import shard
@@ -43,8 +43,9 @@ class Experts(nn.Module):
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
         self.w_in = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
         self.w_down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
-        zeros = nn.initializers.zeros
+        self.b_in, self.b_down = [None] * len(names), None
         if cfg.mlp_bias:
+            zeros = nn.initializers.zeros
             self.b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
             self.b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
         if cfg.shared_mlp:
@@ -75,11 +76,9 @@ class Experts(nn.Module):
         def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
             return math.prod(rest, start=ACTIVATIONS[cfg.activation](first))
 
-        b_in, b_down = (self.b_in, self.b_down) if cfg.mlp_bias else ([], None)
         most = self.capacity(chosen_BTk.shape[1]) if cfg.capacity_factor else 0
-        y_BTD = chosen_experts(
-            x_BTD, chosen_BTk, cfg.expert_scale * weights_BTk, self.w_in, self.w_down, b_in, b_down, activated, most
-        )
+        inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
+        y_BTD = mixed(x_BTD, chosen_BTk, cfg.expert_scale * weights_BTk, inward, down, activated, most)
         if cfg.shared_mlp:
             shared_BTD = self.shared(x_BTD)
             if cfg.shared_gate:

@@ -21,7 +21,7 @@ def module(call, operands, fused=False):
     return hlo.parse(f"HloModule test\n\n%inner {body}\nENTRY %main (p: f32[]) -> f32[] {{\n{outside}}}\n")
 
 
-def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fused=False, split=1, window=0, grid=0):
+def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fused=False, split=1, sees="", grid=0):
     """`split`: the devices that share the queries. `grid`: how many blocks of keys each block of queries has."""
     q, k = f"bf16[{batch},{heads},{seq // split},{size}]", f"bf16[{batch},{key_heads},{seq},{size}]"
     block, length = f"s8[1,{blocks // split},{grid or blocks}]", seq // blocks
@@ -29,7 +29,7 @@ def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fus
     if part.startswith("fwd"):
         sizes = f'\\"block_q\\": {length}, \\"block_kv\\": {length}, \\"block_q_dq\\": null, {sizes.replace(str(length), "2048")}'
     told = f'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{{{sizes}}}"\n}}}}'
-    scope = f"window.{window}/" * bool(window)
+    scope = f"sees.{sees}/" * bool(sees)
     scratch = f"f32[{batch},{seq // blocks},128]"
     results = {
         "fwd_residuals": (scratch, scratch, scratch, q, scratch),
@@ -69,10 +69,15 @@ def test_of_a_split_sequence_a_device_computes_its_share_of_the_causal_half(part
     assert own == pytest.approx(seconds / 4)
 
 
+def test_where_nothing_is_masked_all_blocks_are_visited():
+    causal, whole = splash("fwd_residuals", 16), splash("fwd_residuals", 16, sees="all")
+    assert attention.flops(whole, whole.entry.root) == 256 / 136 * attention.flops(causal, causal.entry.root)
+
+
 @pytest.mark.parametrize(("part", "grid"), [("fwd_residuals", 3), ("dkv_no_residuals", 0)])
 def test_a_window_leaves_few_blocks(part, grid):
     """1024 keys in blocks of 512: a block of queries visits its own block, the one before it, and the rest of a third."""
-    windowed = splash(part, 16, window=1024, grid=grid)
+    windowed = splash(part, 16, sees="1024", grid=grid)
     visited = (1 + 2 + 14 * 3) / 136
     causal = splash(part, 16)
     operations = attention.flops(causal, causal.entry.root)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.kernels.grouped import grouped
+from gspmd_lm.kernels.grouped import grouped, outer
 
 SIZES = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
 
@@ -26,8 +26,11 @@ def test_grouped_products_and_their_gradients(rows):
         want[row], dx[row] = x[row] @ w[e], w[e] @ dy[row]
         dw[e] += np.outer(x[row], dy[row])
     with jax.default_matmul_precision("highest"):
-        y, back = jax.vjp(lambda x, w: grouped(x, w, jnp.asarray(sizes)), x, w)
-        got = back(jnp.asarray(dy))
+        y = grouped(jnp.asarray(x), jnp.asarray(w), jnp.asarray(sizes))
+        got = (
+            grouped(jnp.asarray(dy), jnp.asarray(w), jnp.asarray(sizes), transposed=True),
+            outer(jnp.asarray(x), jnp.asarray(dy), jnp.asarray(sizes)),
+        )
     np.testing.assert_allclose(y, want, atol=1e-5)
     np.testing.assert_allclose(got[0], dx, atol=1e-5)
     np.testing.assert_allclose(got[1], dw, atol=1e-5)

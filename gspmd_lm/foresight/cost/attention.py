@@ -42,17 +42,20 @@ class Splash:
     rows: int  # the rows of a block: queries
     columns: int  # the columns of a block: keys
     fused: bool
-    window: int = 0  # a query sees so many of the last keys; 0: all before it
+    sees: str = ""  # see Name.sees
     steps: int = 0  # of the grid; 0: one for each pair of blocks
 
     @property
     def visited(self) -> float:
         """How many blocks the mask does not skip."""
         queries, keys = self.blocks
+        if self.sees == "all":
+            return queries * keys
+        window = int(self.sees or 0)
         split = max(1, keys * self.columns // (queries * self.rows))
         total = 0
         for first in range(0, split * queries * self.rows, self.rows):
-            seen = max(0, first + 1 - self.window) // self.columns if self.window else 0
+            seen = max(0, first + 1 - window) // self.columns if window else 0
             total += min(keys, -(-(first + self.rows) // self.columns)) - seen
         return total / split
 
@@ -144,6 +147,6 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
         rows=block,
         columns=columns,
         fused=len(call.shape.arrays) > 4,
-        window=read(call.op_name).window,
+        sees=read(call.op_name).sees,
         steps=math.prod(count),
     )
