@@ -199,5 +199,21 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
     return found
 
 
+def experts_problems(config: Config, rules: Rules) -> list[Problem]:
+    """The problems that rules and the mixtures of experts of a config do not fit each other."""
+    model, found = config.model, []
+    if not model.experts:
+        return []
+    path = "layers.mlp.w_down"
+    names, row = rules.split("rules", path, "expert"), rules.row("rules", path, "expert")
+    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)}
+    if row and {*names} & tokens and {*names} - tokens:
+        there, not_there = (", ".join(name for name in names if (name in tokens) is kind) for kind in (True, False))
+        message = f"experts: expert would be split over {there}, which splits tokens, and {not_there}, which does not"
+        fix = f"--set rules.{row.key}={there}, so that tokens travel"
+        found.append(Problem(message, row.place, fix, f"--set rules.{row.key}={not_there}, so that none does"))
+    return found
+
+
 def _count(tree: Any) -> int:
     return sum(like.size for like in jax.tree.leaves(tree))

@@ -109,7 +109,7 @@ def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: i
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> jax.Array:
+def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
     """[pieces of `how.inner`, B, T, D]. With a slot, the gradient of `x_BTD` is that of the slot."""
     return _forward(how, x_BTD, slot, weights_BTk, chosen_BTk, *arrays)[0]
 

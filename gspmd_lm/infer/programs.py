@@ -12,7 +12,7 @@ from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems, split_sequence
+from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems, experts_problems, split_sequence
 from gspmd_lm.arrays import checked as checked_arrays
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
@@ -330,6 +330,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     """
     found = parameters(config.model)
     more = attention_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
+    more += experts_problems(config, rules)
     return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
 
 
