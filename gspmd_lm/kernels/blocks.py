@@ -109,7 +109,7 @@ class Blocks:
         from gspmd_lm.kernels import splash
 
         cfg = dataclasses.replace(self.cfg, sliding_window=0)
-        options: Any = {"everything": not causal, "save_residuals": True, "interpret": self.interpret}
+        options: Any = {"everything": not causal, "interpret": self.interpret}
         return splash.kernel(q_BTNH, np.arange(q_BTNH.shape[1]), keys, cfg, **options)
 
 

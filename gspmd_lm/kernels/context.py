@@ -114,16 +114,11 @@ def attend(
 def _gather(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, dealt):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
-    def whole(x: jax.Array) -> jax.Array:
-        """The tokens of all devices in the order of the text."""
-        x = jax.lax.all_gather(x, over.over, axis=1, tiled=True)
-        if not dealt:
-            return x
-        first, second = jnp.moveaxis(x.reshape(x.shape[0], over.pieces, 2, -1, *x.shape[2:]), 2, 0)
-        return jnp.concatenate([first, second[:, ::-1]], axis=1).reshape(x.shape)
+    k_BSKH, v_BSKH = _whole(over, dealt, jnp.stack([k_BTKH, v_BTKH]))
 
-    with jax.named_scope("keys"):
-        k_BSKH, v_BSKH = whole(k_BTKH), whole(v_BTKH)
+    def whole(x_BT: jax.Array) -> jax.Array:
+        return _whole(over, dealt, x_BT[None])[0]
+
     T, device = k_BSKH.shape[1], jax.lax.axis_index(over.over)
     places_T = order(T, over.pieces) if dealt else np.arange(T)
     segments = None if segments_BT is None else (segments_BT, whole(segments_BT))
@@ -139,6 +134,31 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *,
     queries = Tokens(own_1T, segments and segments[0], None)
     keys = Tokens(jnp.arange(T)[None], segments and segments[1], whole_positions)
     return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, slopes_N, cfg)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _whole(over: Split, dealt: bool, x_ABT: jax.Array) -> jax.Array:
+    """The tokens of all devices, in the order of the text, of several arrays."""
+    with jax.named_scope("keys"):
+        x_nABT = jax.lax.all_gather(x_ABT, over.over)
+        if dealt:
+            early, late = jnp.split(x_nABT, 2, axis=3)
+            x_nABT = jnp.concatenate([early, late[::-1]])
+        return jnp.moveaxis(x_nABT, 0, 2).reshape(*x_ABT.shape[:2], -1, *x_ABT.shape[3:])
+
+
+def _apart(over: Split, dealt: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.Array]:
+    """The derivative of `_whole`. It is written here because autodiff would add up halves that are mostly zeros."""
+    with jax.named_scope("keys"):
+        pieces = over.pieces * (2 if dealt else 1)
+        dx_nABT = jnp.moveaxis(dx_ABT.reshape(*dx_ABT.shape[:2], pieces, -1, *dx_ABT.shape[3:]), 2, 0)
+        if dealt:
+            early, late = jnp.split(dx_nABT, 2)
+            dx_nABT = jnp.concatenate([early, late[::-1]], axis=3)
+        return (jax.lax.psum_scatter(dx_nABT, over.over),)
+
+
+_whole.defvjp(lambda over, dealt, x: (_whole(over, dealt, x), None), _apart)
 
 
 def _ulysses(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):

@@ -5,17 +5,21 @@ jax.experimental.pallas.ops.tpu.splash_attention.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from gspmd_lm import config
 from gspmd_lm.kernels.attention import scores_scale, splash_block
 from gspmd_lm.placing import scope
+
+MOST_BLOCKS = 8  # of keys, at a time in a backward pass, which holds the gradients of queries once for each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +105,8 @@ def attend(
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:  # fmt: skip
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys."""
+    if k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
+        return _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments)
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
     with scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else [])):
@@ -108,14 +114,37 @@ def attend(
     return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments):
+    """`attend` to many blocks of keys, with `backward` as its derivative."""
+    return _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments)[0]
+
+
+def _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments):
+    out_BTNH, lse_BTN = forward(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+    out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
+    return out_BTNH, (made, q_BTNH, k_BSKH, v_BSKH, segments, out_BTNH, lse_BTN)
+
+
+def _long_backward(cfg, saved, dout_BTNH):
+    made, q_BTNH, k_BSKH, v_BSKH, segments, out_BTNH, lse_BTN = saved
+    dq, dk, dv = backward(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments, out_BTNH, lse_BTN, dout_BTNH)
+    return None, dq.astype(q_BTNH.dtype), dk, dv, None
+
+
+_long.defvjp(_long_forward, _long_backward)
+
+
 def forward(
     made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The result of a kernel with save_residuals, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
+    """The result of a kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
+    masks_of = made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info
+    whole = splash.SplashAttentionKernel(*masks_of, **made.kwargs | {"save_residuals": True})
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
-    out_BNTH, (lse_BNT,) = jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
+    out_BNTH, (lse_BNT,) = jax.vmap(whole)(q_BNTH, k_BKSH, v_BKSH, *ids)
     return jnp.swapaxes(out_BNTH, 1, 2), jnp.swapaxes(lse_BNT, 1, 2)
 
 
@@ -125,18 +154,41 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys.
 
-    Those of jax's own derivative are over the keys of the kernel alone. So its backward kernel is called as it calls it.
+    Splash's own derivative is over the keys of the kernel alone, and it holds the gradients of queries once for each
+    block of keys. Here its backward kernel is called as it calls it, on a few blocks of keys at a time.
     """
-    scale = scores_scale(cfg)
-    arrays = q_BTNH * scale, k_BSKH, v_BSKH, out_BTNH, dout_BTNH
-    q, k, v, out, dout = (jnp.swapaxes(x, 1, 2) for x in arrays)
-    options = {name: value for name, value in made.kwargs.items() if name not in ("save_residuals", "interpret")}
-    names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap")
-    fixed = [options[name] for name in names]
+    scale, block = scores_scale(cfg), made.kwargs["block_sizes"].block_kv_dkv
+    blocks = k_BSKH.shape[1] // block
+    at_once = next(n for n in range(min(MOST_BLOCKS, blocks), 0, -1) if blocks % n == 0)
+    heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scale, out_BTNH, dout_BTNH, lse_BTN))
+    q_BNTH, out_BNTH, dout_BNTH, lse_BNT = heads_first
+    names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap",
+             "interpret")  # fmt: skip
+    options, table = [made.kwargs[name] for name in names], made.dkv_mask_info
 
-    def one(q, k, v, out, lse, dout, *ids):
-        saved = q, k, v, splash.SegmentIds(*ids) if ids else None, None, out, lse, None, made.dkv_mask_info
-        return splash._splash_attention_bwd(False, *fixed, made.kwargs["interpret"], saved, dout)[3:6]
+    def chunk(dq_BNTH: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        number, k_BKSH, v_BKSH, *ids_BS = inputs
 
-    dq, dk, dv = jax.vmap(one)(q, k, v, out, jnp.swapaxes(lse_BTN, 1, 2), dout, *(segments or ()))
-    return tuple(jnp.swapaxes(x, 1, 2) for x in (dq * scale, dk, dv))
+        def own(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, number * at_once, at_once, axis=2)
+
+        # Keys are counted from the first one of the chunk.
+        places = None if table.q_sequence is None else table.q_sequence - number * at_once * block
+        part = table._replace(data_next=own(table.data_next), block_mask=own(table.block_mask), q_sequence=places)
+
+        def one(q, k, v, out, lse, dout, *ids):
+            saved = q, k, v, splash.SegmentIds(*ids) if ids else None, None, out, lse, None, part
+            return splash._splash_attention_bwd(False, *options, saved, dout)[3:6]
+
+        ids = [segments[0], *ids_BS] if segments else []
+        dq, dk, dv = jax.vmap(one)(q_BNTH, k_BKSH, v_BKSH, out_BNTH, lse_BNT, dout_BNTH, *ids)
+        return dq_BNTH + dq.astype(jnp.float32), (dk, dv)
+
+    def cut(x_BS: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x_BS.reshape(x_BS.shape[0], blocks // at_once, -1, *x_BS.shape[2:]), 1, 0)
+
+    keys = [jnp.swapaxes(cut(x), 2, 3) for x in (k_BSKH, v_BSKH)]
+    inputs = jnp.arange(blocks // at_once), *keys, *([cut(segments[1])] if segments else [])
+    dq_BNTH, dkv = jax.lax.scan(chunk, jnp.zeros(q_BNTH.shape, jnp.float32), inputs)
+    dk, dv = (jnp.moveaxis(x, (1, 3), (0, 2)).reshape(k_BSKH.shape) for x in dkv)  # from [chunks, B, K, S, H]
+    return jnp.swapaxes(dq_BNTH, 1, 2) * scale, dk, dv

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config, mesh, rules_file
-from gspmd_lm.kernels import attention, context
+from gspmd_lm.kernels import attention, context, splash
 from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.placing import placed_by
 
@@ -72,9 +72,11 @@ def both(cfg, place, qkv, weigh, batch, deal=True):
 
 
 @pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
-@pytest.mark.parametrize("packed", [True, False])
-def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed):
-    """Two devices of 256 tokens each, so that each half of a row that is dealt is one block of splash."""
+@pytest.mark.parametrize(("packed", "blocks"), [(True, 1), (False, 8)])
+def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, blocks, monkeypatch):
+    """Two devices of 256 tokens each; with blocks of 128, a backward pass takes one block of keys at a time, or all."""
+    monkeypatch.setattr(attention, "SPLASH_BLOCK_BYTES", 1)
+    monkeypatch.setattr(splash, "MOST_BLOCKS", blocks)
     qkv, weigh, batch = arrays(1, 512, 128)
     if not packed:
         del batch["segment_ids"]
