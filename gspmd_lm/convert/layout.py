@@ -7,8 +7,8 @@ keys and values in turns, and interleaved rope.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -32,10 +32,7 @@ class Tensor:
     # key head its queries, its key and its value.
     order: Literal["concatenated", "grouped"] = "concatenated"
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
-    when: tuple[tuple[str, Any], ...] = ()  # the settings of a model whose tensor has this name
-
-    def is_of(self, model: config.Model) -> bool:
-        return all(getattr(model, field) == value for field, value in self.when)
+    is_of: Callable[[config.Model], bool] = lambda model: True  # whether a model has this tensor
 
     def view(self, model: config.Model) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
@@ -131,4 +128,5 @@ def _sizes(model: config.Model) -> Mapping[str, int]:
     return {
         "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": model.head_dim, "F": model.mlp,
         "P": model.position_offset + model.context, "R": N + 2 * K, "E": 2 * model.mlp,
+        "W": model.embedding_width,
     }  # fmt: skip
