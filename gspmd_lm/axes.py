@@ -16,6 +16,8 @@ AXES = {
     "kv_heads": ("K", "key and value heads"),
     "head_dim": ("H", "size of one head"),
     "vocab": ("V", "padded vocabulary"),
+    "expert": ("E", "experts"),
+    "scores": ("C", "scores of a router, one for each expert"),
     "rank": ("R", "rank of an adapter"),
 }
 
@@ -38,6 +40,10 @@ WEIGHTS = {
     "w_gate": "gate projection of a gated MLP",
     "w_up": "first projection of the MLP",
     "w_down": "second projection of the MLP",
+    "router": "what turns a token into a logit for each expert",
+    "router_bias": "bias of the router's logits",
+    "balance_bias": "what is added to scores when experts are chosen",
+    "shared_gate": "what turns a token into the logit of the shared experts' gate",
     "b_gate": "bias of w_gate",
     "b_up": "bias of w_up",
     "b_down": "bias of w_down",
@@ -62,6 +68,8 @@ ACTIVATIONS = {
     "v": "values",
     "attention_out": "output of attention, before wo",
     "hidden": "output of the MLP's activation, before w_down",
+    "routing": "the logits of a router",
+    "dispatched": "tokens, sorted by the experts that compute them, where those experts are",
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "cache": "keys and values of the tokens so far, kept while text is generated",

@@ -39,6 +39,10 @@ class MeshPlacement:
         return self.rules.attention[meshes.platform(self.mesh)]
 
     @property
+    def platform(self) -> str:
+        return meshes.platform(self.mesh)
+
+    @property
     def remat(self) -> Callable[..., Any] | None:
         return policy(self.rules)
 
@@ -66,6 +70,9 @@ class MeshPlacement:
 
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        return Split(mesh_axes, self.rules.piece_count(mesh_axes))
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         """A device holds the copy of its own piece, which is what it holds of `x`: nothing moves."""
@@ -130,6 +137,11 @@ class MeshPlacement:
             function, mesh=self.mesh, in_specs=tuple(map(spec, inputs)), out_specs=spec(output), check_vma=False
         )
 
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        into = tuple(map(_partition_spec, inputs))
+        out = tuple(None if place is None else _partition_spec(place) for place in outputs)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
+
 
 def policy(rules: Rules) -> Callable[..., Any] | None:
     """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed."""
@@ -181,6 +193,10 @@ class Recorder:
         self.asked.add("attention")
         return "xla"
 
+    @property
+    def platform(self) -> str:
+        return "recorded"
+
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
         array, axes, table = spec
@@ -200,6 +216,9 @@ class Recorder:
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
 
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        return Split(mesh_axes)
+
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         return x[None]
 
@@ -207,6 +226,9 @@ class Recorder:
         return self.constrain(addends.sum(0), spec)
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+        return function
+
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
         return function
 
 

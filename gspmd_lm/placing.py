@@ -68,6 +68,11 @@ class Placement(Protocol):
         """The attention kernel: xla, cudnn or splash."""
         ...
 
+    @property
+    def platform(self) -> str:
+        """See `placing.platform`."""
+        ...
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
         ...
@@ -78,6 +83,10 @@ class Placement(Protocol):
 
     def pieces(self, array: str, axis: str) -> int:
         """See `placing.pieces`."""
+        ...
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        """The split over these mesh axes."""
         ...
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
@@ -93,6 +102,13 @@ class Placement(Protocol):
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         """See `placing.per_device`."""
+        ...
+
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        """`function`, run by each device on its own pieces. Inputs and outputs tell the mesh axes of each dimension.
+
+        An output that is None has None for its place.
+        """
         ...
 
 
@@ -188,6 +204,12 @@ def attention_kernel() -> str:
     """The attention kernel that the rules choose for the platform at hand."""
     place = placement()
     return place.attention if place else "xla"
+
+
+def platform() -> str:
+    """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
+    place = placement()
+    return place.platform if place else "cpu"
 
 
 def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:

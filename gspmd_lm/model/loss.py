@@ -5,7 +5,7 @@ share of the gradients is computed. The table is put in use once, before the loo
 partial sum per piece of the batch, and reduced once, after the loop.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,15 @@ CHUNK_TOKENS = 1024  # per device; enough to keep a matrix unit busy, 0.5 GB of 
 
 
 class Sums(NamedTuple):
-    """Sums over target tokens, float32 scalars. `loss` is cross-entropy, plus the z-loss if there is one."""
+    """Sums over target tokens, float32 scalars. `loss` is cross-entropy and what is added to it.
+
+    The losses of routers are added later, and so are the loads of experts: tokens of each expert, in each layer.
+    """
 
     loss: jax.Array
     cross_entropy: jax.Array
     correct: jax.Array
+    load_LC: Any = ()
 
 
 def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax.Array, cfg: config.Model) -> Sums:

@@ -12,7 +12,7 @@ from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config, Model
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums, losses
-from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.model.transformer import decode_routed, init
 from gspmd_lm.task import Batch, Input, Task
 from gspmd_lm.train import optimizer
 
@@ -59,8 +59,13 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
 
 
 def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
-    x_BTD, table, bias = decode(model, params, dict(batch), key)
-    return losses(x_BTD, table, bias, batch["targets"], model)
+    x_BTD, table, bias, routed = decode_routed(model, params, dict(batch), key)
+    sums = losses(x_BTD, table, bias, batch["targets"], model)
+    if routed is None:
+        return sums
+    targets_B = (batch["targets"] >= 0).sum(1, dtype=jnp.float32)
+    penalty = (routed.penalty_B.mean(0) * targets_B).sum()
+    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C)
 
 
 def _targets(batch: Batch) -> jax.Array:
@@ -78,5 +83,7 @@ def _metrics(config: Config, sums: Sums, targets: jax.Array, step: jax.Array) ->
         "cross_entropy": sums.cross_entropy / targets,
         "accuracy": sums.correct / targets,
     }
+    if config.model.experts:
+        means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
     rate = optimizer.schedule(config.optimizer, config.train.steps)
     return means | {"learning_rate": jnp.asarray(rate(step), jnp.float32), "target_tokens": targets}
