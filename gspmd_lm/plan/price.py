@@ -167,6 +167,8 @@ class Pricer:
         for operation in work.operations:
             local = [size / self._pieces(rules, places, pieces) for size, places in operation.touched]
             moving_s = sum(local) / self._bandwidth(chip)
+            if operation.only_casts and chip.platform == "tpu":  # they are fused with the product or gather beside them
+                continue
             if not operation.flops:
                 seconds = ELEMENTWISE[chip.platform] * moving_s + launch_s
                 yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)

@@ -54,6 +54,11 @@ class Operation:
     nodes: frozenset[Node]
     in_block: bool  # in what remat speaks of
 
+    @property
+    def only_casts(self) -> bool:
+        """Whether it changes nothing but the dtype, as of a weight before its product."""
+        return not self.flops and all(node.primitive in (*_FREE, "convert_element_type") for node in self.nodes)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
