@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd_lm import config
 from gspmd_lm.model.attention import CACHE, Attention, Cache
 from gspmd_lm.model.experts import Experts, Routed
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.placing import Weight, remat, shard, use
-from gspmd_lm.products import look_up, read, write
+from gspmd_lm.products import einsum, look_up, read, write
 
 
 class Block(nn.Module):
@@ -46,7 +46,8 @@ class Block(nn.Module):
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             if cfg.residual_scale != 1:
                 y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
-            return shard(x_BTD + dropout(y_BTD, cfg.dropout, keys_BT, site), RESIDUAL)
+            x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
+            return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
 
         def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
             return mlp(read_BTD) if isinstance(mlp, Experts) else (mlp(read_BTD), None)
@@ -84,8 +85,10 @@ class Decoder(nn.Module):
     def __call__(
         self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Weight, Weight | None, Cache | None, Routed | None]:
-        """Hidden states after the last norm, [B, T, D], the table that turns them into logits, its bias, the cache,
-        and what the routers did, [L, ...] for the layers with experts.
+        """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
+        did, [L, ...] for the layers with experts.
+
+        Hidden states have the width of the table: [B, T, W] if it has one of its own.
 
         `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
         dropout), where documents are packed segment_ids [B, T], and places [B, T] if tokens do not stand in their order
@@ -94,8 +97,13 @@ class Decoder(nn.Module):
         """
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
-        embedding = matrix(self, "embedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
-        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), BLOCK_INPUT, RESIDUAL)
+        home, read_as = table_specs(cfg)
+        width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
+        embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
+        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), read_as, home)
+        if cfg.embedding_width:
+            inward = matrix(self, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
+            x_BTD = write(einsum("BTW,WD->BTD", read(x_BTD, home, read_as), inward), BLOCK_INPUT, RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
@@ -121,10 +129,14 @@ class Decoder(nn.Module):
             carried, found = self._stack(stack, carried, batch, keys_BT)
             routed += found
         x_BTD, cache = carried
-        x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+        if cfg.final_norm:
+            x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+        if cfg.embedding_width:
+            outward = matrix(self, "embedding_out", "embed embedding_width", (cfg.embed, width), cfg)
+            x_BTD = write(einsum("BTD,DW->BTW", read(x_BTD, RESIDUAL, BLOCK_INPUT), outward), read_as, home)
         unembedding = embedding
         if not cfg.tied_embeddings:
-            unembedding = matrix(self, "unembedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
+            unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
         unembedding_bias = None
         if cfg.unembedding_bias:
             zeros = nn.initializers.zeros
