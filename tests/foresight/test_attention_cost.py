@@ -69,6 +69,15 @@ def test_of_a_split_sequence_a_device_computes_its_share_of_the_causal_half(part
     assert own == pytest.approx(seconds / 4)
 
 
+def test_a_backward_pass_in_pieces_visits_as_much_as_in_one():
+    """Keys of 8192 tokens, of which the backward pass takes a quarter at a time."""
+    whole = splash("dkv_no_residuals", 16)
+    call = attention._splash(whole, whole.entry.root)
+    assert call.visited == 136 and call.length == 8192
+    piece = dataclasses.replace(call, blocks=(16, 4))
+    assert 4 * piece.visited == call.visited
+
+
 def test_where_nothing_is_masked_all_blocks_are_visited():
     causal, whole = splash("fwd_residuals", 16), splash("fwd_residuals", 16, sees="all")
     assert attention.flops(whole, whole.entry.root) == 256 / 136 * attention.flops(causal, causal.entry.root)

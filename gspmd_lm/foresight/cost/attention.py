@@ -31,8 +31,8 @@ _BLOCK = re.compile(r"block_(q|kv)(?:_dkv|_dq)?\W+(\d+)")  # in what the kernel 
 class Splash:
     """One call of splash attention: the heads of all rows, queries x keys, in blocks.
 
-    A device that has fewer queries than keys has its share of a split sequence. The sequence is taken to be split so
-    that all devices visit equally many blocks.
+    They are parts of a square of all queries and all keys, of which all parts are taken to be visited alike: a split
+    sequence is dealt so, and a loop over pieces of the keys visits as many on average.
     """
 
     part: str  # fwd, dkv (which includes dq if they are fused) or dq
@@ -44,6 +44,7 @@ class Splash:
     fused: bool
     sees: str = ""  # see Name.sees
     steps: int = 0  # of the grid; 0: one for each pair of blocks
+    length: int = 0  # all keys; 0: those of this call
 
     @property
     def visited(self) -> float:
@@ -51,13 +52,11 @@ class Splash:
         queries, keys = self.blocks
         if self.sees == "all":
             return queries * keys
-        window = int(self.sees or 0)
-        split = max(1, keys * self.columns // (queries * self.rows))
-        total = 0
-        for first in range(0, split * queries * self.rows, self.rows):
-            seen = max(0, first + 1 - window) // self.columns if window else 0
-            total += min(keys, -(-(first + self.rows) // self.columns)) - seen
-        return total / split
+        length, window, seen = self.length or keys * self.columns, int(self.sees or 0), 0
+        for first in range(0, length, self.rows):
+            before = max(0, first + 1 - window) // self.columns if window else 0
+            seen += min(length // self.columns, -(-(first + self.rows) // self.columns)) - before
+        return seen * queries * keys / (length // self.rows * (length // self.columns))
 
     @property
     def matmuls(self) -> int:
@@ -149,4 +148,16 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
         fused=len(call.shape.arrays) > 4,
         sees=read(call.op_name).sees,
         steps=math.prod(count),
+        length=_longest(module),
     )
+
+
+def _longest(module: Module) -> int:
+    """The keys of the longest splash attention: backward passes may go through them piece by piece."""
+    calls = (i for computation in module.computations.values() for i in computation.instructions.values())
+    found = 0
+    for call in calls:
+        if call.custom_call_target == "tpu_custom_call" and _SPLASH.search(call.op_name):
+            arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
+            found = max(found, [a for a in arrays if not a.dtype.startswith("s")][1].dimensions[-2])
+    return found
