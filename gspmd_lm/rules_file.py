@@ -156,7 +156,9 @@ class _Reader:
             remat=self.remat(raw.get("remat", "none")),
             microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
             attention=self.attention(raw.get("attention")),
-            context=context if self.known(context, CONTEXTS, "context: unknown form", "context", context) else CONTEXTS[0],
+            context=context
+            if self.known(context, CONTEXTS, "context: unknown form", "context", context)
+            else CONTEXTS[0],
             compiler_options={
                 platform: self.mapping(f"compiler_options.{platform}", entries)
                 for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))

@@ -104,7 +104,9 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
 
         (dqs, travelling), _ = turns.loop(add, (dqs, None), kv)
         home = turns.passed(travelling)
-        dk, dv = ((a.astype(jnp.float32) + b.astype(jnp.float32)).astype(k.dtype) for a, b in zip(own, home, strict=True))
+        dk, dv = (
+            (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(k.dtype) for a, b in zip(own, home, strict=True)
+        )
     return jnp.concatenate(dqs, axis=1).astype(q.dtype), dk, dv, None
 
 
