@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 
 from gspmd_lm import config
@@ -110,7 +109,7 @@ class Blocks:
 
         cfg = dataclasses.replace(self.cfg, sliding_window=0)
         options: Any = {"everything": not causal, "interpret": self.interpret}
-        return splash.kernel(q_BTNH, np.arange(q_BTNH.shape[1]), keys, cfg, **options)
+        return splash.kernel(q_BTNH, keys, cfg, **options)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -127,7 +127,7 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *,
 
         piece = T // over.pieces // (2 if dealt else 1)
         named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
-        made = splash.kernel(q_BTNH, places_T, T, cfg, piece=piece, devices=over.pieces, **named)
+        made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.pieces, **named)
         return splash.attend(splash.of_device(made, over.pieces, device), q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.pieces, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
