@@ -43,12 +43,10 @@ def mixed(
     weights = (*matrices, *(b for b in biases if b))
     how = _how(tuple(w.holding(None) for w in weights), len(matrices), activated, capacity, chosen_BTk.shape)
     arrays = [w.array for w in weights]
-    if not isinstance(x_BTD, Read):
-        return _mixed(how, x_BTD, None, weights_BTk, chosen_BTk, *arrays)[0]
-    if how.inner.pieces == 1:
-        return _mixed(how, x_BTD.x, None, weights_BTk, chosen_BTk, *arrays)[0]
-    y_zBTD = _mixed(how, x_BTD.fixed, x_BTD.slot(how.sum), weights_BTk, chosen_BTk, *arrays)
-    return Partial((Addends(y_zBTD, how.sum),))
+    alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
+    x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
+    y_zBTD: Any = _mixed(how, x, slot, weights_BTk, chosen_BTk, *arrays)
+    return y_zBTD[0] if alone else Partial((Addends(y_zBTD, how.sum),))
 
 
 class _How(NamedTuple):
