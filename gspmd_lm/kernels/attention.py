@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
@@ -75,9 +74,7 @@ def fused(
         from gspmd_lm.kernels import splash
 
         T = q_BTNH.shape[1]
-        made = splash.kernel(
-            q_BTNH, np.arange(T), T, cfg, residual_checkpoint_name="attention_out", interpret=interpret
-        )
+        made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
         segments = None if segments_BT is None else (segments_BT, segments_BT)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     options: Any = {"is_causal": True, "implementation": "cudnn", "scale": scores_scale(cfg)}

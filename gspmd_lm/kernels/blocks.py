@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 
 from gspmd_lm import config
@@ -96,7 +95,7 @@ class Blocks:
 
     def _chunks(self, k_BSKH, v_BSKH, segments: Segments) -> tuple[jax.Array, ...]:
         """Keys, values, their places and their segments, cut into chunks along a new first dimension."""
-        B, S = k_BSKH.shape[:2]
+        S = k_BSKH.shape[1]
         size = next(n for n in range(min(KEYS, S), 0, -1) if S % n == 0)
         arrays = [k_BSKH, v_BSKH, *([segments[1]] if segments else [])]
         k, v, *ids = (rearrange(x, "B (C S) ... -> C B S ...", S=size) for x in arrays)
@@ -110,7 +109,7 @@ class Blocks:
 
         cfg = dataclasses.replace(self.cfg, sliding_window=0)
         options: Any = {"everything": not causal, "interpret": self.interpret}
-        return splash.kernel(q_BTNH, np.arange(q_BTNH.shape[1]), keys, cfg, **options)
+        return splash.kernel(q_BTNH, keys, cfg, **options)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

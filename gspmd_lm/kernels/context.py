@@ -19,7 +19,7 @@ import numpy as np
 
 from gspmd_lm import config
 from gspmd_lm.kernels import attention
-from gspmd_lm.kernels.attention import OUT, Tokens, keys_axis
+from gspmd_lm.kernels.attention import OUT, Tokens
 from gspmd_lm.placing import Split, attention_kernel, context, per_device, shard, split
 
 # Arrays as each device has them within attention: of heads, of tokens, and of one number for each head.
@@ -114,10 +114,11 @@ def attend(
 def _gather(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, dealt):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
-    k_BSKH, v_BSKH = _whole(over, dealt, jnp.stack([k_BTKH, v_BTKH]))
+    gather: Any = functools.partial(_whole, over, dealt)
+    k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
 
     def whole(x_BT: jax.Array) -> jax.Array:
-        return _whole(over, dealt, x_BT[None])[0]
+        return gather(x_BT[None])[0]
 
     T, device = k_BSKH.shape[1], jax.lax.axis_index(over.over)
     places_T = order(T, over.pieces) if dealt else np.arange(T)
@@ -127,7 +128,7 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *,
 
         piece = T // over.pieces // (2 if dealt else 1)
         named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
-        made = splash.kernel(q_BTNH, places_T, T, cfg, piece=piece, devices=over.pieces, **named)
+        made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.pieces, **named)
         return splash.attend(splash.of_device(made, over.pieces, device), q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.pieces, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None

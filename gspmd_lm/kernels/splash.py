@@ -68,14 +68,16 @@ class _Mask(masks.Mask):
 
 
 def kernel(
-    q_BTNH: jax.Array, places_T: np.ndarray, keys: int, cfg: config.Model, *, piece: int = 0, devices: int = 1,
-    everything: bool = False, **options: Any,
+    q_BTNH: jax.Array, keys: int, cfg: config.Model, *, places_T: np.ndarray | None = None, piece: int = 0,
+    devices: int = 1, everything: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """The kernel for the heads of `q_BTNH` and queries of all `devices`, whose places in the text are given.
 
-    Neighbours within a `piece` of the places are neighbours in the text. With `everything` nothing is masked.
+    Without places, queries stand in the order of the text. Neighbours within a `piece` of the places are neighbours in
+    the text. With `everything` nothing is masked.
     """
-    _, _, N, H = q_BTNH.shape
+    _, T, N, H = q_BTNH.shape
+    places_T = np.arange(T) if places_T is None else places_T
     itemsize = q_BTNH.dtype.itemsize
     rows, columns = splash_block(piece or len(places_T), H, itemsize), splash_block(keys, H, itemsize)
     sizes = splash.BlockSizes(
@@ -184,7 +186,8 @@ def backward(
 
         def one(q, k, v, out, lse, dout, *ids):
             saved = q, k, v, splash.SegmentIds(*ids) if ids else None, None, out, lse, None, part
-            return splash._splash_attention_bwd(False, *options, saved, dout)[3:6]
+            kernel: Any = splash._splash_attention_bwd
+            return kernel(False, *options, saved, dout)[3:6]
 
         ids = [segments[0], *ids_BS] if segments else []
         with _sees(cfg):
