@@ -40,6 +40,7 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     folder = path if path.is_dir() else path.parent
     place = str(folder / CONFIG if path.is_dir() else path)
     raw = multimodal.text_config(load(folder) if path.is_dir() else parse(paths.read_text(path), path), place)
+    raw = {name: value for name, value in raw.items() if name != "quantization_config"}  # it is about the weights
     row = family(raw, place)
     values = settings(row, raw, place, fix="take {} out of a copy of the file")
     name = folder.resolve().name if Path(place).name == CONFIG else path.stem

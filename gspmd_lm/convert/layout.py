@@ -8,7 +8,7 @@ keys and values in turns, and interleaved rope.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -148,9 +148,10 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
     if near == far:
         into[...] = values
         return
-    others = [range(size) if axis not in (near, far) else (slice(None),) for axis, size in enumerate(into.shape)]
-    others[near] = [slice(start, start + _NEIGHBOURS) for start in range(0, into.shape[near], _NEIGHBOURS)]
-    for at in itertools.product(*others):
+    cuts: list[Iterable[int | slice]] = [range(size) for size in into.shape]
+    cuts[near] = [slice(start, start + _NEIGHBOURS) for start in range(0, into.shape[near], _NEIGHBOURS)]
+    cuts[far] = [slice(None)]
+    for at in itertools.product(*cuts):
         into[at] = values[at]
 
 

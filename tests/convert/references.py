@@ -21,7 +21,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +181,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 FIRST = list(CASES)[: list(CASES).index("granite")]
+# Cases that are much like others: `pytest -m slow` has all of the first ones, and the longer tests of the second ones.
+ALIKE = ("qwen3-moe", "olmoe", "granite-moe-shared", "opt-no-last-norm")
+NEARLY = (*ALIKE, "qwen2-moe", "granite-moe")
 
 
 def cases() -> list[Any]:
-    """All cases, for a test that takes long: the default run has the first, `pytest -m parity` has the others."""
+    """All cases, for a test that takes long: the default run has the first, `pytest -m parity` has most others."""
+    return [*FIRST, *marked([name for name in CASES if name not in FIRST], NEARLY, "parity")]
+
+
+def marked(names: Sequence[str], slow: Sequence[str], otherwise: str = "") -> list[Any]:
+    """Cases, those in `slow` for `pytest -m slow`, the others with another mark."""
     import pytest
 
-    return [*FIRST, *(pytest.param(name, marks=pytest.mark.parity) for name in CASES if name not in FIRST)]
+    others = [getattr(pytest.mark, otherwise)] if otherwise else []
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else others) for name in names]
 
 
 @dataclasses.dataclass(frozen=True)
