@@ -200,6 +200,8 @@ class Model:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         if self.activation_slope != 1 and self.activation != "silu":
             wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
+        if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
+            wrong.append(f"attention_sinks does not go with positions: {self.positions}")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         wrong += self._wrong_experts()

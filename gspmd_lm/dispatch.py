@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd_lm.exchange import Travel, plan
 from gspmd_lm.kernels.grouped import grouped, outer
 from gspmd_lm.placing import Spec, Split, Weight, placement, remat, scope, split, use
-from gspmd_lm.products import ROWS, Addends, Partial, Read, Sum, gradient
+from gspmd_lm.products import TOKENS, Addends, Partial, Read, Sum, gradient
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 
@@ -95,7 +95,7 @@ class _How(NamedTuple):
 
 def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: int, shape: tuple[int, ...]) -> _How:
     down = weights[matrices - 1]
-    batch, seq = split(ROWS, "batch"), split(ROWS, "seq") if shape[1] > 1 else Split()
+    batch, seq = split(TOKENS, "batch"), split(TOKENS, "seq") if shape[1] > 1 else Split()
     expert, mlp = split(down.path, "expert"), split(down.path, "mlp")
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
@@ -109,7 +109,7 @@ def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: i
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> jax.Array:
+def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
     """[pieces of `how.inner`, B, T, D]. With a slot, the gradient of `x_BTD` is that of the slot."""
     return _forward(how, x_BTD, slot, weights_BTk, chosen_BTk, *arrays)[0]
 
@@ -197,7 +197,7 @@ def _reduced(weight: Weight, over: Split, addends: jax.Array) -> jax.Array:
     with scope("of", weight.path):
         if over.pieces == 1:
             return gradient(addends[0], weight)
-        return gradient(Partial((Addends(addends, Sum(over, (f"{ROWS}.batch",))),)), weight)
+        return gradient(Partial((Addends(addends, Sum(over, (f"{TOKENS}.batch",))),)), weight)
 
 
 def _x(how: _How) -> tuple[tuple[str, ...], ...]:

@@ -14,13 +14,14 @@ import numpy as np
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import attention_problems, checked
+from gspmd_lm.arrays import attention_problems, checked, experts_problems
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, parameters, whole_pieces
+from gspmd_lm.kernels.context import dealt
 from gspmd_lm.model import loss
 from gspmd_lm.model.layers import table_specs
 from gspmd_lm.model.transformer import decode
@@ -74,7 +75,8 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     """The scores of each row; logits are made for one chunk of the sequence after the other, never all at once."""
     B, T = rows.tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    batch = {"tokens": rows.tokens_BT, "positions": positions_BT, "row": jnp.arange(B, dtype=jnp.int32)}
+    batch = dealt({"tokens": rows.tokens_BT, "targets": rows.targets_BT, "positions": positions_BT})
+    batch["row"] = jnp.arange(B, dtype=jnp.int32)
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
         chunks = loss.chunk_count(B, T)
@@ -94,7 +96,7 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
             missed_BT = scored_BT & (target_BT < highest_BT)
             return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))
 
-        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(rows.targets_BT, chunks)))
+        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(batch["targets"], chunks)))
     return Scores(*(rearrange(x, "C B -> B C").sum(-1) for x in found))
 
 
@@ -137,12 +139,13 @@ def build(
 
     Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
     """
-    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform])
+    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform], dealt=True)
     cfg = config.model
     found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, ScoredRows(one, one))
-    warnings = checked(found, rules, [named], attention_problems(config, rules, platform, seq, segments=False))
+    more = attention_problems(config, rules, platform, seq, segments=False) + experts_problems(config, rules)
+    warnings = checked(found, rules, [named], more)
     return Scoring(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm.kernels import grouped_gpu
 from gspmd_lm.placing import platform
 
 BLOCK = 256  # the most rows of a block of the plain form
@@ -15,6 +16,7 @@ def grouped(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed
     kernel runs is the platform's matter; all give the same:
 
     - tpu: megablox, the grouped kernel that jax ships.
+    - gpu: Triton's (grouped_gpu.py), in bfloat16 and for widths that it takes.
     - elsewhere: a loop over blocks of rows that belong to one expert. XLA would expand `jax.lax.ragged_dot` there into
       the product of all rows with all experts.
     - recorded: `jax.lax.ragged_dot`, one operation whose shapes tell what is computed.
@@ -22,6 +24,10 @@ def grouped(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed
     with jax.named_scope("grouped"):
         if platform() == "recorded":
             y_MF = jax.lax.ragged_dot(rows_MD, w_EDF.mT if transposed else w_EDF, sizes_E)
+        elif platform() == "tpu":
+            y_MF = _megablox(rows_MD, w_EDF, sizes_E, transposed)
+        elif platform() == "gpu" and grouped_gpu.takes(w_EDF.dtype, *w_EDF.shape[1:]):
+            y_MF = _triton(rows_MD, w_EDF, sizes_E, transposed)
         else:
             y_MF = _blocks(rows_MD, w_EDF, sizes_E, "mD,FD->mF" if transposed else "mD,DF->mF")
         return jnp.where(jnp.arange(len(rows_MD))[:, None] < sizes_E.sum(), y_MF, 0)
@@ -32,6 +38,12 @@ def outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array
     with jax.named_scope("grouped"):
         if platform() == "recorded":
             return jax.lax.ragged_dot_general(rows_MD, dy_MF, sizes_E, _OUTER)
+        if platform() == "tpu":
+            return _megablox_outer(rows_MD, dy_MF, sizes_E)
+        if platform() == "gpu" and grouped_gpu.takes(
+            rows_MD, jnp.zeros((0, rows_MD.shape[1], dy_MF.shape[1]), dy_MF.dtype)
+        ):
+            return _triton_outer(rows_MD, dy_MF, sizes_E)
         return _outer_blocks(rows_MD, dy_MF, sizes_E)
 
 
@@ -77,15 +89,57 @@ def _outer_blocks(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> j
     return jax.lax.scan(add, zeros, blocks)[0].astype(rows_MD.dtype)
 
 
-def _cut(rows_MD: jax.Array, sizes_E: jax.Array) -> tuple[int, tuple[jax.Array, jax.Array, jax.Array]]:
-    """The rows of a block; and for each block its expert, its first row and the end of its expert's rows.
+def _megablox(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool, interpret: bool = False):
+    """`grouped` by megablox. The rows after those of the last expert are not written.
+
+    `jax.lax.ragged_dot` is a kernel on TPU too, but the gradient of its weights is the product of all rows with all
+    experts (jax 0.10.2, libtpu 0.0.42).
+    """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    tile = _tile(rows_MD, w_EDF.shape[2 if transposed else 1], w_EDF.shape[1 if transposed else 2])
+    padded_MD = _padded(rows_MD, -len(rows_MD) % tile[0])
+    y_MF = gmm(padded_MD, w_EDF, sizes_E, rows_MD.dtype, tile, transpose_rhs=transposed, interpret=interpret)
+    return y_MF[: len(rows_MD)]
+
+
+def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
+    """`outer` by megablox."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tile = _tile(rows_MD, rows_MD.shape[1], dy_MF.shape[1])
+    rows_MD, dy_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
+    return tgmm(rows_MD.T, dy_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
+
+
+def _triton(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool, interpret: bool = False):
+    """`grouped` by Triton. The rows after those of the last expert are not written."""
+    block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, 128)
+    padded_MD = _padded(rows_MD, block)
+    return grouped_gpu.product(padded_MD, w_EDF, blocks, block, transposed, interpret)[: len(rows_MD)]
+
+
+def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
+    """`outer` by Triton."""
+    padded = (_padded(x, grouped_gpu.INNER) for x in (rows_MD, dy_MF))
+    return grouped_gpu.outer(*padded, sizes_E, interpret)
+
+
+def _tile(rows_MD: jax.Array, inner: int, columns: int) -> tuple[int, int, int]:
+    """The rows, inner columns and columns of a tile: 9 MB in the 16 MB of on-chip memory that a kernel gets."""
+    side = 2048 // rows_MD.dtype.itemsize
+    return 512 if len(rows_MD) >= 512 else 128, min(side, inner), min(side, columns)
+
+
+def _cut(rows_MD: jax.Array, sizes_E: jax.Array, least: int = 1, most: int = BLOCK) -> tuple[int, grouped_gpu.Blocks]:
+    """The rows of a block, from `least` to `most`; and for each block its expert, its first row and its rows' end.
 
     A quarter of an expert's mean load is a block, so that what blocks compute in vain is at most a quarter of the
     work. There are as many blocks as any sizes may need. Those that are not needed stand behind the last row.
     """
     M, E = len(rows_MD), len(sizes_E)
-    block = 1
-    while 2 * block <= min(M // (4 * E), BLOCK):
+    block = least
+    while 2 * block <= min(M // (4 * E), most):
         block *= 2
     count = min(M, M // block + E)
     blocks_E = -(-sizes_E // block)

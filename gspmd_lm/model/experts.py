@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
 from gspmd_lm.dispatch import mixed
@@ -120,6 +121,24 @@ class Experts(nn.Module):
             log_z_BT = jax.nn.logsumexp(logits_BTC, axis=-1)
             penalty_B += cfg.router_z_loss * jnp.square(log_z_BT).mean(1)
         return Routed(load_BC.sum(0), penalty_B)
+
+
+def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> dict[str, Any]:
+    """Parameters whose `balance_bias` has moved against the loads of a step, [layers with experts, C].
+
+    Source: auxiliary-loss-free balancing, arXiv 2408.15664.
+    """
+    moves_LC = cfg.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
+    flat: dict[Any, Any] = dict(flatten_dict(params))
+    stack = cfg.stacks[-1]
+    kinds = len(stack.kinds)
+    scanned = stack.layers - stack.layers % kinds
+    for i in range(kinds):
+        block = (f"block_{i}",) if kinds > 1 else ()
+        flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[:scanned][i::kinds]
+    for i in range(scanned, stack.layers):
+        flat[(f"layer_{stack.first + i}", "mlp", "balance_bias")] += moves_LC[i]
+    return unflatten_dict(flat)
 
 
 def _within(at_BTkC: jax.Array, capacity: int) -> jax.Array:

@@ -5,6 +5,7 @@ share of the gradients is computed. The table is put in use once, before the loo
 partial sum per piece of the batch, and reduced once, after the loop.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -165,9 +166,10 @@ def unchunked(x: jax.Array) -> jax.Array:
 
 
 def _seq_pieces(length: int) -> int:
-    """The number of equal pieces into which the rules split the sequence of the logits. A loop cuts each piece further.
+    """The number of equal pieces into which the rules split the sequence of the logits, and of what they are made of.
 
-    Rules that split the sequence unequally are refused. For them there is one piece per token, so that nothing is cut.
+    A loop cuts each piece further. Rules that split the sequence unequally are refused. For them there is one piece per
+    token, so that nothing is cut.
     """
-    found = pieces("logits", "seq")
+    found = math.lcm(pieces("logits", "seq"), pieces("block_input", "seq"))
     return length if length % found else found

@@ -27,15 +27,15 @@ class Block(nn.Module):
         carried: tuple[jax.Array, Cache | None],
         layer: jax.Array | int,
         batch: dict[str, jax.Array],
-        row_keys_B: jax.Array | None,
+        keys_BT: jax.Array | None,
     ):
         cfg = self.cfg
         x_BTD, cache = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         attention, mlp = Attention(cfg, name="attention"), (Experts if cfg.experts else Mlp)(cfg, name="mlp")
-        if row_keys_B is not None:
-            row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer + 1)
+        if keys_BT is not None:
+            keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
 
         def normed(x_BTD: jax.Array, name: str) -> Any:
             return read(Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD, RESIDUAL, BLOCK_INPUT)
@@ -46,7 +46,7 @@ class Block(nn.Module):
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             if cfg.residual_scale != 1:
                 y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
-            x_BTD += dropout(y_BTD, cfg.dropout, row_keys_B, site)
+            x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
             return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
 
         def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
@@ -91,7 +91,8 @@ class Decoder(nn.Module):
         Hidden states have the width of the table: [B, T, W] if it has one of its own.
 
         `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
-        dropout) and, where documents are packed, segment_ids [B, T]. Without `dropout_key` nothing is dropped.
+        dropout), where documents are packed segment_ids [B, T], and places [B, T] if tokens do not stand in their order
+        (see kernels/context.py). Without `dropout_key` nothing is dropped.
         With a cache, it also holds slot [], where the T tokens begin, and start [B], where each row's first token is.
         """
         cfg = self.cfg
@@ -115,14 +116,17 @@ class Decoder(nn.Module):
             x_BTD += sinusoids(batch["positions"], cfg.embed).astype(dtype)
         if cfg.embedding_norm:
             x_BTD = Norm(cfg, name="embedding_norm")(x_BTD)
-        row_keys_B = None
+        keys_BT = None
         if dropout_key is not None and cfg.dropout:
-            row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(dropout_key, batch["row"])
-            x_BTD = dropout(x_BTD, cfg.dropout, row_keys_B, 0)
+            # A key for each token, so that its mask is the same wherever the token is computed.
+            places_BT = batch.get("places", jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
+            keys_B = jax.vmap(jax.random.fold_in, (None, 0))(dropout_key, batch["row"])
+            keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_B, places_BT)
+            x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
         carried = shard(x_BTD, RESIDUAL), cache
         routed: list[Routed] = []
         for stack in cfg.stacks:
-            carried, found = self._stack(stack, carried, batch, row_keys_B)
+            carried, found = self._stack(stack, carried, batch, keys_BT)
             routed += found
         x_BTD, cache = carried
         if cfg.final_norm:
@@ -141,7 +145,7 @@ class Decoder(nn.Module):
         return x_BTD, unembedding, unembedding_bias, cache, every
 
     def _stack(
-        self, stack: config.Stack, carried: Any, batch: dict[str, jax.Array], row_keys_B: jax.Array | None
+        self, stack: config.Stack, carried: Any, batch: dict[str, jax.Array], keys_BT: jax.Array | None
     ) -> tuple[Any, list[Routed]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
@@ -155,11 +159,11 @@ class Decoder(nn.Module):
         }
         one = nn.scan(_block(), **scanned)(kinds[0], name=stack.name) if length == 1 else None
         layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
-        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, row_keys_B)
+        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, keys_BT)
         found = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
         for i, kind in enumerate(kinds[:left]):  # the layers left if the pattern does not divide the depth
             layer = stack.first + turns * length + i
-            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, row_keys_B)
+            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, keys_BT)
             found.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in found if each is not None]
 
