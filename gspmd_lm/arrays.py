@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from gspmd_lm import placement
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, Model
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.kernels.context import ALIKE, deals
@@ -38,6 +38,12 @@ class Arrays:
     @property
     def trained_count(self) -> int:
         return _count(self.trained)
+
+    def active_count(self, model: Model, trained: bool = False) -> int:
+        """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained."""
+        leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
+        share = model.experts_per_token / model.experts if model.experts else 1.0
+        return round(sum(like.size * (share if "expert" in leaf.axes else 1.0) for leaf, like in leaves))
 
 
 def arrays(
@@ -190,6 +196,22 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
             wrong(f"ring cannot do model.sliding_window: {window}", "--set rules.context=gather, or ulysses")
         if model.positions in ("alibi", "alibi_bf16"):
             wrong(f"ring cannot do model.positions: {model.positions}", "--set rules.context=gather, or ulysses")
+    return found
+
+
+def experts_problems(config: Config, rules: Rules) -> list[Problem]:
+    """The problems that rules and the mixtures of experts of a config do not fit each other."""
+    model, found = config.model, []
+    if not model.experts:
+        return []
+    path = "layers.mlp.w_down"
+    names, row = rules.split("rules", path, "expert"), rules.row("rules", path, "expert")
+    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)}
+    if row and {*names} & tokens and {*names} - tokens:
+        there, not_there = (", ".join(name for name in names if (name in tokens) is kind) for kind in (True, False))
+        message = f"experts: expert would be split over {there}, which splits tokens, and {not_there}, which does not"
+        fix = f"--set rules.{row.key}={there}, so that tokens travel"
+        found.append(Problem(message, row.place, fix, f"--set rules.{row.key}={not_there}, so that none does"))
     return found
 
 

@@ -8,6 +8,7 @@ AXES = {
     "seq": ("T", "query positions"),
     "kv_seq": ("S", "key positions"),
     "embed": ("D", "model width"),
+    "embedding_width": ("W", "width of a token table that is not as wide as the model"),
     "layers": ("L", "scanned layers"),
     "positions": ("-", "rows of a position table"),
     "mlp": ("F", "feed-forward width"),
@@ -15,12 +16,16 @@ AXES = {
     "kv_heads": ("K", "key and value heads"),
     "head_dim": ("H", "size of one head"),
     "vocab": ("V", "padded vocabulary"),
+    "expert": ("E", "experts"),
+    "scores": ("C", "scores of a router, one for each expert"),
     "rank": ("R", "rank of an adapter"),
 }
 
 # Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
 WEIGHTS = {
     "embedding": "token table",
+    "embedding_in": "projection of the token table's rows, where they have a width of their own",
+    "embedding_out": "projection of the output back to that width",
     "position_embedding": "table of learned positions",
     "unembedding": "output matrix of an untied model",
     "unembedding_bias": "its bias",
@@ -35,6 +40,10 @@ WEIGHTS = {
     "w_gate": "gate projection of a gated MLP",
     "w_up": "first projection of the MLP",
     "w_down": "second projection of the MLP",
+    "router": "what turns a token into a logit for each expert",
+    "router_bias": "bias of the router's logits",
+    "balance_bias": "what is added to scores when experts are chosen",
+    "shared_gate": "what turns a token into the logit of the shared experts' gate",
     "b_gate": "bias of w_gate",
     "b_up": "bias of w_up",
     "b_down": "bias of w_down",
@@ -51,6 +60,7 @@ ADAPTERS = {
 WEIGHTS |= ADAPTERS
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
+    "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
     "residual": "the residual stream between blocks",
     "block_input": "what the projections of a block read: the normed residual, gathered",
     "q": "queries",
@@ -58,13 +68,16 @@ ACTIVATIONS = {
     "v": "values",
     "attention_out": "output of attention, before wo",
     "hidden": "output of the MLP's activation, before w_down",
+    "routing": "the logits of a router",
+    "dispatched": "tokens, sorted by the experts that compute them, where those experts are",
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "cache": "keys and values of the tokens so far, kept while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone.
-IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")))
+_OUTSIDE = ("tokens", "embedded", "logits", "cache", "low_rank")
+IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,
     weights=WEIGHTS,

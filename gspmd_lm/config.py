@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pydantic
 from pydantic.dataclasses import dataclass
@@ -81,7 +81,7 @@ class Model:
     heads: Size  # query heads
     kv_heads: Size  # key and value heads; each serves heads / kv_heads query heads
     head_dim: Size  # the size of one head
-    mlp: Size  # the hidden width of the feed-forward network
+    mlp: Size  # the hidden width of the feed-forward network, or of each expert if expert_mlp is 0
     # How many tokens there are. 0 means as many as data.tokenizer has, with padded_vocab raised to the next multiple of
     # 128. The config of a run holds the numbers.
     vocab: Count
@@ -93,6 +93,8 @@ class Model:
     shared_norm: bool = True  # whether attention and MLP of a parallel block read the same norm
     pre_norms: bool = True  # attention and MLP read the residual stream through a norm; OLMo 2 has post_norms instead
     post_norms: bool = False  # the outputs of attention and MLP go through a norm too (Gemma 2)
+    sum_norms: bool = False  # each sum with the residual stream goes through a norm (the first Transformer, OPT-350m)
+    final_norm: bool = True  # a norm after the last layer
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # the kind of all norms
     norm_scale: bool = True  # whether norms have a learned scale
     norm_bias: bool = False  # whether norms have a learned bias
@@ -100,6 +102,9 @@ class Model:
     norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
     embedding_norm: bool = False  # a norm right after the token table (BLOOM)
     embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
+    # The width of the token table; 0 means embed. With another width, one matrix brings its rows to embed, and a second
+    # one brings the output of the last layer back (OPT-350m).
+    embedding_width: Count = 0
     residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
     qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
     # shared: each head by itself, all with one scale. per_head: each by itself, with a scale of its own and no bias
@@ -108,6 +113,30 @@ class Model:
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
     # The nonlinearity of the feed-forward network. relu2 is the square of relu.
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    experts: Count = 0  # routed experts of a layer, in place of one feed-forward network; 0 means none
+    experts_per_token: Count = 0  # how many of them compute each token: those with the highest scores
+    expert_mlp: Count = 0  # the hidden width of one expert; 0 means mlp
+    shared_mlp: Count = 0  # the hidden width, together, of the experts that compute every token; 0 means none
+    shared_gate: bool = False  # the shared experts' output is multiplied by sigmoid(x w) (Qwen2-MoE)
+    dense_layers: Count = 0  # the first layers have one feed-forward network of width mlp in place of experts
+    # How the router's logits become scores, in float32: softmax over all experts, or each by itself (DeepSeek-V3).
+    routing: Literal["softmax", "sigmoid"] = "softmax"
+    normalized_weights: bool = True  # the weights of a token's experts add up to 1; otherwise they are the scores
+    expert_scale: Positive = 1.0  # then they are multiplied by it (DeepSeek-V3: 2.5)
+    expert_groups: Size = 1  # the experts of a layer form so many groups of neighbours ...
+    # ... of which a token may use so many: those with the highest best score, or, with sigmoid, sum of the two best.
+    groups_per_token: Size = 1
+    router_bias: bool = False  # the router's logits have a learned bias (gpt-oss)
+    # How experts get equal loads. batch: by the loss of arXiv 2101.03961, over the global batch. row: by the same loss
+    # in each row. bias: by a bias on the scores, which only decides who is chosen; after each step it moves by
+    # balance_rate, against the sign of the load above the mean (arXiv 2408.15664).
+    balance: Literal["none", "batch", "row", "bias"] = "none"
+    balance_weight: NotNegative = 0.01  # batch, row: what the balancing loss, 1 for equal loads, is multiplied by
+    balance_rate: NotNegative = 0.001  # bias: how far it moves in a step
+    router_z_loss: NotNegative = 0.0  # weight of the squared log of the sum of exp(logits) of the router
+    # 0: every token is computed by all of its experts. Above 0: of each row, an expert computes at most capacity_factor
+    # times the mean, the first ones. TOKENS BEYOND THAT ARE DROPPED, as some models were trained.
+    capacity_factor: NotNegative = 0.0
     # How a token's position enters. alibi_bf16 is alibi that is rounded to bfloat16 and scaled as scores are (Falcon).
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "alibi_bf16", "none"] = "rope"
     position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
@@ -167,8 +196,49 @@ class Model:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
+        wrong += self._wrong_experts()
         if wrong:
             raise ValueError("\n".join(wrong))
+
+    def _wrong_experts(self) -> list[str]:
+        """What is wrong with the keys of experts."""
+        E, k, groups, used = self.experts, self.experts_per_token, self.expert_groups, self.groups_per_token
+        if not E:
+            set_ = [name for name, default in _EXPERTS.items() if getattr(self, name) != default]
+            return [f"experts=0, so {', '.join(set_)} would have no effect: set experts"] if set_ else []
+        wrong = []
+        if not 0 < k <= E:
+            wrong.append(f"experts_per_token={k} must be from 1 to experts={E}")
+        if self.dense_layers >= self.layers:
+            wrong.append(f"dense_layers={self.dense_layers} leaves no layer of layers={self.layers} with experts")
+        if E % groups or used > groups:
+            wrong.append(f"expert_groups={groups} must divide experts={E} and be at least groups_per_token={used}")
+        elif k > used * (E // groups):
+            wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
+        elif groups > 1 and self.routing == "sigmoid" and E // groups < 2:
+            wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
+        if self.shared_gate and not self.shared_mlp:
+            wrong.append("shared_gate: there are no shared experts: set shared_mlp")
+        targets = [name for name in (self.lora.targets if self.lora else ()) if name.startswith("w_")]
+        if targets:
+            wrong.append(f"lora.targets: experts cannot have adapters: leave out {', '.join(targets)}")
+        return wrong
+
+    @property
+    def expert_width(self) -> int:
+        """The hidden width of one expert."""
+        return self.expert_mlp or self.mlp
+
+    @property
+    def stacks(self) -> tuple["Stack", ...]:
+        """The layers in order: the dense ones of a model with experts, if it has any, and all others."""
+        dense, kinds = self.dense_layers, self.layer_kinds
+        if not dense:
+            return (Stack("layers", 0, self.layers, kinds),)
+        turned = (*kinds[dense % len(kinds) :], *kinds[: dense % len(kinds)])
+        rest = Stack("layers", dense, self.layers - dense, turned[: self.layers - dense])
+        plain = tuple(dataclasses.replace(kind, **_EXPERTS) for kind in kinds[:dense])
+        return Stack("dense_layers", 0, dense, plain), rest
 
     @property
     def vocab_rows(self) -> int:
@@ -205,6 +275,27 @@ class Model:
         if not self.sliding_rope_theta:
             return dataclasses.replace(self, layer_pattern=())
         return dataclasses.replace(self, layer_pattern=(), rope_theta=self.sliding_rope_theta, rope_scaling=None)
+
+
+class Stack(NamedTuple):
+    """Layers that run in one loop."""
+
+    name: str  # of the module
+    first: int  # the number of its first layer, counted from 0
+    layers: int
+    kinds: tuple[Model, ...]  # the settings of its layers, repeated over its depth
+
+
+# The keys of experts, with their defaults: the settings of a layer without experts. The others only say how it trains.
+_EXPERTS: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(Model)
+    if field.name in (
+        "experts", "experts_per_token", "expert_mlp", "shared_mlp", "shared_gate", "dense_layers", "routing",
+        "normalized_weights", "expert_scale", "expert_groups", "groups_per_token", "router_bias", "balance",
+        "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -39,6 +39,10 @@ class MeshPlacement:
         return self.rules.attention[meshes.platform(self.mesh)]
 
     @property
+    def platform(self) -> str:
+        return meshes.platform(self.mesh)
+
+    @property
     def context(self) -> str:
         return self.rules.context
 
@@ -70,6 +74,9 @@ class MeshPlacement:
 
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        return Split(mesh_axes, self.rules.piece_count(mesh_axes))
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         """A device holds the copy of its own piece, which is what it holds of `x`: nothing moves."""
@@ -148,6 +155,11 @@ class MeshPlacement:
             function, mesh=self.mesh, in_specs=tuple(map(spec, inputs)), out_specs=spec(output), check_vma=False
         )
 
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        into = tuple(map(_partition_spec, inputs))
+        out = tuple(None if place is None else _partition_spec(place) for place in outputs)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
+
 
 def policy(rules: Rules) -> Callable[..., Any] | None:
     """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed."""
@@ -200,6 +212,10 @@ class Recorder:
         return "xla"
 
     @property
+    def platform(self) -> str:
+        return "recorded"
+
+    @property
     def context(self) -> str:
         self.asked.add("context")
         return self.rules.context
@@ -223,6 +239,9 @@ class Recorder:
     def pieces(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).pieces
 
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        return Split(mesh_axes)
+
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         return x[None]
 
@@ -233,6 +252,9 @@ class Recorder:
         return x
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+        return function
+
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
         return function
 
 

@@ -69,6 +69,11 @@ class Placement(Protocol):
         ...
 
     @property
+    def platform(self) -> str:
+        """See `placing.platform`."""
+        ...
+
+    @property
     def context(self) -> str:
         """See `placing.context`."""
         ...
@@ -83,6 +88,10 @@ class Placement(Protocol):
 
     def pieces(self, array: str, axis: str) -> int:
         """See `placing.pieces`."""
+        ...
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        """The split over these mesh axes."""
         ...
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
@@ -107,12 +116,20 @@ class Placement(Protocol):
         """See `placing.per_device`."""
         ...
 
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        """`function`, run by each device on its own pieces. Inputs and outputs tell the mesh axes of each dimension.
+
+        An output that is None has None for its place.
+        """
+        ...
+
 
 def scope(role: str, *names: str) -> Any:
     """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
 
     The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
-    summed over ("sum"), or the weights that operations belong to ("of"). Without names nothing is written.
+    summed over ("sum"), the weights that operations belong to ("of"), or which keys a query sees ("sees": so many of the
+    last ones, or all). Without names nothing is written.
     """
     return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
 
@@ -200,6 +217,12 @@ def attention_kernel() -> str:
     """The attention kernel that the rules choose for the platform at hand."""
     place = placement()
     return place.attention if place else "xla"
+
+
+def platform() -> str:
+    """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
+    place = placement()
+    return place.platform if place else "cpu"
 
 
 def context() -> str:

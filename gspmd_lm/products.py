@@ -51,7 +51,8 @@ def einsum(equation: str, x: Any, w: Weight | jax.Array) -> Any:
         tokens = _tokens(x, a)
         with scope("sum", *tokens.sum.axes):
             return _partial(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
-    how = functools.partial(_How, w.holding(None), b)
+    settings: Any = jax.config
+    how = functools.partial(_How, w.holding(None), b, precision=settings.jax_default_matmul_precision)
     if isinstance(x, Partial):
         assert not x.rest
         parts = []
@@ -258,6 +259,7 @@ class _How(NamedTuple):
     dx: str
     letter: str  # of the axis along which the weight is split in use; "" if none that matters is split
     sum: Sum  # over that axis; where `x` is addends, their sum
+    precision: Any  # of the product and, as in jax's own products, of those of its derivative
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -273,7 +275,8 @@ def _product(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> j
 def _forward(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
     weight = how.weight.holding(w)
     used = w if weight.used else use(weight)
-    with scope("of", *how.sum.of), scope("sum", *how.sum.axes if "z" in how.y else ()):
+    names = scope("of", *how.sum.of), scope("sum", *how.sum.axes if "z" in how.y else ())
+    with names[0], names[1], jax.default_matmul_precision(how.precision):
         y = _einsum(f"{how.x},{how.w}->{how.y}", x, used, z=(how.letter, how.sum.over))
     # Where a block is recomputed, the backward pass uses the weight that the recomputation gathered. Elsewhere the
     # backward pass gathers it again, so that no gathered weight outlives its product.
@@ -284,10 +287,10 @@ def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, at_rest = saved
     weight = how.weight.holding(at_rest)
     tokens = _tokens(x, how.x, without=how.sum.over.over)  # a mesh axis splits only one dimension of an array
-    with scope("of", weight.path):
+    with scope("of", weight.path), jax.default_matmul_precision(how.precision):
         w = w if remat() else use(weight.holding(w))
         with scope("sum", *how.sum.axes):
-            dx = _einsum(f"{how.y},{how.w}->{how.dx}", dy, w, z=(how.letter, how.sum.over))
+            dx = _einsum(f"{how.y},{how.w}->{how.dx}", dy, w, z=(how.letter, how.sum.over)).astype(x.dtype)
         dw = None
         if not weight.frozen:
             with scope("optimizer", weight.path):

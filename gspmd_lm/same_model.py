@@ -9,7 +9,10 @@ from gspmd_lm.config import Model
 from gspmd_lm.errors import InputError
 
 # Fields of Model that change neither the tree of the parameters nor their meaning.
-_FREE = {"compute_dtype", "weight_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context"}
+_FREE = {
+    "compute_dtype", "weight_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context",
+    "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
+}  # fmt: skip
 _ABSENT = object()
 
 

@@ -47,6 +47,8 @@ class Task:
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
     partition: Callable[[Any], tuple[Any, Any]] = everything  # into what training leaves and what it changes
+    # (what training leaves, sums) -> the same parameters after the step, for those that change by another rule.
+    moved: Callable[[Any, Any], Any] | None = None
     random: bool = False  # whether training gives `sums` a key, another one in each step
     seed: int = 0
     matmul_precision: str = "default"

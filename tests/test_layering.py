@@ -49,7 +49,9 @@ MAY_IMPORT = {
     "placement": "mesh rules placing vocabulary",
     "task": "placing vocabulary",
     "kernels": "placing config",
-    "model": "kernels products placing axes config",
+    "exchange": "placing",
+    "dispatch": "exchange kernels products placing",
+    "model": "dispatch kernels products placing axes config",
     "arrays": "kernels placement rules vocabulary config",
     "program": "arrays placement placing runtime mesh rules",
     "data": "files config_data config",
@@ -108,9 +110,13 @@ WITHOUT_DEVICES = (
 )  # fmt: skip
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
-    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp eval_shape softmax_custom_jvp vjp vmap",
+    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp default_matmul_precision eval_shape named_scope "
+        "softmax_custom_jvp vjp vmap",
     "jax.lax":
-        "dynamic_index_in_dim dynamic_update_slice optimization_barrier reduce_precision rsqrt scan stop_gradient",
+        "RaggedDotDimensionNumbers dynamic_index_in_dim dynamic_slice_in_dim dynamic_update_slice "
+        "dynamic_update_slice_in_dim optimization_barrier ragged_dot ragged_dot_general reduce_precision rsqrt scan "
+        "stop_gradient top_k",
+    "jax.experimental.pallas.ops.tpu.megablox.gmm": "gmm tgmm",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask": "CausalMask LocalMask MultiHeadMask",

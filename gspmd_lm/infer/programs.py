@@ -12,7 +12,7 @@ from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems, split_sequence
+from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems, experts_problems, split_sequence
 from gspmd_lm.arrays import checked as checked_arrays
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
@@ -152,6 +152,20 @@ class Forward(Program):
         return resting(self.arrays, self.placement, self.config.model)
 
 
+def _blocks(params: Any, stack: configs.Stack) -> Any:
+    """The weights of each layer of a stack, in stacks of one."""
+    kinds, blocks = len(stack.kinds), {}
+    scanned = stack.layers - stack.layers % kinds
+    for i in range(stack.layers):
+        if i >= scanned:
+            block = jax.tree.map(lambda x: x[None], params[f"layer_{stack.first + i}"])
+        else:
+            alike = params[stack.name] if kinds == 1 else params[stack.name][f"block_{i % kinds}"]
+            block = jax.tree.map(lambda x, at=i // kinds: x[at : at + 1], alike)
+        blocks[f"block_{i}"] = block
+    return blocks if stack.layers > 1 else blocks["block_0"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Programs(Forward):
     """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of their inputs.
@@ -178,21 +192,12 @@ class Programs(Forward):
         """
         if not self.unrolled:
             return params
-        kinds, layers = len(self.config.model.layer_kinds), self.config.model.layers
-        turns = layers // kinds
-        shards = jax.tree.map(lambda like: like.sharding, self.abstract_unstacked)["layers"]
-        blocks = {}
-        for layer in range(layers):
-            stack, at = params["layers"], layer // kinds
-            if layer >= turns * kinds:
-                stack, at = jax.tree.map(lambda x: x[None], params[f"layer_{layer}"]), 0
-            elif kinds > 1:
-                stack = stack[f"block_{layer % kinds}"]
-            block = jax.tree.map(lambda x, at=at: x[at : at + 1], stack)
-            blocks[f"block_{layer}"] = block
-        rest = {name: array for name, array in params.items() if not name.startswith("layer")}
-        placed = jax.device_put(blocks if layers > 1 else blocks["block_0"], shards)
-        return rest | {"layers": placed}
+        stacks = self.config.model.stacks
+        found = {stack.name: _blocks(params, stack) for stack in stacks}
+        shards = jax.tree.map(lambda like: like.sharding, self.abstract_unstacked)
+        placed = jax.device_put(found, {name: shards[name] for name in found})
+        rest = {name: array for name, array in params.items() if name not in found and not name.startswith("layer_")}
+        return rest | placed
 
     @functools.cached_property
     def abstract_unstacked(self) -> Any:
@@ -325,6 +330,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     """
     found = parameters(config.model)
     more = attention_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
+    more += experts_problems(config, rules)
     return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
 
 

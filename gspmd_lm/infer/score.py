@@ -14,7 +14,7 @@ import numpy as np
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import attention_problems, checked
+from gspmd_lm.arrays import attention_problems, checked, experts_problems
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, parameters, whole_pieces
 from gspmd_lm.kernels.context import dealt
 from gspmd_lm.model import loss
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.layers import table_specs
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.placement import record
 from gspmd_lm.placing import like, scope, shard, use
@@ -80,7 +80,8 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
         chunks = loss.chunk_count(B, T)
-        x_CBTD = loss.chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
+        home, read_as = table_specs(cfg)
+        x_CBTD = loss.chunked(shard(like(x_BTD, home), read_as), chunks)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
         vocab_V = jnp.arange(cfg.vocab_rows)
 
@@ -143,7 +144,8 @@ def build(
     found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, ScoredRows(one, one))
-    warnings = checked(found, rules, [named], attention_problems(config, rules, platform, seq, segments=False))
+    more = attention_problems(config, rules, platform, seq, segments=False) + experts_problems(config, rules)
+    warnings = checked(found, rules, [named], more)
     return Scoring(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 
 

@@ -9,6 +9,7 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.kernels.attention import scores_scale
+from gspmd_lm.placing import scope
 
 KEYS = 512  # the keys of a chunk without a fused kernel: scores take [T, KEYS] at a time, so they grow with T alone
 _MASKED = -1e30  # finite: a query that sees no key of a block then has a sum that vanishes beside any other
@@ -32,7 +33,8 @@ class Blocks:
             from gspmd_lm.kernels import splash
 
             made = self._splash(q_BTNH, k_BSKH.shape[1], causal)
-            out_BTNH, lse_BTN = splash.forward(made, q_BTNH, k_BSKH, v_BSKH, self.cfg, segments)
+            with scope("sees", *([] if causal else ["all"])):
+                out_BTNH, lse_BTN = splash.forward(made, q_BTNH, k_BSKH, v_BSKH, self.cfg, segments)
             return out_BTNH.astype(jnp.float32), lse_BTN
         q = self._grouped(q_BTNH, k_BSKH)
 
@@ -57,7 +59,8 @@ class Blocks:
             from gspmd_lm.kernels import splash
 
             made = self._splash(q_BTNH, k_BSKH.shape[1], causal)
-            return splash.backward(made, q_BTNH, k_BSKH, v_BSKH, self.cfg, segments, out_BTNH, lse_BTN, dout_BTNH)
+            with scope("sees", *([] if causal else ["all"])):
+                return splash.backward(made, q_BTNH, k_BSKH, v_BSKH, self.cfg, segments, out_BTNH, lse_BTN, dout_BTNH)
         q, dout = self._grouped(q_BTNH, k_BSKH), self._grouped(dout_BTNH, k_BSKH)
         # One number for each query: what the derivative of its softmax takes off.
         off = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)

@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from gspmd_lm import config
 from gspmd_lm.kernels.attention import scores_scale, splash_block
+from gspmd_lm.placing import scope
 
 MOST_BLOCKS = 8  # of keys, at a time in a backward pass, which holds the gradients of queries once for each
 
@@ -110,7 +111,14 @@ def attend(
         return _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments)
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
-    return jnp.swapaxes(jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids), 1, 2).astype(q_BTNH.dtype)
+    with _sees(cfg):
+        out_BNTH = jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
+    return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
+
+
+def _sees(cfg: config.Model) -> Any:
+    """The scope of a kernel, for `foresight`: how far a query sees."""
+    return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -143,7 +151,8 @@ def forward(
     whole = splash.SplashAttentionKernel(*masks_of, **made.kwargs | {"save_residuals": True})
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
-    out_BNTH, (lse_BNT,) = jax.vmap(whole)(q_BNTH, k_BKSH, v_BKSH, *ids)
+    with _sees(cfg):
+        out_BNTH, (lse_BNT,) = jax.vmap(whole)(q_BNTH, k_BKSH, v_BKSH, *ids)
     return jnp.swapaxes(out_BNTH, 1, 2), jnp.swapaxes(lse_BNT, 1, 2)
 
 
@@ -181,7 +190,8 @@ def backward(
             return kernel(False, *options, saved, dout)[3:6]
 
         ids = [segments[0], *ids_BS] if segments else []
-        dq, dk, dv = jax.vmap(one)(q_BNTH, k_BKSH, v_BKSH, out_BNTH, lse_BNT, dout_BNTH, *ids)
+        with _sees(cfg):
+            dq, dk, dv = jax.vmap(one)(q_BNTH, k_BKSH, v_BKSH, out_BNTH, lse_BNT, dout_BNTH, *ids)
         return dq_BNTH + dq.astype(jnp.float32), (dk, dv)
 
     def cut(x_BS: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from gspmd_lm.placing import cheap, shard, use
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
 HIDDEN = "hidden: batch seq mlp"
+EMBEDDED = "embedded: batch seq embedding_width"
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -23,6 +24,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+def table_specs(cfg: config.Model) -> tuple[str, str]:
+    """The activation that has the width of the token table: between its products, and while one reads it."""
+    return (EMBEDDED, EMBEDDED) if cfg.embedding_width else (RESIDUAL, BLOCK_INPUT)
 
 
 class Norm(nn.Module):

@@ -29,8 +29,13 @@ def joined(left: Tree, right: Tree) -> Tree:
 
 
 def partition(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
-    """The frozen and the trained parameters. A model with adapters trains only them."""
-    return (weights(params), adapters(params)) if cfg.lora else ({}, params)
+    """The parameters that gradients do not change, and the others. A model with adapters trains only them."""
+    if cfg.lora:
+        return weights(params), adapters(params)
+    flat = _flat(params)
+    moved = {path for path in flat if path[-1] == "balance_bias"}
+    frozen, trained = ({path: flat[path] for path in flat if (path in moved) is kind} for kind in (True, False))
+    return unflatten_dict(frozen), unflatten_dict(trained)
 
 
 def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:

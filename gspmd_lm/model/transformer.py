@@ -9,10 +9,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.model.attention import CACHE, Attention, Cache
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids
+from gspmd_lm.model.experts import Experts, Routed
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.placing import Weight, remat, shard, use
-from gspmd_lm.products import look_up, read, write
+from gspmd_lm.products import einsum, look_up, read, write
 
 
 class Block(nn.Module):
@@ -32,7 +33,7 @@ class Block(nn.Module):
         x_BTD, cache = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
-        attention, mlp = Attention(cfg, name="attention"), Mlp(cfg, name="mlp")
+        attention, mlp = Attention(cfg, name="attention"), (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
 
@@ -45,28 +46,34 @@ class Block(nn.Module):
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             if cfg.residual_scale != 1:
                 y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
-            return shard(x_BTD + dropout(y_BTD, cfg.dropout, keys_BT, site), RESIDUAL)
+            x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
+            return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
+
+        def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
+            return mlp(read_BTD) if isinstance(mlp, Experts) else (mlp(read_BTD), None)
 
         read_BTD = normed(x_BTD, "attention")
         y, cache = attention(read_BTD, batch, cache, layer)
         if cfg.block == "parallel":
-            y += mlp(read_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
-            return (added(x_BTD, y, 0, "attention_mlp"), cache), None
+            y_mlp, routed = fed(read_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
+            return (added(x_BTD, y + y_mlp, 0, "attention_mlp"), cache), routed
         x_BTD = added(x_BTD, y, 0, "attention")
-        return (added(x_BTD, mlp(normed(x_BTD, "mlp")), 1, "mlp"), cache), None
+        y, routed = fed(normed(x_BTD, "mlp"))
+        return (added(x_BTD, y, 1, "mlp"), cache), routed
 
 
 class Pattern(nn.Module):
     """The layers of one turn of a pattern: block_0, block_1, ..."""
 
-    cfg: config.Model
+    kinds: tuple[config.Model, ...]
 
     @nn.compact
-    def __call__(self, carried: tuple[jax.Array, Cache | None], turn: jax.Array, *rest: Any):
-        kinds = self.cfg.layer_kinds
-        for i, kind in enumerate(kinds):
-            carried, _ = _block(alone=False)(kind, name=f"block_{i}")(carried, turn * len(kinds) + i, *rest)
-        return carried, None
+    def __call__(self, carried: tuple[jax.Array, Cache | None], first: jax.Array, *rest: Any):
+        routed = []
+        for i, kind in enumerate(self.kinds):
+            carried, found = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, *rest)
+            routed.append(found)
+        return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed)
 
 
 class Decoder(nn.Module):
@@ -77,8 +84,11 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(
         self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
-    ) -> tuple[jax.Array, Weight, Weight | None, Cache | None]:
-        """Hidden states after the last norm, [B, T, D], the table that turns them into logits, its bias, the cache.
+    ) -> tuple[jax.Array, Weight, Weight | None, Cache | None, Routed | None]:
+        """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
+        did, [L, ...] for the layers with experts.
+
+        Hidden states have the width of the table: [B, T, W] if it has one of its own.
 
         `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
         dropout), where documents are packed segment_ids [B, T], and places [B, T] if tokens do not stand in their order
@@ -87,8 +97,13 @@ class Decoder(nn.Module):
         """
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
-        embedding = matrix(self, "embedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
-        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), BLOCK_INPUT, RESIDUAL)
+        home, read_as = table_specs(cfg)
+        width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
+        embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
+        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), read_as, home)
+        if cfg.embedding_width:
+            inward = matrix(self, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
+            x_BTD = write(einsum("BTW,WD->BTD", read(x_BTD, home, read_as), inward), BLOCK_INPUT, RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
@@ -109,8 +124,32 @@ class Decoder(nn.Module):
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_B, places_BT)
             x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
         carried = shard(x_BTD, RESIDUAL), cache
-        kinds = cfg.layer_kinds
-        turns, left = divmod(cfg.layers, len(kinds))
+        routed: list[Routed] = []
+        for stack in cfg.stacks:
+            carried, found = self._stack(stack, carried, batch, keys_BT)
+            routed += found
+        x_BTD, cache = carried
+        if cfg.final_norm:
+            x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+        if cfg.embedding_width:
+            outward = matrix(self, "embedding_out", "embed embedding_width", (cfg.embed, width), cfg)
+            x_BTD = write(einsum("BTD,DW->BTW", read(x_BTD, RESIDUAL, BLOCK_INPUT), outward), read_as, home)
+        unembedding = embedding
+        if not cfg.tied_embeddings:
+            unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
+        unembedding_bias = None
+        if cfg.unembedding_bias:
+            zeros = nn.initializers.zeros
+            unembedding_bias = weight(self, "unembedding_bias", "vocab", (cfg.vocab_rows,), cfg, zeros)
+        every = jax.tree.map(lambda *each: jnp.concatenate(each), *routed) if routed else None
+        return x_BTD, unembedding, unembedding_bias, cache, every
+
+    def _stack(
+        self, stack: config.Stack, carried: Any, batch: dict[str, jax.Array], keys_BT: jax.Array | None
+    ) -> tuple[Any, list[Routed]]:
+        """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
+        kinds, length = stack.kinds, len(stack.kinds)
+        turns, left = divmod(stack.layers, length)
         scanned: Any = {
             "variable_axes": {"params": 0},
             "split_rngs": {"params": True},
@@ -118,22 +157,15 @@ class Decoder(nn.Module):
             "in_axes": (0, nn.broadcast, nn.broadcast),
             "metadata_params": {nn.PARTITION_NAME: "layers"},
         }
-        one = nn.scan(_block(), **scanned)(kinds[0], name="layers") if len(kinds) == 1 else None
-        layers: Any = one or nn.scan(Pattern, **scanned)(cfg, name="layers")
-        carried, _ = layers(carried, jnp.arange(turns), batch, keys_BT)
+        one = nn.scan(_block(), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+        layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
+        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, keys_BT)
+        found = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
         for i, kind in enumerate(kinds[:left]):  # the layers left if the pattern does not divide the depth
-            layer = turns * len(kinds) + i
-            carried, _ = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, keys_BT)
-        x_BTD, cache = carried
-        x_BTD = Norm(cfg, name="final_norm")(x_BTD)
-        unembedding = embedding
-        if not cfg.tied_embeddings:
-            unembedding = matrix(self, "unembedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
-        unembedding_bias = None
-        if cfg.unembedding_bias:
-            zeros = nn.initializers.zeros
-            unembedding_bias = weight(self, "unembedding_bias", "vocab", (cfg.vocab_rows,), cfg, zeros)
-        return x_BTD, unembedding, unembedding_bias, cache
+            layer = stack.first + turns * length + i
+            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, keys_BT)
+            found.append(jax.tree.map(lambda x: x[None], routed))
+        return carried, [each for each in found if each is not None]
 
 
 def _block(alone: bool = True) -> type[nn.Module]:
@@ -151,15 +183,24 @@ def decode(
     cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Weight, Weight | None]:
     """Hidden states, output table and its bias (see Decoder) for plain (unboxed) parameters."""
+    return decode_routed(cfg, params, batch, dropout_key)[:3]
+
+
+def decode_routed(
+    cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, Weight, Weight | None, Routed | None]:
+    """What `decode` returns, and what the routers did."""
     decoded: Any = Decoder(cfg).apply({"params": params}, batch, dropout_key)
-    return decoded[:3]
+    *found, _, routed = decoded
+    return (*found, routed)
 
 
 def extend(
     cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache
 ) -> tuple[jax.Array, Weight, Weight | None, Cache]:
     """`decode` for the first tokens of each row, or for one more, with the cache to which they were added."""
-    return Decoder(cfg).apply({"params": params}, batch, None, cache)  # type: ignore[return-value]
+    extended: Any = Decoder(cfg).apply({"params": params}, batch, None, cache)
+    return extended[:4]
 
 
 def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:

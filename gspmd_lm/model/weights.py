@@ -25,7 +25,7 @@ def weight(
 ) -> Weight:
     """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters."""
     found = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
-    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] == ("layers",)
+    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] in (("layers",), ("dense_layers",))
     array = jax.lax.stop_gradient(found.array) if frozen else found.array
     return dataclasses.replace(found, array=array, frozen=frozen, scanned=scanned)
 

@@ -12,8 +12,9 @@ from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config, Model
 from gspmd_lm.kernels.context import dealt
 from gspmd_lm.model import lora
+from gspmd_lm.model.experts import balanced
 from gspmd_lm.model.loss import Sums, losses
-from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.model.transformer import decode_routed, init
 from gspmd_lm.task import Batch, Input, Task
 from gspmd_lm.train import optimizer
 
@@ -37,6 +38,7 @@ def task(config: Config | Task) -> Task:
         evaluate=functools.partial(_evaluate, model),
         metrics=functools.partial(_metrics, config),
         partition=functools.partial(lora.partition, cfg=model),
+        moved=functools.partial(_moved, model) if model.balance == "bias" and not model.lora else None,
         random=bool(model.dropout),
         seed=config.train.seed,
         matmul_precision=model.matmul_precision,
@@ -61,8 +63,17 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
 
 def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
     batch = dealt(dict(batch))
-    x_BTD, table, bias = decode(model, params, batch, key)
-    return losses(x_BTD, table, bias, batch["targets"], model)
+    x_BTD, table, bias, routed = decode_routed(model, params, batch, key)
+    sums = losses(x_BTD, table, bias, batch["targets"], model)
+    if routed is None:
+        return sums
+    targets_B = (batch["targets"] >= 0).sum(1, dtype=jnp.float32)
+    penalty = (routed.penalty_B.mean(0) * targets_B).sum()
+    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C)
+
+
+def _moved(model: Model, frozen: Any, sums: Sums) -> Any:
+    return balanced(frozen, sums.load_LC, model)
 
 
 def _targets(batch: Batch) -> jax.Array:
@@ -80,5 +91,7 @@ def _metrics(config: Config, sums: Sums, targets: jax.Array, step: jax.Array) ->
         "cross_entropy": sums.cross_entropy / targets,
         "accuracy": sums.correct / targets,
     }
+    if config.model.experts:
+        means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
     rate = optimizer.schedule(config.optimizer, config.train.steps)
     return means | {"learning_rate": jnp.asarray(rate(step), jnp.float32), "target_tokens": targets}

@@ -18,17 +18,18 @@ from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.placement import Named
 
+STACKED = ("layers", "expert")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
 HIDDEN = {"heads", "kv_heads", "mlp", "rank"}  # the far side of a matrix inside a block
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """Whether a parameter with these logical axes maps `embed` or `rank` to or from something else."""
-    return bool(NARROW & set(axes)) and len(set(axes) - {"layers"}) > 1
+    return bool(NARROW & set(axes)) and len(set(axes) - {*STACKED}) > 1
 
 
 def sides(axes: tuple[str, ...]) -> int:
-    """How many of a matrix's axes, `layers` aside, are its left side; the others are its right side."""
+    """How many of a matrix's axes, those of STACKED aside, are its left side; the others are its right side."""
     return 1 if axes[0] in NARROW else len(axes) - 1
 
 
@@ -75,12 +76,12 @@ def _lion(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
 
 
 def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    """Muon for the matrices inside blocks, Adam for everything else. Stacked layers are separate matrices."""
+    """Muon for the matrices inside blocks, Adam for everything else. Stacked matrices are separate ones."""
 
     def dimensions(names: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
         if not (is_matrix(names) and HIDDEN & set(names)):
             return None
-        inner = [i for i, name in enumerate(names) if name != "layers"]
+        inner = [i for i, name in enumerate(names) if name not in STACKED]
         left = sides(tuple(names[i] for i in inner))
         return contrib.MuonDimensionNumbers(tuple(inner[:left]), tuple(inner[left:]))
 
@@ -98,26 +99,36 @@ def _adafactor(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation
     optax factors the two largest dimensions of an array, so it is given one layer's matrix at a time.
     """
 
-    def label(names: tuple[str, ...]) -> str:
-        return f"{'stacked ' if 'layers' in names else ''}{'matrices' if is_matrix(names) else 'vectors'}"
+    def depth(names: tuple[str, ...]) -> int:
+        return len(_stack(names))
 
-    def rule(stacked: bool, matrix: bool) -> optax.GradientTransformation:
+    def label(names: tuple[str, ...]) -> str:
+        return f"{'stacked ' * depth(names)}{'matrices' if is_matrix(names) else 'vectors'}"
+
+    def rule(stacked: int, matrix: bool) -> optax.GradientTransformation:
         # The schedule comes later. Without a learning rate, optax still changes the sign, which is undone here.
         inner = optax.chain(
             optax.adafactor(None, factored=matrix, min_dim_size_to_factor=1, decay_rate=0.8), optax.scale(-1.0)
         )
         inner = _as_matrices(inner, axes) if matrix else inner
-        return _over_layers(inner) if stacked else inner
+        for _ in range(stacked):
+            inner = _over_stack(inner)
+        return inner
 
     labels = jax.tree.map(label, axes, is_leaf=_is_axes)
     rules: dict[Hashable, optax.GradientTransformation] = {
-        label(names): rule("layers" in names, is_matrix(names)) for names in jax.tree.leaves(axes, is_leaf=_is_axes)
+        label(names): rule(depth(names), is_matrix(names)) for names in jax.tree.leaves(axes, is_leaf=_is_axes)
     }
     return optax.partition(rules, labels)
 
 
-def _over_layers(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` applied to each layer of stacked parameters by itself."""
+def _stack(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The first axes, along which arrays of a parameter are stacked."""
+    return tuple(name for name in names if name in STACKED)
+
+
+def _over_stack(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` applied to each array of stacked parameters by itself."""
     return optax.GradientTransformation(
         jax.vmap(inner.init), lambda updates, state, params=None: jax.vmap(inner.update)(updates, state, params)
     )
@@ -127,7 +138,7 @@ def _as_matrices(inner: optax.GradientTransformation, axes: Any) -> optax.Gradie
     """`inner` applied to two-dimensional views, in which the axes of each side are flattened."""
 
     def view(path: Any, x: jax.Array) -> jax.Array:
-        left = sides(tuple(name for name in _at(axes, path) if name != "layers"))
+        left = sides(tuple(name for name in _at(axes, path) if name not in STACKED))
         return x.reshape(math.prod(x.shape[:left]), -1)
 
     def views(tree: Any) -> Any:
@@ -158,7 +169,7 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
         axes, shape = by_path[param], shapes[param]
         if like.shape == shape:
             return Named(param, axes)
-        stack = axes[: axes.index("layers") + 1] if "layers" in axes else ()
+        stack = _stack(axes)
         if like.shape[len(stack) :] == (1,):  # the placeholder of a statistic that this parameter does not keep
             return Named(where, ("",) * like.ndim)
         inner, sizes = axes[len(stack) :], shape[len(stack) :]

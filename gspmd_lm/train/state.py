@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import arrays as model_arrays
-from gspmd_lm.arrays import Activations, Arrays, attention_problems
+from gspmd_lm.arrays import Activations, Arrays, attention_problems, experts_problems
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.placement import Recorder, mark, record
@@ -92,6 +92,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
     if isinstance(task.config, Config):
         data = task.config.data
         more += attention_problems(task.config, rules, platform, data.seq, segments=data.packing == "documents")
+        more += [*experts_problems(task.config, rules), *_balance_problems(task.config, rules)]
     named = recorded(config, found, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform], "context": rules.context}
     for key, value in chosen.items():
@@ -99,3 +100,20 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
             message = f"{key}: the model does not use this key, so the key has no effect"
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
     return found, model_arrays.checked(found, rules, [named], more)
+
+
+def _balance_problems(config: Config, rules: Rules) -> list[Problem]:
+    """What rules and the training of experts have against each other, and what a config's experts drop."""
+    model, found = config.model, []
+    if model.balance == "batch" and rules.microbatches > 1:
+        message = "model.balance: batch needs the loads of the whole batch, and no microbatch has them"
+        place = rules.place("microbatches", rules.microbatches)
+        found.append(Problem(message, place, "--set rules.microbatches=1", "--set model.balance=row or bias"))
+    if model.capacity_factor:
+        message = (
+            f"model.capacity_factor: {model.capacity_factor} drops the tokens that an expert gets beyond "
+            f"{model.capacity_factor} times the mean of a row"
+        )
+        place, fix = f"config {config.name}: model.capacity_factor: {model.capacity_factor}", "drop the key"
+        found.append(Problem(message, place, f"{fix}, so that every token is computed", warning=True))
+    return found

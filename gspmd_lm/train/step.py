@@ -123,11 +123,12 @@ class Step(Program):
         with scope("of", "update"):
             updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
             new_params = optax.apply_updates(params, updates)
+            moved = self.task.moved(frozen, sums) if self.task.moved else frozen
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = State(
             step=state.step + 1,
-            params=lora.joined(frozen, jax.tree.map(keep, new_params, params)),
+            params=lora.joined(jax.tree.map(keep, moved, frozen), jax.tree.map(keep, new_params, params)),
             optimizer=jax.tree.map(keep, new_optimizer, state.optimizer),
             key=state.key,
             skipped=state.skipped + skipped,

@@ -1,0 +1,267 @@
+"""Tokens on their way to the experts that compute them, and back.
+
+Each device sorts its own tokens by expert, and computes them with its own copy of the experts' weights. The gradients
+of the copies are addends, which leave as other gradients do (products.py). What is split decides what else happens:
+
+- `mlp`, or `expert` over axes that do not split tokens: devices compute parts of the same tokens' outputs, which are
+  addends too.
+- `expert` over axes that split tokens: tokens travel to the devices that have their experts, and results travel home.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gspmd_lm.exchange import Travel, plan
+from gspmd_lm.kernels.grouped import grouped, outer
+from gspmd_lm.placing import Spec, Split, Weight, placement, remat, scope, split, use
+from gspmd_lm.products import TOKENS, Addends, Partial, Read, Sum, gradient
+
+WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
+
+
+def mixed(
+    x_BTD: Any,
+    chosen_BTk: jax.Array,
+    weights_BTk: jax.Array,
+    inward: Sequence[tuple[Weight, Weight | None]],
+    down: tuple[Weight, Weight | None],
+    activated: Callable[..., jax.Array],
+    capacity: int = 0,
+) -> Any:
+    """The weighted sum of what each token's experts compute, [B, T, D], still to be passed to `products.write`.
+
+    x_BTD: from `products.read`. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
+    inward: matrices [E, D, F] and their biases, whose products `activated` turns into one. down: [E, F, D] and its
+    bias. capacity: what an expert computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers.
+    """
+    matrices, biases = zip(*inward, down, strict=True)
+    weights = (*matrices, *(b for b in biases if b))
+    how = _how(tuple(w.holding(None) for w in weights), len(matrices), activated, capacity, chosen_BTk.shape)
+    arrays = [w.array for w in weights]
+    alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
+    x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
+    y_zBTD: Any = _mixed(how, x, slot, weights_BTk, chosen_BTk, *arrays)
+    return y_zBTD[0] if alone else Partial((Addends(y_zBTD, how.sum),))
+
+
+def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
+    """`function`, which treats tokens alike and gives [B, T, ...] of the same rank, run by each device on its tokens.
+
+    Partitioners gather the operand of a sort, although each row of it is sorted by itself.
+    """
+    place = [(*(part.over for part in _tokens(x_BTC.shape[1])), ())]
+    return _each(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
+
+
+def _tokens(length: int) -> tuple[Split, Split]:
+    """How rows are split, and how the sequence is. A single token (of generation) is not."""
+    return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
+
+
+class _How(NamedTuple):
+    """How a mixture is computed under the rules."""
+
+    weights: tuple[Weight, ...]  # without their arrays: the matrices, the last one being w_down; then their biases
+    matrices: int
+    activated: Callable[..., jax.Array]
+    capacity: int
+    batch: Split
+    seq: Split
+    expert: Split
+    mlp: Split
+    travels: bool  # tokens travel to their experts
+    inner: Split  # over devices that compute parts of the same outputs
+
+    @property
+    def sum(self) -> Sum:
+        down = self.weights[self.matrices - 1].path
+        names = [f"{down}.{axis}" for axis, over in (("mlp", self.mlp), ("expert", self.expert)) if over.pieces > 1]
+        return Sum(self.inner, tuple(names), tuple(w.path for w in self.weights))
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The mesh axes that split tokens."""
+        return self.batch.over + self.seq.over
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have different rows or columns of what they compute."""
+        return self.tokens + self.inner.over
+
+    def place(self, axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """How a weight is split where it is used."""
+        over = {"expert": self.expert.over, "mlp": self.mlp.over}
+        return tuple(over.get(axis, ()) for axis in axes)
+
+    def rows(self, weight: Weight) -> Split:
+        """The devices whose addends of the weight's gradient are added up."""
+        own = {name for names in self.place(weight.axes) for name in names}
+        place, over = placement(), tuple(name for name in self.tokens if name not in own)
+        return place.over(over) if place else Split()
+
+
+def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: int, shape: tuple[int, ...]) -> _How:
+    down = weights[matrices - 1]
+    batch, seq = _tokens(shape[1])
+    expert, mlp = split(down.path, "expert"), split(down.path, "mlp")
+    tokens = {*batch.over, *seq.over}
+    if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
+        mlp = Split()
+    travels = bool(expert.over) and {*expert.over} <= tokens
+    place, inner = placement(), mlp.over + (() if travels else expert.over)
+    return _How(
+        weights, matrices, activated, capacity, batch, seq, expert, mlp, travels,
+        place.over(inner) if place else Split(),
+    )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
+    """[pieces of `how.inner`, B, T, D]. With a slot, the gradient of `x_BTD` is that of the slot."""
+    return _forward(how, x_BTD, slot, weights_BTk, chosen_BTk, *arrays)[0]
+
+
+def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array):
+    used = [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
+
+    def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
+        travel = _travel(how, chosen_BTk, used)
+        x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        rows_MD, weights_M1 = travel.out(x_nD), travel.out_each(weights_BTk)
+        sizes_E = travel.sizes_E
+        in_MF = []
+        for w, w_EDF, b in zip(how.weights, used[: how.matrices - 1], _biases(how, used), strict=False):
+            with scope("of", w.path):
+                x_MF = grouped(rows_MD, w_EDF, sizes_E)
+                in_MF.append(x_MF if b is None else x_MF + _of_rows(b, sizes_E, len(x_MF)))
+        down, b_down = how.weights[how.matrices - 1], _biases(how, used)[-1]
+        hidden_MF = _weighted(how, in_MF, weights_M1)
+        with scope("of", down.path):
+            y_MD = grouped(hidden_MF, used[how.matrices - 1], sizes_E)
+            if b_down is not None:
+                y_MD += (weights_M1 * _first(how) * _of_rows(b_down, sizes_E, len(y_MD))).astype(y_MD.dtype)
+        return travel.home(y_MD).reshape(1, *x_BTD.shape), rows_MD, *in_MF
+
+    inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
+    outputs = [(how.inner.over, *_x(how)), *[(how.local, ())] * how.matrices]
+    y, rows_MD, *in_MF = _each(local, inputs, outputs)(x_BTD, weights_BTk, chosen_BTk, *used)
+    kept = checkpoint_name(rows_MD, "dispatched"), *(checkpoint_name(x_MF, "hidden") for x_MF in in_MF)
+    # As in products.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
+    return y, (kept, slot is None, weights_BTk, chosen_BTk, arrays, used if remat() else None)
+
+
+def _backward(how: _How, saved: Any, dy: jax.Array):
+    kept, whole, weights_BTk, chosen_BTk, arrays, used = saved
+    used = used or [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
+
+    def local(dy, weights_BTk, chosen_BTk, rows_MD, *rest: jax.Array):
+        in_MF, used = rest[: how.matrices - 1], rest[how.matrices - 1 :]
+        travel = _travel(how, chosen_BTk, used)
+        dy_MD, weights_M1 = travel.out(dy.reshape(-1, dy.shape[-1])), travel.out_each(weights_BTk)
+        sizes_E, down = travel.sizes_E, how.weights[how.matrices - 1]
+        hidden_MF, back = jax.vjp(how.activated, *in_MF)
+        with scope("of", down.path):
+            dweighted_MF = grouped(dy_MD, used[how.matrices - 1], sizes_E, transposed=True).astype(jnp.float32)
+        dweights_M1 = (hidden_MF * dweighted_MF).sum(1, keepdims=True)
+        din_MF = back((weights_M1 * dweighted_MF).astype(hidden_MF.dtype))
+        drows, dused = [], []
+        for w, w_EDF, d_MF in zip(how.weights, used, din_MF, strict=False):
+            with scope("of", w.path):
+                drows.append(grouped(d_MF, w_EDF, sizes_E, transposed=True))
+            dused.append(_gradient(w, rows_MD, d_MF, sizes_E))
+        dused.append(_gradient(down, _weighted(how, in_MF, weights_M1), dy_MD, sizes_E))
+        if len(used) > how.matrices:
+            db_MD = dy_MD * _first(how)
+            b_down = _of_rows(used[-1], sizes_E, len(dy_MD))
+            dweights_M1 += (db_MD * b_down).astype(jnp.float32).sum(1, keepdims=True)
+            dused += [_of_experts(d, sizes_E) for d in (*din_MF, weights_M1 * db_MD)]
+        dx = travel.home(sum(drows[1:], drows[0])).reshape(dy.shape)
+        dweights = travel.home_each(dweights_M1).reshape(1, *weights_BTk.shape)
+        return dx, dweights, *(None if d is None else d[None] for d in dused)
+
+    rows = [how.rows(w) for w in how.weights]
+    places = [how.place(w.axes) for w in how.weights]
+    out = (how.inner.over, *_x(how))
+    inputs = [out, _x(how), _x(how), *[(how.local, ())] * how.matrices, *places]
+    outputs = [out, out, *(None if w.frozen else (over.over, *place)
+                           for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
+    dx, dweights, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, *kept, *used)
+    dweights_BTk = how.sum.made(dweights, WEIGHTED) if how.inner.pieces > 1 else dweights[0]
+    found: Any = [
+        None if d is None else _reduced(w.holding(array), over, d)
+        for w, array, over, d in zip(how.weights, arrays, rows, dused, strict=True)
+    ]
+    if not how.weights[0].scanned:
+        found = jax.lax.optimization_barrier(found)
+    return (dx[0], None, dweights_BTk, None, *found) if whole else (None, dx, dweights_BTk, None, *found)
+
+
+_mixed.defvjp(_forward, _backward)
+
+
+def _reduced(weight: Weight, over: Split, addends: jax.Array) -> jax.Array:
+    """The sum of the addends of a weight's gradient."""
+    with scope("of", weight.path):
+        if over.pieces == 1:
+            return gradient(addends[0], weight)
+        return gradient(Partial((Addends(addends, Sum(over, (f"{TOKENS}.batch",))),)), weight)
+
+
+def _x(how: _How) -> tuple[tuple[str, ...], ...]:
+    """How tokens are split."""
+    return how.batch.over, how.seq.over, ()
+
+
+def _each(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+    """`function`, run by each device on its own pieces; inputs and outputs: the mesh axes of each dimension."""
+    place = placement()
+    return place.each(function, inputs, outputs) if place else function
+
+
+def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Travel:
+    """The way of a device's tokens."""
+    return plan(chosen_BTk, len(used[0]), how.expert, how.travels, how.capacity)
+
+
+def _biases(how: _How, used: Sequence[jax.Array]) -> Sequence[jax.Array | None]:
+    """The bias of each matrix."""
+    return used[how.matrices :] or [None] * how.matrices
+
+
+def _weighted(how: _How, in_MF: Sequence[jax.Array], weights_M1: jax.Array) -> jax.Array:
+    """The hidden layer, multiplied by the weight of each row, so that the gradient of a weight needs no output."""
+    hidden_MF = how.activated(*in_MF)
+    return (weights_M1 * hidden_MF).astype(hidden_MF.dtype)
+
+
+def _first(how: _How) -> jax.Array | float:
+    """1 on one of the devices that compute parts of the same outputs, 0 on the others."""
+    return 1.0 if how.mlp.pieces == 1 else jnp.where(jax.lax.axis_index(how.mlp.over) == 0, 1.0, 0.0)
+
+
+def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array | None:
+    if weight.frozen:
+        return None
+    with scope("optimizer", weight.path):
+        return outer(rows_MD, dy_MF, sizes_E)
+
+
+def _hot(sizes_E: jax.Array, rows: int, dtype: Any) -> jax.Array:
+    """[M, E]: 1 for the expert of each row."""
+    ends_E, at_M1 = jnp.cumsum(sizes_E), jnp.arange(rows)[:, None]
+    return ((at_M1 < ends_E) & (at_M1 >= ends_E - sizes_E)).astype(dtype)
+
+
+def _of_rows(b_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
+    """The bias of each row's expert, [M, F]; zeros for rows without an expert."""
+    return jnp.einsum("ME,EF->MF", _hot(sizes_E, rows, b_EF.dtype), b_EF, precision="highest")
+
+
+def _of_experts(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """The derivative of `_of_rows`."""
+    return jnp.einsum("ME,MF->EF", _hot(sizes_E, len(d_MF), d_MF.dtype), d_MF)

@@ -1,0 +1,86 @@
+"""Grouped products on GPUs, by Triton: each program computes one tile, and reads the weights of one expert."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+INNER, COLUMNS = 64, 128  # of a tile, at most
+LEAST = 16  # the smallest side of a product that tensor cores take
+
+Blocks = tuple[jax.Array, jax.Array, jax.Array]  # of each block of rows: its expert, its first row, its rows' end
+
+
+def takes(dtype: jnp.dtype, *sides: int) -> bool:
+    """Whether the kernels here can multiply matrices of experts with these sides."""
+    return dtype == jnp.bfloat16 and all(math.gcd(side, COLUMNS) >= LEAST for side in sides)
+
+
+def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, transposed: bool, interpret=False):
+    """[M, F]: each row times the weights of its expert. Rows of no block are not written.
+
+    `padded_MD` has `block` rows behind those of the last block.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    D, F = w_EDF.shape[1:][::-1] if transposed else w_EDF.shape[1:]
+    inner, columns = math.gcd(D, INNER), math.gcd(F, COLUMNS)
+
+    def kernel(expert, first, after, x, w, y):
+        at, column = pl.program_id(1), pl.ds(pl.program_id(0) * columns, columns)
+        e, start, stop = expert[at], first[at], after[at]
+        rows, mask_m1 = pl.ds(start, block), (start + jnp.arange(block))[:, None] < stop
+
+        def add(i: jax.Array, total_mF: jax.Array) -> jax.Array:
+            part = pl.ds(i * inner, inner)
+            x_mD = triton.load(x.at[rows, part], mask=mask_m1, other=0.0)
+            w_DF = triton.load(w.at[e, column, part]).T if transposed else triton.load(w.at[e, part, column])
+            return total_mF + triton.dot(x_mD, w_DF)
+
+        turns = D // inner * (start < stop).astype(jnp.int32)
+        y_mF = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, columns), jnp.float32))
+        triton.store(y.at[rows, column], y_mF.astype(y.dtype), mask=mask_m1)
+
+    shape = jax.ShapeDtypeStruct((len(padded_MD), F), padded_MD.dtype)
+    call = pl.pallas_call(
+        kernel, shape, grid=(F // columns, len(blocks[0])), interpret=interpret, name="grouped",
+        compiler_params=triton.CompilerParams(num_warps=4 if block <= 64 else 8, num_stages=3),
+    )  # fmt: skip
+    return call(*(x.astype(jnp.int32) for x in blocks), padded_MD, w_EDF)
+
+
+def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interpret=False) -> jax.Array:
+    """[E, D, F]: for each expert, the product of its rows of both arrays, which have INNER rows behind the last one."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    (_, D), (_, F) = padded_MD.shape, padded_MF.shape
+    lines, columns = math.gcd(D, COLUMNS), math.gcd(F, COLUMNS)
+
+    def kernel(first, after, x, dy, dw):
+        e, line, column = pl.program_id(2), pl.program_id(1) * lines, pl.program_id(0) * columns
+        start, stop = first[e], after[e]
+
+        def add(i: jax.Array, total_DF: jax.Array) -> jax.Array:
+            at = start + i * INNER
+            mask_m1 = (at + jnp.arange(INNER))[:, None] < stop
+            load = functools.partial(triton.load, mask=mask_m1, other=0.0)
+            x_mD, dy_mF = (
+                load(x.at[pl.ds(at, INNER), pl.ds(line, lines)]),
+                load(dy.at[pl.ds(at, INNER), pl.ds(column, columns)]),
+            )
+            return total_DF + triton.dot(x_mD.T, dy_mF)
+
+        turns = (stop - start + INNER - 1) // INNER
+        total_DF = jax.lax.fori_loop(0, turns, add, jnp.zeros((lines, columns), jnp.float32))
+        triton.store(dw.at[e, pl.ds(line, lines), pl.ds(column, columns)], total_DF.astype(dw.dtype))
+
+    ends_E = jnp.cumsum(sizes_E).astype(jnp.int32)
+    call = pl.pallas_call(
+        kernel, jax.ShapeDtypeStruct((len(sizes_E), D, F), padded_MD.dtype),
+        grid=(F // columns, D // lines, len(sizes_E)), interpret=interpret, name="grouped_outer",
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+    )  # fmt: skip
+    return call(ends_E - sizes_E.astype(jnp.int32), ends_E, padded_MD, padded_MF)

@@ -1,0 +1,177 @@
+"""Mixtures of experts on one device, against a dense reference in which every expert computes every token."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm.kernels import grouped as kernels
+from gspmd_lm.kernels.grouped import grouped, outer
+from gspmd_lm.model.experts import Experts, balanced
+from gspmd_lm.model.transformer import decode, empty_cache, extend, init
+
+SIZES = {"experts": 8, "experts_per_token": 3, "expert_mlp": 16, "init_std": 0.5}
+GROUPS = {"expert_groups": 4, "groups_per_token": 2}
+VARIANTS = {
+    "softmax": {},
+    "as scored": {"normalized_weights": False, "mlp_bias": True, "router_bias": True},
+    "sigmoid in groups": {"routing": "sigmoid", "expert_scale": 2.5, "balance": "bias", **GROUPS},
+    "softmax in groups": {**GROUPS, "mlp_kind": "plain", "shared_mlp": 24, "shared_gate": True},
+    "dropping": {"capacity_factor": 0.5, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 200])
+@pytest.mark.parametrize("kernel", ["blocks", pytest.param("megablox", marks=pytest.mark.slow)])
+def test_grouped_products(rows, kernel, monkeypatch):
+    """Experts without rows, and rows after those of the last expert, are among them. megablox is interpreted."""
+    if kernel == "megablox":
+        monkeypatch.setattr(kernels, "_blocks", lambda x, w, s, how: kernels._megablox(x, w, s, "FD" in how, True))
+        monkeypatch.setattr(kernels, "_outer_blocks", lambda x, y, s: kernels._megablox_outer(x, y, s, True))
+    rng = np.random.default_rng(rows)
+    x, w = rng.normal(size=(rows, 5)).astype("f4"), rng.normal(size=(4, 5, 3)).astype("f4")
+    dy = rng.normal(size=(rows, 3)).astype("f4")
+    cuts = sorted(rng.integers(0, rows + 1, 3))
+    sizes = np.diff([0, cuts[0], cuts[0], cuts[1], cuts[2]]).astype("i4")  # expert 1 has none
+    expert = np.repeat(np.arange(4), sizes)
+    y, dx, dw = np.zeros((rows, 3)), np.zeros((rows, 5)), np.zeros((4, 5, 3))
+    for row, e in enumerate(expert):
+        y[row], dx[row] = x[row] @ w[e], w[e] @ dy[row]
+        dw[e] += np.outer(x[row], dy[row])
+    given = [jnp.asarray(each) for each in (x, w, dy, sizes)]
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(grouped(given[0], given[1], given[3]), y, atol=1e-5)
+        np.testing.assert_allclose(grouped(given[2], given[1], given[3], transposed=True), dx, atol=1e-5)
+        np.testing.assert_allclose(outer(given[0], given[2], given[3]), dw, atol=1e-5)
+
+
+@pytest.mark.parametrize(("M", "E", "most"), [(4096, 8, 1.25), (64, 8, 1.25), (2, 128, 1.0), (16, 128, 1.0)])
+def test_blocks_compute_little_more_than_the_chosen_experts(M, E, most):
+    """Rows in all blocks, against rows; and a handful of rows reads the weights of no more experts than rows."""
+    block, (expert, _, _) = kernels._cut(jnp.zeros((M, 4)), jnp.full(E, M // E))
+    assert block * len(expert) <= most * M
+    assert len(expert) <= M
+
+
+def scored(p, x_BTD, cfg):
+    logits = x_BTD @ p["router"] + p.get("router_bias", 0)
+    return jax.nn.softmax(logits) if cfg.routing == "softmax" else jax.nn.sigmoid(logits)
+
+
+def shares(p, x_BTD, cfg):
+    """[B, T, E]: 0 for an expert that is not chosen, 1 for one that is and drops the token, 2 for one that computes."""
+    choice = np.array(scored(p, x_BTD, cfg) + p.get("balance_bias", 0))
+    share, capacity = np.zeros(choice.shape), np.ceil(cfg.capacity_factor * choice.shape[1] * 3 / 8) or np.inf
+    for b in range(len(choice)):
+        given = np.zeros(cfg.experts)
+        for t in range(choice.shape[1]):
+            one = choice[b, t].reshape(cfg.expert_groups, -1)
+            best = np.sort(one)[:, ::-1][:, : 2 if cfg.routing == "sigmoid" else 1].sum(1)
+            allowed = np.isin(np.arange(cfg.expert_groups), np.argsort(-best)[: cfg.groups_per_token])
+            chosen = np.argsort(-np.where(allowed[:, None], one, -np.inf).reshape(-1))[: cfg.experts_per_token]
+            given[chosen] += 1
+            share[b, t, chosen] = 1 + (given[chosen] <= capacity)
+    return share
+
+
+def reference(p, x_BTD, cfg, share):
+    """The dense form: every expert computes every token, and is weighted with 0 where it is not chosen."""
+    weights = jnp.where(share > 0, scored(p, x_BTD, cfg), 0)
+    if cfg.normalized_weights:
+        weights /= weights.sum(-1, keepdims=True)
+    weights = cfg.expert_scale * jnp.where(share > 1, weights, 0)
+    names = [name for name in ("gate", "up") if f"w_{name}" in p]
+    hidden = 1.0
+    for i, name in enumerate(names):
+        one = jnp.einsum("btd,edf->btef", x_BTD, p[f"w_{name}"]) + p.get(f"b_{name}", 0)
+        hidden *= one if i else jax.nn.silu(one)
+    y = jnp.einsum("btef,efd->bted", hidden, p["w_down"]) + p.get("b_down", 0)
+    y = jnp.einsum("bted,bte->btd", y, weights)
+    if "shared" in p:
+        shared = jax.nn.silu(x_BTD @ p["shared"]["w_up"]) @ p["shared"]["w_down"]
+        y += jax.nn.sigmoid(x_BTD @ p["shared_gate"])[..., None] * shared
+    return y
+
+
+@pytest.mark.parametrize(
+    "variant", ["sigmoid in groups", "dropping", *(pytest.param(name, marks=pytest.mark.slow) for name in
+                                                   ("softmax", "as scored", "softmax in groups"))]
+)  # fmt: skip
+def test_values_and_gradients(small, variant):
+    cfg = small(**SIZES, **VARIANTS[variant]).model
+    module, rng = Experts(cfg), np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 16, cfg.embed)), jnp.float32)
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(1), x))["params"]
+    params = jax.tree.map(lambda w: w + 0.1 * rng.normal(size=w.shape).astype("f4"), params)  # biases, too
+    dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+    ours = jax.jit(lambda p, x: jax.vjp(lambda p, x: module.apply({"params": p}, x)[0], p, x)[1](dy))
+    with jax.default_matmul_precision("highest"):
+        y, _ = jax.jit(module.apply)({"params": params}, x)
+        share = shares(params, x, cfg)
+        assert cfg.capacity_factor == 0 or (share == 1).any()
+        want, back = jax.vjp(jax.jit(lambda p, x: reference(p, x, cfg, share)), params, x)
+        got, wanted = ours(params, x), back(dy)
+    np.testing.assert_allclose(y, want, atol=2e-5, rtol=2e-5)
+    wanted[0].pop("balance_bias", None)
+    for path, one in jax.tree_util.tree_leaves_with_path(wanted):
+        other = got
+        for key in path:
+            other = other[getattr(key, "key", getattr(key, "idx", None))]
+        np.testing.assert_allclose(other, one, atol=1e-4, rtol=1e-4, err_msg=str(path))
+
+
+def test_penalties_and_loads(small):
+    """Equal loads cost balance_weight, whatever the router is sure of; rows are balanced by themselves."""
+    cfg = small(experts=4, experts_per_token=1, balance="row", balance_weight=0.5, router_z_loss=0.1).model
+    module, x = Experts(cfg), jnp.eye(cfg.embed)[jnp.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
+    params = params | {"router": jnp.zeros((cfg.embed, 4)).at[:4].set(9 * jnp.eye(4))}
+    p = float(np.exp(9) / (np.exp(9) + 3))
+    log_z = float(np.log(np.exp(9) + 3))
+    row = jax.jit(module.apply)({"params": params}, x)[1]
+    np.testing.assert_allclose(row.load_C, [5, 1, 1, 1])
+    np.testing.assert_allclose(row.penalty_B, [0.5 + 0.1 * log_z**2, 0.5 * 4 * p + 0.1 * log_z**2], rtol=1e-5)
+    both = jax.jit(Experts(dataclasses.replace(cfg, balance="batch", router_z_loss=0.0)).apply)({"params": params}, x)[
+        1
+    ]
+    share = np.array([(0.25 * (p + (1 - p)) + p) / 2] + [(0.25 + (1 - p) / 3) / 2] * 3)
+    np.testing.assert_allclose(both.penalty_B, [0.5 * 4 * (share * [5 / 8, 1 / 8, 1 / 8, 1 / 8]).sum()] * 2, rtol=1e-5)
+
+
+def test_the_bias_moves_against_the_load(small):
+    """Layers after a dense one, in a pattern of two that does not divide them."""
+    kinds = {"layer_pattern": ("full", "nope"), "dense_layers": 1, "layers": 4}
+    cfg = small(experts=2, experts_per_token=1, balance="bias", balance_rate=0.25, **kinds).model
+    params = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
+    assert set(params) >= {"dense_layers", "layers", "layer_3"} and "block_1" in params["layers"]
+    zeros = {"mlp": {"balance_bias": jnp.zeros((1, 2))}}
+    frozen = {"layers": {"block_0": zeros, "block_1": zeros}, "layer_3": {"mlp": {"balance_bias": jnp.zeros(2)}}}
+    moved = balanced(frozen, jnp.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]]), cfg)
+    np.testing.assert_array_equal(moved["layers"]["block_0"]["mlp"]["balance_bias"], [[-0.25, 0.25]])
+    np.testing.assert_array_equal(moved["layers"]["block_1"]["mlp"]["balance_bias"], [[0, 0]])
+    np.testing.assert_array_equal(moved["layer_3"]["mlp"]["balance_bias"], [0.25, -0.25])
+
+
+@pytest.mark.slow
+def test_a_cache_counts_the_dense_layers(small):
+    """One token after others, with a cache, as without one."""
+    kinds = {"layers": 3, "dense_layers": 1, "layer_pattern": ("sliding", "full"), "sliding_window": 3}
+    cfg = small(**SIZES, **kinds).model
+    params = nn.unbox(jax.jit(lambda: init(cfg, jax.random.key(0)))())
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, cfg.vocab)
+    places = jnp.tile(jnp.arange(8), (2, 1))
+    batch = {"tokens": tokens, "positions": places, "row": jnp.arange(2)}
+    whole = jax.jit(lambda p: decode(cfg, p, batch)[0])(params)
+
+    @jax.jit
+    def in_two(params):
+        rows = {"row": batch["row"], "start": jnp.zeros(2, jnp.int32)}
+        first = {"tokens": tokens[:, :7], "positions": places[:, :7], "slot": jnp.array(0)}
+        cache = extend(cfg, params, first | rows, empty_cache(cfg, 2, 8))[3]
+        last = {"tokens": tokens[:, 7:], "positions": places[:, 7:], "slot": jnp.array(7)}
+        return extend(cfg, params, last | rows, cache)[0]
+
+    np.testing.assert_allclose(in_two(params)[:, 0], whole[:, 7], atol=2e-5, rtol=2e-4)

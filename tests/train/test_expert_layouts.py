@@ -1,0 +1,168 @@
+"""Mixtures of experts under rules: losses and gradients against one device, what is sent, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.collectives import count
+from gspmd_lm import rules_file
+from gspmd_lm.rules import ShardingError
+from gspmd_lm.train import state
+
+SIZES = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "init_std": 0.3}
+TENSOR = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
+ALL = {"shared_mlp": 8, "shared_gate": True, "mlp_bias": True, "balance": "batch", "router_z_loss": 0.1}
+WITHOUT_MLP = {f"{name}.mlp": None for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up")}
+
+# Every pair of an axis of the experts (fsdp at rest, tensor in use, an axis of their own, an old axis) with the others.
+LAYOUTS = {
+    "expert, fsdp and tensor": {
+        "mesh": {"fsdp": 2, "expert": 2, "tensor": 2}, "weights": {"embed": "fsdp"}, "remat": "block",
+        "rules": {"batch": ["fsdp", "expert"], "expert": "expert", "residual.seq": "tensor", **TENSOR},
+    },
+    "fsdp": {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"expert": "fsdp"}},
+    "data, fsdp and tensor": {
+        "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "weights": {"embed": "fsdp"},
+        "optimizer": {"embed": ["fsdp", "data"]},
+        "rules": {"batch": ["data", "fsdp"], "residual.seq": "tensor", **TENSOR},
+    },
+    "data and expert": {
+        "mesh": {"data": 2, "expert": 4}, "rules": {"batch": ["data", "expert"], "expert": "expert"}, "remat": "dots",
+    },
+    "experts over data": {"mesh": {"data": 8}, "rules": {"batch": "data", "expert": "data"}},
+    "experts over tensor": {
+        "mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data", "expert": "tensor", **TENSOR, **WITHOUT_MLP},
+    },
+    "expert and context": {
+        "mesh": {"expert": 4, "context": 2},
+        "rules": {"batch": "expert", "seq": "context", "expert": ["expert", "context"]},
+    },
+    "microbatches of replicas": {"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2},
+}  # fmt: skip
+FIRST, *OTHERS = LAYOUTS
+
+
+def rules_of(name):
+    return rules_file.from_dict(LAYOUTS[name], "here.yaml")
+
+
+@pytest.fixture(scope="module")
+def computed(small, built, batch_of):
+    """A function that gives the sums and the gradients of a batch under rules, and the program that computes them."""
+    found = {}
+
+    def under(name, rules, **model):
+        key = name, *sorted(model.items())
+        if key not in found:
+            step = built(small(**SIZES, **{**ALL, **model}), rules)
+
+            def gradients(state, batch):
+                with step.traced():
+                    frozen, trained = step.task.partition(state.params)
+                    return step._gradients(state, frozen, trained, batch, step.task.counted(batch))
+
+            given = step.lower_init().compile()(), batch_of(step)
+            program = jax.jit(gradients).lower(*given).compile()
+            found[key] = jax.device_get(program(*given)), program.as_text()
+        return found[key]
+
+    return under
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_losses_and_gradients_do_not_depend_on_the_layout(computed, name):
+    model = {"balance": "row"} if "microbatches" in name else {}
+    (sums, gradients), _ = computed(name, rules_of(name), **model)
+    (want, wanted), _ = computed("single", "single", **model)
+    assert abs(sums.loss / want.loss - 1) < 1e-5
+    np.testing.assert_array_equal(sums.load_LC, want.load_LC)
+    for path, one in jax.tree_util.tree_leaves_with_path(wanted):
+        other = gradients
+        for key in path:
+            other = other[key.key]
+        assert abs(other - one).max() <= 1e-5 * abs(one).max(), path
+
+
+def test_what_an_expert_axis_sends(computed):
+    """Tokens travel out and home in each direction, and out once more where a block is computed again. A device
+    gathers its own experts alone, which are a half of a half of all; and no device has the logits of others."""
+    found = [c for c in count(computed(FIRST, rules_of(FIRST))[1]) if c.in_loop]
+    own, rows, D = 8 * 32 * 16 // 4, 32 // 4 * 16 * 2, 32
+    for name in ("w_gate", "w_up", "w_down"):
+        moved = [c for c in found if c.op_name.split("/")[-2].endswith(f"layers.mlp.{name}")]
+        assert sorted((c.kind, c.elements) for c in moved) == [("all-gather", own)] * 2
+    dispatched = [c.elements for c in found if "rules.dispatched" in c.op_name and c.elements >= rows * D]
+    assert (
+        sorted(dispatched) == [2 * rows * D] * 3 + [4 * rows * D] * 2
+    )  # as XLA:CPU simulates it: every device gets all
+    assert not [c for c in found if "_chosen" in c.op_name]
+
+
+@pytest.mark.slow
+def test_fsdp_alone_moves_no_token(computed):
+    """Each matrix of the experts is gathered twice and its gradient reduce-scattered once; tokens stay."""
+    found = [c for c in count(computed("fsdp", rules_of("fsdp"))[1]) if c.in_loop]
+    matrix = 8 * 32 * 16
+    assert [c.kind for c in found if c.kind == "all-gather" and c.elements == matrix] == ["all-gather"] * 6
+    assert [c.elements * 8 for c in found if c.kind == "reduce-scatter"].count(matrix) == 3
+    assert not [c for c in found if c.kind in ("all-to-all", "collective-permute")]
+    assert all(c.elements < matrix for c in found if c.kind == "all-reduce")
+    assert not [c for c in found if "_chosen" in c.op_name]
+
+
+@pytest.mark.parametrize(
+    ("rules", "model", "message", "fix"),
+    [
+        ({"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}}, {"experts": 12},
+         "layers.mlp.w_down: expert=12 does not divide over expert=8", "--set rules.rules.expert=null"),
+        ({"mesh": {"tensor": 8}, "rules": {"expert": "tensor", "mlp": "tensor"}}, {},
+         "layers.mlp.w_down: tensor would split both expert and mlp", "another mesh axis"),
+        ({"mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data", "expert": ["data", "tensor"]}}, {},
+         "experts: expert would be split over data, which splits tokens, and tensor, which does not",
+         "--set rules.rules.expert=data, so that tokens travel"),
+        ({"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2}, {"balance": "batch"},
+         "model.balance: batch needs the loads of the whole batch", "--set rules.microbatches=1"),
+    ],
+)  # fmt: skip
+def test_rules_that_do_not_fit_experts_are_refused(small, rules, model, message, fix):
+    with pytest.raises(ShardingError) as error:
+        state.checked(small(**{**SIZES, **model}), rules_file.from_dict(rules, "here.yaml"), "cpu")
+    assert message in str(error.value) and fix in str(error.value) and "here.yaml" in str(error.value)
+
+
+def test_a_config_that_drops_tokens_is_warned_of(small):
+    rules = rules_file.load("single")
+    _, warnings = state.checked(small(**SIZES, capacity_factor=1.25), rules, "cpu")
+    assert "drops the tokens that an expert gets beyond 1.25 times the mean" in "\n".join(map(str, warnings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_bias_is_moved_and_not_trained(small, built, batch_of, microbatches):
+    step = built(small(**SIZES, balance="bias", balance_rate=0.25), "single", microbatches=microbatches)
+    assert "balance_bias" not in str(jax.tree_util.tree_structure(step.abstract_state.optimizer))
+    before = step.lower_init().compile()()
+    weight = np.array(before.params["layers"]["mlp"]["router"])
+    after, metrics = step.lower_train().compile()(before, batch_of(step))
+    moved = np.array(after.params["layers"]["mlp"]["balance_bias"])
+    assert set(np.unique(moved)) <= {-0.25, 0.0, 0.25} and len(np.unique(moved)) > 1
+    assert (np.array(after.params["layers"]["mlp"]["router"]) != weight).any()
+    assert metrics["expert_imbalance"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_experts_are_matrices_of_their_own(small, built, batch_of, optimizer):
+    """The update of an expert's matrix is that of the same matrix in a model with one expert less: it is the same
+    whatever the other experts' gradients are."""
+    step = built(small(**SIZES, optimizer={"name": optimizer, "clip_norm": 0.0}), "single")
+    start = step.lower_init().compile()()
+    gradients = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), start.params)
+    scaled = jax.tree.map(jnp.copy, gradients)
+    scaled["layers"]["mlp"]["w_up"] = scaled["layers"]["mlp"]["w_up"].at[:, 1].multiply(7.0)
+    updates = [
+        jax.jit(step.arrays.transform.update)(given, start.optimizer, start.params)[0]["layers"]["mlp"]["w_up"]
+        for given in (gradients, scaled)
+    ]
+    np.testing.assert_allclose(updates[0][:, 0], updates[1][:, 0], rtol=1e-5)
