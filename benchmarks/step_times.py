@@ -67,6 +67,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "xla_sc_disable_megacore_partitioning": True,
     },
 }
+_OPTIONS["trillium mixtral"] = _OPTIONS["trillium"] | {"xla_tpu_scoped_vmem_limit_kib": 81920}
 _OPTIONS["trillium long"] = _OPTIONS["trillium"] | {"xla_tpu_scoped_vmem_limit_kib": 122880}
 # Options for loops over layers are left out where the run had no such loop.
 for _name, _sizes_mib in {"cublas": None, "a3 of 2": (64, 128, 64), "a3 of 8": (1024, 128, 64),
@@ -122,6 +123,10 @@ class Row:
     qk_norm: bool = False
     post_norms: bool = False
     sliding_window: int = 0  # of five layers in six
+    experts: int = 0  # of F hidden units each
+    experts_per_token: int = 0
+    capacity_factor: float = 0.0  # 0: no token was dropped
+    context: str = ""  # how keys reach the queries of a sequence that is split over context: gather, ring or ulysses
     weights: str = "float32"
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
@@ -168,6 +173,8 @@ class Row:
                 "positions": self.positions, "qk_norm": self.qk_norm, "post_norms": self.post_norms,
                 "sliding_window": self.sliding_window,
                 "layer_pattern": ["sliding"] * 5 + ["full"] if self.sliding_window else [],
+                "experts": self.experts, "experts_per_token": self.experts_per_token,
+                "capacity_factor": self.capacity_factor, "balance": "batch" if self.experts else "none",
             },
             "data": {"packing": "stream", "batch": round(self.per_device_batch * self.devices), "seq": self.seq},
             "train": {"steps": 1000},
@@ -175,8 +182,10 @@ class Row:
         return configs.from_dict(raw, self.name)
 
     def rules(self) -> Rules:
-        """Where and how it ran: ZeRO-3 over fsdp, copies over data and, where the row has it, tensor parallelism."""
+        """Where and how it ran: ZeRO-3 over fsdp, copies over data and, where the row has them, tensor parallelism and
+        a split sequence, over whose devices weights are split too."""
         rows: dict[str, Any] = {"batch": [axis for axis in ("data", "fsdp") if axis in self.mesh]}
+        rows |= {"seq": "context"} if self.context else {}
         if "tensor" in self.mesh:
             rows |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
             rows |= {"residual.seq": "tensor"} if self.sequence_parallel else {}
@@ -184,11 +193,12 @@ class Row:
         raw = {
             "mesh": dict(self.mesh),
             "rules": rows,
-            "weights": {"embed": "fsdp"} if "fsdp" in self.mesh else {},
+            "weights": {"embed": [axis for axis in ("fsdp", "context") if axis in self.mesh]},
             "remat": self._remat(),
             "attention": {platform: _KERNELS[self.attention]},
             "microbatches": self.microbatches,
         }
+        raw |= {"context": self.context} if self.context else {}
         raw |= {"dcn": dict(self.dcn)} if self.dcn else {}
         raw |= {"optimizer": {"embed": self.optimizer_over}} if self.optimizer_over else {}
         if options := _OPTIONS[self.options]:

@@ -8,9 +8,10 @@ import flax.linen as nn
 import jax
 
 from gspmd_lm import placement
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, Model
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.kernels.attention import unsupported
+from gspmd_lm.kernels.context import ALIKE, deals
 from gspmd_lm.placement import Named, Recorder
 from gspmd_lm.rules import Problem, Rules, check
 from gspmd_lm.vocabulary import Vocabulary
@@ -37,6 +38,12 @@ class Arrays:
     @property
     def trained_count(self) -> int:
         return _count(self.trained)
+
+    def active_count(self, model: Model, trained: bool = False) -> int:
+        """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained."""
+        leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
+        share = model.experts_per_token / model.experts if model.experts else 1.0
+        return round(sum(like.size * (share if "expert" in leaf.axes else 1.0) for leaf, like in leaves))
 
 
 def arrays(
@@ -108,28 +115,88 @@ def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segment
 
     `segments` says whether a row holds several texts, or a text and padding before it.
     """
-    if kernel == "splash" and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
-        return "a split sequence (rules for q.seq or k.kv_seq)"
-    lacking = (unsupported(kernel, kind, seq=seq, segments=segments) for kind in config.model.layer_kinds)
-    return next(filter(None, lacking), None)
+    over, piece = split_sequence(rules), seq
+    if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
+        return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
+    if over and rules.context != "ulysses":
+        if kernel == "cudnn":
+            return f"context: {rules.context} (only ulysses)"
+        pieces = rules.piece_count(over)
+        piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
+    lacking = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in config.model.layer_kinds)
+    found = next(filter(None, lacking), None)
+    if found and piece != seq:
+        found = found.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")
+    return found
+
+
+def split_sequence(rules: Rules) -> tuple[str, ...]:
+    """The mesh axes that split the sequence of all arrays within a block alike."""
+    found = {rules.split("rules", array, "seq") for array in ALIKE}
+    return found.pop() if len(found) == 1 else ()
 
 
 def attention_problems(
     config: Config, rules: Rules, platform: str, seq: int, segments: bool, padded: bool = False
 ) -> list[Problem]:
-    """The problem that the attention kernel of the rules cannot do what a pass asks; see `attention_lacks`.
+    """The problems that the attention kernel of the rules cannot do what a pass asks (see `attention_lacks`), and that
+    the keys of a split sequence cannot reach their queries as `context` says.
 
     `padded`: the rows hold one text each, with padding before it.
     """
+    problems = _context_problems(config, rules, seq, dealt=not padded)
     kernel = rules.attention[platform]
     reason = attention_lacks(kernel, config, rules, seq, segments or padded)
     if not reason:
-        return []
+        return problems
     if padded and "segments" in reason:
         reason = "prompts that are padded on the left"
     place = rules.place(f"attention.{platform}", kernel)
     fix = f"--set rules.attention.{platform}=xla, or change the config"
-    return [Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
+    if reason.startswith("context"):
+        fix = f"--set rules.context=ulysses, or --set rules.attention.{platform}=xla"
+    return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
+
+
+def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> list[Problem]:
+    """`dealt`: whether rows are dealt to devices, as in training. A prompt is not, and its keys are gathered."""
+    form, over, model = rules.context, split_sequence(rules), config.model
+    place, found = rules.place("context", form), []
+
+    def wrong(message: str, fix: str, warning: bool = False) -> None:
+        found.append(Problem(f"context: {message}", place, fix, warning=warning))
+
+    if not over:
+        if form != "gather" and any(rules.split("rules", array, "seq") for array in ALIKE):
+            fix = "write rules.seq in place of rows for single arrays, or --set rules.context=gather"
+            wrong(f"{form} needs a sequence that is split alike in {', '.join(ALIKE)}", fix)
+        return found
+    pieces = rules.piece_count(over)
+    split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
+    if form == "ulysses":
+        own = model.kv_head_rows
+        heads = rules.split("rules", "q", "heads")
+        if rules.split("rules", "k", "kv_heads") != heads:  # keys are repeated for each device's heads
+            own = model.head_rows
+        each = own // rules.piece_count(heads)
+        if own % rules.piece_count(heads) == 0 and each % pieces:
+            most = " x ".join(["kv_heads" if own == model.kv_head_rows else "heads", *heads])
+            wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
+                  f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
+    elif dealt and seq % (2 * pieces) and seq % pieces == 0:
+        fix = f"make data.seq a multiple of {2 * pieces}"
+        if form == "ring":
+            wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
+        else:
+            wrong(f"data.seq={seq} does not divide into 2 pieces for each of {split}, so the last device has most of "
+                  "the work of a causal mask", fix, warning=True)  # fmt: skip
+    if form == "ring" and dealt:
+        kinds = model.layer_kinds
+        if window := next((kind.sliding_window for kind in kinds if kind.sliding_window), 0):
+            wrong(f"ring cannot do model.sliding_window: {window}", "--set rules.context=gather, or ulysses")
+        if model.positions in ("alibi", "alibi_bf16"):
+            wrong(f"ring cannot do model.positions: {model.positions}", "--set rules.context=gather, or ulysses")
+    return found
 
 
 def experts_problems(config: Config, rules: Rules) -> list[Problem]:

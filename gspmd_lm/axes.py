@@ -8,6 +8,7 @@ AXES = {
     "seq": ("T", "query positions"),
     "kv_seq": ("S", "key positions"),
     "embed": ("D", "model width"),
+    "embedding_width": ("W", "width of a token table that is not as wide as the model"),
     "layers": ("L", "scanned layers"),
     "positions": ("-", "rows of a position table"),
     "mlp": ("F", "feed-forward width"),
@@ -23,6 +24,8 @@ AXES = {
 # Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
 WEIGHTS = {
     "embedding": "token table",
+    "embedding_in": "projection of the token table's rows, where they have a width of their own",
+    "embedding_out": "projection of the output back to that width",
     "position_embedding": "table of learned positions",
     "unembedding": "output matrix of an untied model",
     "unembedding_bias": "its bias",
@@ -57,6 +60,7 @@ ADAPTERS = {
 WEIGHTS |= ADAPTERS
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
+    "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
     "residual": "the residual stream between blocks",
     "block_input": "what the projections of a block read: the normed residual, gathered",
     "q": "queries",
@@ -72,11 +76,8 @@ ACTIVATIONS = {
 ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
-IN_BLOCKS = (
-    "layer_input",
-    "dispatched",
-    *(name for name in ACTIVATIONS if name not in ("tokens", "logits", "cache", "low_rank")),
-)
+_OUTSIDE = ("tokens", "embedded", "logits", "cache", "low_rank")
+IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,
     weights=WEIGHTS,

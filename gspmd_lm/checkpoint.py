@@ -138,7 +138,7 @@ class Checkpoints:
         self._at = step
         self._verdicts.ask(step)
         self._saved = [name for name, _ in trees.named(state)]
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run))
         try:
             manager.save(step, args=args, force=True)  # force: the caller decides when to save
         except OSError as error:
@@ -283,7 +283,8 @@ class Checkpoints:
                 create_directories_asynchronously=False,  # a failure there would block the exit for 20 minutes
             ),
         )
-        manager = ocp.CheckpointManager(self.directory, options=options)
+        handlers = {"state": orbax_folder.writer(), "run": ocp.JsonCheckpointHandler()}
+        manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         self._opened_for_saving = True
         return manager
 

@@ -93,6 +93,8 @@ class Model:
     shared_norm: bool = True  # whether attention and MLP of a parallel block read the same norm
     pre_norms: bool = True  # attention and MLP read the residual stream through a norm; OLMo 2 has post_norms instead
     post_norms: bool = False  # the outputs of attention and MLP go through a norm too (Gemma 2)
+    sum_norms: bool = False  # each sum with the residual stream goes through a norm (the first Transformer, OPT-350m)
+    final_norm: bool = True  # a norm after the last layer
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # the kind of all norms
     norm_scale: bool = True  # whether norms have a learned scale
     norm_bias: bool = False  # whether norms have a learned bias
@@ -100,6 +102,9 @@ class Model:
     norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
     embedding_norm: bool = False  # a norm right after the token table (BLOOM)
     embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
+    # The width of the token table; 0 means embed. With another width, one matrix brings its rows to embed, and a second
+    # one brings the output of the last layer back (OPT-350m).
+    embedding_width: Count = 0
     residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
     qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
     # shared: each head by itself, all with one scale. per_head: each by itself, with a scale of its own and no bias

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd_lm.exchange import Travel, plan
 from gspmd_lm.kernels.grouped import grouped, outer
 from gspmd_lm.placing import Spec, Split, Weight, placement, remat, scope, split, use
-from gspmd_lm.products import ROWS, Addends, Partial, Read, Sum, gradient
+from gspmd_lm.products import TOKENS, Addends, Partial, Read, Sum, gradient
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 
@@ -60,7 +60,7 @@ def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> j
 
 def _tokens(length: int) -> tuple[Split, Split]:
     """How rows are split, and how the sequence is. A single token (of generation) is not."""
-    return split(ROWS, "batch"), split(ROWS, "seq") if length > 1 else Split()
+    return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
 
 
 class _How(NamedTuple):
@@ -209,7 +209,7 @@ def _reduced(weight: Weight, over: Split, addends: jax.Array) -> jax.Array:
     with scope("of", weight.path):
         if over.pieces == 1:
             return gradient(addends[0], weight)
-        return gradient(Partial((Addends(addends, Sum(over, (f"{ROWS}.batch",))),)), weight)
+        return gradient(Partial((Addends(addends, Sum(over, (f"{TOKENS}.batch",))),)), weight)
 
 
 def _x(how: _How) -> tuple[tuple[str, ...], ...]:

@@ -43,6 +43,10 @@ class MeshPlacement:
         return meshes.platform(self.mesh)
 
     @property
+    def context(self) -> str:
+        return self.rules.context
+
+    @property
     def remat(self) -> Callable[..., Any] | None:
         return policy(self.rules)
 
@@ -128,6 +132,20 @@ class MeshPlacement:
             )(addends)
             return jax.lax.with_sharding_constraint(reduced, result)
 
+    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        columns = self.rules.split(table.table, table.array, table.axes[-1])
+        want = [self.rules.split(home.table, home.array, axis) for axis in home.axes[:-1]]
+        moved = [name for name in columns if any(name in names for names in want)]
+        if len({names for names in want if set(names) & set(moved)}) < 2:
+            return x
+        left = list(columns)
+        for name in (None, *reversed(moved[1:])):
+            left = [other for other in left if other != name]
+            there = [tuple(other for other in names if other in moved and other not in left) for names in want]
+            sharding = NamedSharding(self.mesh, _partition_spec([*there, left]))
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x
+
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         def spec(text: str) -> PartitionSpec:
             array, _, axes = text.partition(": ")
@@ -197,6 +215,11 @@ class Recorder:
     def platform(self) -> str:
         return "recorded"
 
+    @property
+    def context(self) -> str:
+        self.asked.add("context")
+        return self.rules.context
+
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
         array, axes, table = spec
@@ -224,6 +247,9 @@ class Recorder:
 
     def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
         return self.constrain(addends.sum(0), spec)
+
+    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        return x
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         return function

@@ -73,6 +73,11 @@ class Placement(Protocol):
         """See `placing.platform`."""
         ...
 
+    @property
+    def context(self) -> str:
+        """See `placing.context`."""
+        ...
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
         ...
@@ -100,6 +105,13 @@ class Placement(Protocol):
         """
         ...
 
+    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        """`x`, whose last axis is split as that of a table is, on the way to `home`, one mesh axis after the other.
+
+        Compilers know an exchange of one axis for another one, and not of one for two.
+        """
+        ...
+
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
         """See `placing.per_device`."""
         ...
@@ -116,7 +128,8 @@ def scope(role: str, *names: str) -> Any:
     """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
 
     The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
-    summed over ("sum"), or the weights that operations belong to ("of"). Without names nothing is written.
+    summed over ("sum"), the weights that operations belong to ("of"), or which keys a query sees ("sees": so many of the
+    last ones, or all). Without names nothing is written.
     """
     return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
 
@@ -212,8 +225,17 @@ def platform() -> str:
     return place.platform if place else "cpu"
 
 
+def context() -> str:
+    """How the keys of a split sequence reach its queries: gather, ring or ulysses."""
+    place = placement()
+    return place.context if place else "gather"
+
+
 def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`."""
+    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`.
+
+    A dimension called `whole` is not split.
+    """
     place = placement()
     return place.per_device(function, inputs, output) if place else function
 

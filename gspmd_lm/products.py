@@ -5,7 +5,8 @@ Each device adds up its addends of several sums before one reduction pays for al
 are the products that a parallel block writes to the residual stream. In the backward pass they are the gradients of
 one input that several weights read. XLA does not do so everywhere by itself.
 
-In the equations here z stands for the pieces of the axis along which a weight is split, and r for those of the batch.
+In the equations here z stands for the pieces of the axis along which a weight is split, r for those of the batch, and t
+for those of the sequence.
 """
 
 import dataclasses
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 
 from gspmd_lm.placing import Placement, Spec, Split, Weight, like, parse, placement, remat, scope, shard, split, use
 
-ROWS = "block_input"  # the activation whose batch weights are multiplied with
+TOKENS = "block_input"  # the activation whose tokens, along batch and seq, weights are multiplied with
 
 
 # The words
@@ -38,17 +40,17 @@ def read(x: Any, home: str, spec: str) -> Any:
 def einsum(equation: str, x: Any, w: Weight | jax.Array) -> Any:
     """`jnp.einsum` of an activation and a weight, or of two activations, which gives the gradient of a weight.
 
-    A sum over an axis along which the weight is split is left to `write`, and a sum over the rows of two activations to
-    `gradient`. If the weight is split along several axes that are summed over, the compiler sums over all but the first
-    at once.
+    A sum over an axis along which the weight is split is left to `write`, and a sum over the tokens of two activations
+    to `gradient`. If the weight is split along several axes that are summed over, the compiler sums over all but the
+    first at once.
     """
     if placement() is None:
         return jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w)
     (a, b), out = _letters(equation)
     if not isinstance(w, Weight):
-        rows = _rows()
-        with scope("sum", *rows.axes):
-            return _partial(_einsum(f"{a},{b}->r{out}", x, w, r=("B", rows.over)), rows)
+        tokens = _tokens(x, a)
+        with scope("sum", *tokens.sum.axes):
+            return _partial(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
     settings: Any = jax.config
     how = functools.partial(_How, w.holding(None), b, precision=settings.jax_default_matmul_precision)
     if isinstance(x, Partial):
@@ -94,14 +96,17 @@ def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array
     the result cost less than gathering the table. A table that is split along its rows is gathered along `embed`. Each
     device looks up the rows that it has, and one reduction adds them up.
     """
-    over, rows = split(table.path, table.axes[0]), _rows()
+    over, tokens = split(table.path, table.axes[0]), _tokens(ids_BT, "BT")
     with scope("of", table.path):
         if over.pieces == 1:
-            return table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
+            found_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
+            at_rest = Spec(table.path, table.axes, "weights")
+            place = placement()
+            return place.columns_apart(found_BTD, at_rest, parse(home, found_BTD.ndim)) if place else found_BTD
         in_use = Spec(table.path, table.axes)
-        table_rVD: Any = _copied(rows, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
-        table_rzVD = table_rVD.reshape(rows.over.pieces, over.pieces, -1, table_rVD.shape[-1])
-        ids_rBT = ids_BT.reshape(rows.over.pieces, -1, *ids_BT.shape[1:])
+        table_rVD: Any = _copied(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
+        table_rzVD = table_rVD.reshape(tokens.sum.over.pieces, over.pieces, -1, table_rVD.shape[-1])
+        ids_rBT = tokens.apart(ids_BT)
         first_z = table_rzVD.shape[2] * jnp.arange(over.pieces)
 
         def found(table_VD: jax.Array, first: jax.Array, ids_BT: jax.Array) -> jax.Array:
@@ -110,7 +115,7 @@ def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array
             return table_VD.at[at_BT].get(mode="fill", fill_value=0).astype(table.compute_dtype)
 
         found_zrBTD = jax.vmap(jax.vmap(found, (0, None, 0)), (1, 0, None))(table_rzVD, first_z, ids_rBT)
-        found_zBTD = found_zrBTD.reshape(over.pieces, *ids_BT.shape, -1)
+        found_zBTD = jax.vmap(tokens.together)(found_zrBTD)
         return write(_partial(found_zBTD, Sum(over, (f"{table.path}.{table.axes[0]}",), (table.path,))), spec, home)
 
 
@@ -280,9 +285,8 @@ def _forward(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> t
 
 def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, at_rest = saved
-    weight, rows = how.weight.holding(at_rest), _rows()
-    if set(rows.over.over) & set(how.sum.over.over):  # a mesh axis splits only one dimension of an array
-        rows = Sum(Split())
+    weight = how.weight.holding(at_rest)
+    tokens = _tokens(x, how.x, without=how.sum.over.over)  # a mesh axis splits only one dimension of an array
     with scope("of", weight.path), jax.default_matmul_precision(how.precision):
         w = w if remat() else use(weight.holding(w))
         with scope("sum", *how.sum.axes):
@@ -290,9 +294,9 @@ def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
         dw = None
         if not weight.frozen:
             with scope("optimizer", weight.path):
-                cuts = {"z": (how.letter, how.sum.over), "r": ("B", rows.over)}
-                addends = _einsum(f"{how.x},{how.y}->r{how.w}", x, dy, **cuts)
-            dw = gradient(_partial(addends, rows), weight)
+                cuts = {"z": (how.letter, how.sum.over), **tokens.cuts}
+                addends = _einsum(f"{how.x},{how.y}->rt{how.w}", x, dy, **cuts)
+            dw = gradient(_partial(addends, tokens.sum), weight)
         found = (dx, None, dw) if how.dx == how.x else (None, dx, dw)
         # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's
         # gradient only when the optimizer asks for it, and to hold the addends while the other layers are computed.
@@ -323,6 +327,8 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
             to = out.index(letter)
             found = jnp.moveaxis(found, at, to)
             found = found.reshape(*found.shape[:to], -1, *found.shape[to + 2 :])
+    if out.startswith("rt"):  # one addend for each piece of the tokens
+        found = found.reshape(-1, *found.shape[2:])
     return found
 
 
@@ -345,9 +351,38 @@ def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
     return "", Sum(Split(), (), of)
 
 
-def _rows() -> Sum:
-    """The sum over the rows of the batch."""
-    return Sum(split(ROWS, "batch"), (f"{ROWS}.batch",))
+class _Tokens(NamedTuple):
+    """How the tokens are split that weights are multiplied with."""
+
+    batch: Split
+    seq: Split
+
+    @property
+    def sum(self) -> Sum:
+        """The sum over all tokens: over the pieces of the batch, and in each over those of the sequence."""
+        over = Split(self.batch.over + self.seq.over, self.batch.pieces * self.seq.pieces)
+        return Sum(over, (f"{TOKENS}.batch", *([f"{TOKENS}.seq"] if self.seq.pieces > 1 else [])))
+
+    @property
+    def cuts(self) -> dict[str, tuple[str, Split]]:
+        """For `_einsum`, whose result begins with rt."""
+        return {"r": ("B", self.batch), "t": ("T", self.seq)}
+
+    def apart(self, x_BT: jax.Array) -> jax.Array:
+        """[pieces, B, T]: each piece of the tokens by itself."""
+        return rearrange(x_BT, "(r B) (t T) -> (r t) B T", r=self.batch.pieces, t=self.seq.pieces)
+
+    def together(self, x_rBTD: jax.Array) -> jax.Array:
+        """[B, T, D] of the pieces."""
+        return rearrange(x_rBTD, "(r t) B T D -> (r B) (t T) D", r=self.batch.pieces, t=self.seq.pieces)
+
+
+def _tokens(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> _Tokens:
+    """How the tokens of `x` are split; an axis that a mesh axis of `without` splits counts as whole."""
+    batch, seq = (split(TOKENS, axis) for axis in ("batch", "seq"))
+    if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
+        seq = Split()
+    return _Tokens(*(Split() if set(one.over) & set(without) else one for one in (batch, seq)))
 
 
 def _letters(equation: str) -> tuple[list[str], str]:

@@ -18,6 +18,7 @@ from gspmd_lm.vocabulary import Vocabulary
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
+CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
 KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
 
 
@@ -92,6 +93,7 @@ class Rules:
     remat: Remat
     microbatches: int
     attention: Mapping[str, str]
+    context: str
     compiler_options: Mapping[str, Mapping[str, Any]]
     dcn: Mapping[str, int]
     problems: tuple[Problem, ...]

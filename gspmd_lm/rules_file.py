@@ -9,6 +9,7 @@ from gspmd_lm.axes import DECODER
 from gspmd_lm.errors import did_you_mean
 from gspmd_lm.paths import find_file, read_text
 from gspmd_lm.rules import (
+    CONTEXTS,
     KERNELS,
     MESH_AXES,
     PLATFORMS,
@@ -24,7 +25,7 @@ from gspmd_lm.rules import (
 )  # fmt: skip
 from gspmd_lm.vocabulary import Vocabulary
 
-SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "compiler_options", "dcn")
+SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "context", "compiler_options", "dcn")
 
 
 def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:
@@ -146,7 +147,7 @@ class _Reader:
             self.known(key, SECTIONS, "unknown section", str(key), value)
         mesh = self.mesh(raw.get("mesh"))
         rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
-        microbatches = raw.get("microbatches", 1)
+        microbatches, context = raw.get("microbatches", 1), raw.get("context", CONTEXTS[0])
         return Rules(
             path=self.path,
             vocabulary=self.vocabulary,
@@ -155,6 +156,9 @@ class _Reader:
             remat=self.remat(raw.get("remat", "none")),
             microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
             attention=self.attention(raw.get("attention")),
+            context=context
+            if self.known(context, CONTEXTS, "context: unknown form", "context", context)
+            else CONTEXTS[0],
             compiler_options={
                 platform: self.mapping(f"compiler_options.{platform}", entries)
                 for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))

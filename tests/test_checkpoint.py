@@ -605,7 +605,8 @@ OTHER = {
     "position_offset": 2, "rope_theta": 5e5, "rope_dim": 2, "rope_scaling": config.RopeScaling(), "sliding_window": 4,
     "sliding_rope_theta": 100.0, "layer_pattern": ("full", "full"), "query_scale": 0.5, "qkv_bias": True,
     "attention_out_bias": True, "mlp_bias": True, "unembedding_bias": True, "tied_embeddings": True,
-    "pre_norms": False, "residual_scale": 0.5, "qk_norm_kind": "per_head", "logit_scale": 0.5,
+    "sum_norms": True, "final_norm": False, "embedding_width": 16, "pre_norms": False, "residual_scale": 0.5,
+    "qk_norm_kind": "per_head", "logit_scale": 0.5,
     "attention_softcap": 5.0, "logit_softcap": 3.0, "lora": config.Lora(targets=("wq",)),
 }  # fmt: skip
 SAME = {

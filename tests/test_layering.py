@@ -69,10 +69,10 @@ MAY_IMPORT = {
     "verbs": "runs plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint "
     "data runtime compile_cache processes lock files versions core_yaml config",
     "results": "runs plan foresight task rules config",
-    "loaded": "verbs infer data compile_cache rules_file rules runtime config",
+    "loaded": "verbs files infer data compile_cache rules_file rules runtime config",
     "cli": "verbs processes config_keys config __version__",
     "__main__": "cli",
-    "api": "results loaded verbs plan foresight train task checkpoint runtime rules_file rules axes config",
+    "api": "results loaded files verbs plan foresight train task checkpoint runtime rules_file rules axes config",
 }
 # The same inside of foresight/.
 IN_FORESIGHT = {
@@ -235,7 +235,19 @@ def told_of_devices(nodes):
             yield from sorted(words & {*rules.MESH_AXES} - {*axes.AXES})
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module) in ("model", "kernels")])
+# Attention over a split sequence, where devices send keys to each other, and its kernel. Models do not see that.
+APART = ("gspmd_lm.kernels.context", "gspmd_lm.kernels.ring", "gspmd_lm.kernels.splash")
+
+
+def test_models_see_three_words_of_attention_over_a_split_sequence():
+    words = ("attend", "dealt", "keys_spec")
+    seen = {name for module in MODULES for name in imports(ast.walk(tree(module))) if room(module) == "model"}
+    assert {name for name in seen if name.startswith(APART)} <= {f"gspmd_lm.kernels.context.{word}" for word in words}
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if room(module) in ("model", "kernels") and module not in APART]
+)
 def test_the_model_reads_as_if_there_were_one_device(module):
     assert list(told_of_devices(tree(module))) == []
 

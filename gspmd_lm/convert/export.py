@@ -152,7 +152,9 @@ def _pieces(array: Any, entry: int | None) -> Iterator[tuple[tuple[slice, ...], 
             if bounds in seen or (entry is not None and not bounds[0][0] <= entry < bounds[0][1]):
                 continue
             seen.add(bounds)
-            yield (index, shard.data) if entry is None else (index[1:], shard.data[entry - bounds[0][0]])
+            # numpy sees a CPU's array where it is. Of an accelerator's array, an entry is cut out before it is copied.
+            held = np.asarray(shard.data) if shard.device.platform == "cpu" else shard.data
+            yield (index, held) if entry is None else (index[1:], held[entry - bounds[0][0]])
     else:
         row_bytes = max(int(np.prod(shape[1:])) * array.dtype.itemsize, 1)
         step = min(max(GATHERED_BYTES // row_bytes, 1), shape[0])

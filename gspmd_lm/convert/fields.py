@@ -212,6 +212,36 @@ class Equal:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unless:
+    """A field whose setting is 0 if it is missing or equals another setting."""
+
+    name: str
+    setting: str
+    other: str
+
+    def read(self, source: Source, values: Values) -> None:
+        value = source.number([self.name], values[self.other])
+        values[self.setting] = 0 if value == values[self.other] else value
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {self.name: getattr(model, self.setting) or getattr(model, self.other)}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptNorms:
+    """OPT's norms: before attention and MLP, with a last norm that a field removes; or after the residual sums."""
+
+    def read(self, source: Source, values: Values) -> None:
+        before = source.flag(["do_layer_norm_before"], True)
+        removed = source.flag(["_remove_final_layer_norm"], False)
+        values |= {"pre_norms": before, "sum_norms": not before, "final_norm": before and not removed}
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        removed = model.pre_norms and not model.final_norm
+        return {"do_layer_norm_before": model.pre_norms, "_remove_final_layer_norm": removed}
+
+
+@dataclasses.dataclass(frozen=True)
 class FalconBlock:
     """Falcon's block: key heads, norms, and whether attention and MLP are parallel, in the old form and the new."""
 

@@ -17,13 +17,14 @@ from gspmd_lm.convert.fields import (
     MOST_LAYERS,
     Activation,
     Always,
-    Equal,
     FalconBlock,
     MultiQuery,
     Only,
+    OptNorms,
     RotaryDim,
     Same,
     Switch,
+    Unless,
 )
 from gspmd_lm.convert.layer_kinds import LocalLayers
 from gspmd_lm.convert.names import BLOOM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
@@ -53,9 +54,7 @@ GPT_FAMILIES = (
             Always("kv_heads", heads), Always("head_dim", head_dim), Always("norm_eps", 1e-5),
             Activation("activation_function", "relu", GELU_NEW), Always("positions", "learned"),
             Always("position_offset", 2), Switch("enable_bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), True),
-            TIED, Equal("word_embed_proj_dim", "embed", "is not hidden_size: it asks for a projection"),
-            Only("do_layer_norm_before", True, "puts norms after the residual sum, which is not supported"),
-            Only("_remove_final_layer_norm", False, "leaves out the last norm, which is not supported"),
+            TIED, Unless("word_embed_proj_dim", "embedding_width", "embed"), OptNorms(),
             Only("layer_norm_elementwise_affine", True, "has norms without scale, which is not supported"),
         ),
         OPT, irrelevant=("learned_embeddings",),  # a field of Galactica; true, as in OPT

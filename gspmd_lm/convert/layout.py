@@ -7,8 +7,9 @@ keys and values in turns, and interleaved rope.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from gspmd_lm.axes import AXES
 # The letters of axes.py, and of axes that only published tensors have:
 #   P  rows of a position table, R  heads of queries, keys and values in one tensor, E  gate and up in one tensor
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "P"}
+_NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "E"}
 
 
@@ -32,10 +34,7 @@ class Tensor:
     # key head its queries, its key and its value.
     order: Literal["concatenated", "grouped"] = "concatenated"
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
-    when: tuple[tuple[str, Any], ...] = ()  # the settings of a model whose tensor has this name
-
-    def is_of(self, model: config.Model) -> bool:
-        return all(getattr(model, field) == value for field, value in self.when)
+    is_of: Callable[[config.Model], bool] = lambda model: True  # whether a model has this tensor
 
     def view(self, model: config.Model) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
@@ -113,17 +112,35 @@ class AxisOrder:
         """Writes a slice of our array, or all of it, into the view of a tensor, without its padding."""
         take, into = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
         values = piece[into].transpose(self.order)
-        if sum(not isinstance(at, slice) for at in take) > 1:
+        slices = tuple(at for at in take if isinstance(at, slice))
+        if len(slices) == len(take):
+            copy(view[slices], values)
+        else:
             numbers = zip(take, view.shape, strict=True)
             view[np.ix_(*(np.arange(size)[at] if isinstance(at, slice) else at for at, size in numbers))] = values
-        else:
-            view[tuple(take)] = values
+
+
+def copy(into: np.ndarray, values: np.ndarray) -> None:
+    """Copies an array into another one of its shape, quickly also where their dimensions lie in another order.
+
+    numpy would go through all of one array's rows for each row of the other one, and each step would miss the cache. So
+    the array is cut where `into` has its neighbours, in pieces of a cache line.
+    """
+    near, far = (min(range(x.ndim), key=lambda axis: abs(x.strides[axis]), default=0) for x in (into, values))
+    if near == far:
+        into[...] = values
+        return
+    others = [range(size) if axis not in (near, far) else (slice(None),) for axis, size in enumerate(into.shape)]
+    others[near] = [slice(start, start + _NEIGHBOURS) for start in range(0, into.shape[near], _NEIGHBOURS)]
+    for at in itertools.product(*others):
+        into[at] = values[at]
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
     if len(rows) == 0:
         return slice(0, 0)
-    return slice(int(rows[0]), int(rows[-1]) + 1) if (np.diff(rows) == 1).all() else rows
+    step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+    return slice(int(rows[0]), int(rows[-1]) + 1, step) if step > 0 and (np.diff(rows) == step).all() else rows
 
 
 def _sizes(model: config.Model) -> Mapping[str, int]:
@@ -131,4 +148,5 @@ def _sizes(model: config.Model) -> Mapping[str, int]:
     return {
         "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": model.head_dim, "F": model.mlp,
         "P": model.position_offset + model.context, "R": N + 2 * K, "E": 2 * model.mlp,
+        "W": model.embedding_width,
     }  # fmt: skip

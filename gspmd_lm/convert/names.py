@@ -176,14 +176,19 @@ GPTJ = (
 
 _OPT = "model.decoder.layers.{}"
 OPT = (
-    Tensor("model.decoder.embed_tokens.weight", "V D", ("embedding",)),
+    Tensor("model.decoder.embed_tokens.weight", "V D", ("embedding",), is_of=lambda model: not model.embedding_width),
+    Tensor("model.decoder.embed_tokens.weight", "V W", ("embedding",), is_of=lambda model: model.embedding_width > 0),
+    Tensor("model.decoder.project_in.weight", "D W", ("embedding_in",)),
+    Tensor("model.decoder.project_out.weight", "W D", ("embedding_out",)),
     Tensor("model.decoder.embed_positions.weight", "P D", ("position_embedding",)),
     *_norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
+    *_norm(f"{_OPT}.self_attn_layer_norm", "attention_sum_norm", bias=True),
     *_linear(f"{_OPT}.self_attn.q_proj", "(N H) D", "attention.wq"),
     *_linear(f"{_OPT}.self_attn.k_proj", "(K H) D", "attention.wk"),
     *_linear(f"{_OPT}.self_attn.v_proj", "(K H) D", "attention.wv"),
     *_linear(f"{_OPT}.self_attn.out_proj", "D (N H)", "attention.wo"),
     *_norm(f"{_OPT}.final_layer_norm", "mlp_norm", bias=True),
+    *_norm(f"{_OPT}.final_layer_norm", "mlp_sum_norm", bias=True),
     *_linear(f"{_OPT}.fc1", "F D", "mlp.w_up"),
     *_linear(f"{_OPT}.fc2", "D F", "mlp.w_down"),
     *_norm("model.decoder.final_layer_norm", "final_norm", bias=True),
@@ -197,13 +202,12 @@ BLOOM = (
     *_norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True),
     *_norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True),
 )
-_ONE_NORM, _TWO_NORMS = (("shared_norm", True),), (("shared_norm", False),)
 FALCON = (
     *_megatron("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
-    *_norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, when=_ONE_NORM),
-    *_norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, when=_ONE_NORM),
-    *_norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, when=_TWO_NORMS),
-    *_norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, when=_TWO_NORMS),
+    *_norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, is_of=lambda model: model.shared_norm),
+    *_norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, is_of=lambda model: model.shared_norm),
+    *_norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, is_of=lambda model: not model.shared_norm),
+    *_norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, is_of=lambda model: not model.shared_norm),
 )
 NEOX = (
     *_megatron("gpt_neox", "layers", "attention", "embed_in", "final_layer_norm", "embed_out"),

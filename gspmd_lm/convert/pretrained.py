@@ -17,7 +17,7 @@ from gspmd_lm.arrays import arrays
 from gspmd_lm.axes import DECODER
 from gspmd_lm.convert import architecture, multimodal, safetensors
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor
+from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
@@ -25,6 +25,7 @@ from gspmd_lm.placement import Named
 
 BLOCK_BYTES = 32 * 2**20  # mapped at a time, because pages that were read count as memory of the process
 _SAMPLED_ROWS = 64
+_ALIGNED_BYTES = 64
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -122,7 +123,7 @@ class Pretrained:
         model, tensor = self.config.model, place.tensor
         rows = tensor.rows(place.weight, place.letters, model)
         shape = tuple(at.stop - at.start for at in index)
-        whole = np.zeros(shape, place.dtype)
+        whole = _zeros(shape, place.dtype)
         names, out = place.names(), whole[None]
         if place.stacked:
             names, out, index = names[index[0]], whole, index[1:]
@@ -135,13 +136,22 @@ class Pretrained:
         theirs = out[into].transpose(rows.order)  # in the tensor's order of dimensions
         step = max(BLOCK_BYTES * view[0] // stored.bytes, 1)
         for start in range(0, len(theirs), step):
-            theirs[start : start + step] = stored.read(view, [_rows(take[0], start, step), *take[1:]])
+            copy(theirs[start : start + step], stored.read(view, [_rows(take[0], start, step), *take[1:]]))
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that begin where XLA on a CPU wants arrays to begin: a device on the CPU takes them without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(size + _ALIGNED_BYTES, np.uint8)
+    start = -room.ctypes.data % _ALIGNED_BYTES
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 def _rows(take: slice | np.ndarray, start: int, count: int) -> slice | np.ndarray:
     """The rows of `take` from number `start` on, `count` of them."""
     if isinstance(take, slice):
-        return slice(take.start + start, min(take.start + start + count, take.stop))
+        step = take.step or 1
+        return slice(take.start + start * step, min(take.start + (start + count) * step, take.stop), step)
     return take[start : start + count]
 
 

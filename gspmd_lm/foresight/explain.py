@@ -119,6 +119,7 @@ def report(
         phase=phase,
         mesh=dict(rules.mesh),
         parameters=arrays.parameter_count,
+        active_parameters=arrays.active_count(config.model) if isinstance(config, Config) else arrays.parameter_count,
         tokens=tokens,
         memory=held,
         collectives=found,

@@ -24,6 +24,7 @@ class Name:
     sums: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
     placed: tuple[str, str] | None = None  # the table, and the array where it puts it
     einsum: str = ""
+    sees: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
 
     @property
     def known(self) -> bool:
@@ -40,7 +41,7 @@ def read(op_name: str) -> Name:
     modules, einsum = [], ""
     for number, word in enumerate(words):
         role, dot, rest = word.partition(".")
-        if dot and role in ("of", "sum"):
+        if dot and role in ("of", "sum", "sees"):
             scopes[role] = rest
         elif dot and role in TABLES:
             placed = role, rest
@@ -58,7 +59,7 @@ def read(op_name: str) -> Name:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
         phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
     sums = tuple(filter(None, scopes.get("sum", "").split("+")))
-    return Name(phase, tuple(modules), of, sums, placed, einsum)
+    return Name(phase, tuple(modules), of, sums, placed, einsum, scopes.get("sees", ""))
 
 
 def each(op_name: str, count: int) -> list[str]:

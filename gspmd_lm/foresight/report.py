@@ -37,6 +37,7 @@ class Report:
     phase: str  # train, prefill or decode
     mesh: Mapping[str, int]
     parameters: int
+    active_parameters: int  # that compute one token: fewer in a mixture of experts
     tokens: int  # per step, all devices
     memory: Memory
     collectives: tuple[Collective, ...]
@@ -64,6 +65,7 @@ KEYS = {
     "phase": "the program: train, prefill or decode",
     "mesh.*": "mesh axis -> its size. The keys are in the order of devices, and the last axis varies fastest",
     "parameters": "how many parameters the model has [counted]",
+    "active_parameters": "how many of them compute one token; in a mixture of experts only some do [counted]",
     "tokens": "how many tokens one step has on all devices; a decode step has one per row [counted]",
     "memory.weights_bytes": "parameters [compiled]",
     "memory.optimizer_bytes": "optimizer state [compiled]",

@@ -17,6 +17,7 @@ from gspmd_lm.foresight.names import Name, read
 from gspmd_lm.placement import Recorder, Spec, marked
 
 _SAME = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
+PRODUCTS = ("dot_general", "ragged_dot_general")  # of matrices; the second has a matrix for each group of rows
 _TOKENS = Spec("tokens", ("batch", "seq"))  # where the rules place the integers that a program is given
 
 
@@ -62,6 +63,12 @@ class Product:
         """The path of the weight."""
         assert self.weight.placed
         return self.weight.placed.array
+
+    @property
+    def group(self) -> str:
+        """The axis of the weight that has a matrix for each group of rows, such as the experts; "" without groups."""
+        assert self.weight.placed
+        return self.weight.placed.axes[0] if self.node.primitive == "ragged_dot_general" else ""
 
 
 class Traced:
@@ -164,8 +171,8 @@ class Traced:
         """The products of placed activations and weights, in the order of the program."""
         found = []
         for node in self.nodes:
-            weights = [self._weight(operand) for operand in node.inputs] if node.primitive == "dot_general" else []
-            for operand, weight in zip(reversed(node.inputs), weights, strict=False):
+            factors = node.inputs[:2] if node.primitive in PRODUCTS else []
+            for operand, weight in zip(reversed(factors), map(self._weight, factors), strict=True):
                 before = [operand] if self.is_activation(operand) else self.before([operand])
                 if weight and before:
                     found.append(Product(weight, before[0], next(iter(self.after([node])), None), node))
@@ -191,7 +198,7 @@ class Traced:
     @functools.cached_property
     def computed(self) -> list[Node]:
         """The activations of the layers that products give, but for what is written to the residual stream."""
-        products = [node for node in self.nodes if node.primitive == "dot_general" and node.name.modules]
+        products = [node for node in self.nodes if node.primitive in PRODUCTS and node.name.modules]
         found = [near for node in products for near in self.after([node])[:1] if self.home(near) is near]
         return list(dict.fromkeys(found))
 
@@ -233,11 +240,11 @@ class Traced:
 
     # What is near
 
-    def before(self, start: Iterable[Node], through: Collection[str] = ("dot_general",)) -> list[Node]:
+    def before(self, start: Iterable[Node], through: Collection[str] = PRODUCTS) -> list[Node]:
         """The activations that were placed last before some operations."""
         return [node for node in self._near(start, False, through) if self.is_activation(node)]
 
-    def after(self, start: Iterable[Node], through: Collection[str] = ("dot_general",)) -> list[Node]:
+    def after(self, start: Iterable[Node], through: Collection[str] = PRODUCTS) -> list[Node]:
         """The activations that are placed first after some operations."""
         return [node for node in self._near(start, True, through) if self.is_activation(node)]
 
@@ -261,7 +268,7 @@ class Traced:
                 seen.add(near)
                 yield near
                 ends = near.placed or near.name.of not in own
-                if not ends and (near.primitive != "dot_general" or near.primitive in through):
+                if not ends and (near.primitive not in PRODUCTS or near.primitive in through):
                     waiting.append(near)
 
     def _around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
@@ -320,6 +327,13 @@ def flops(equation: Any) -> float:
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2.0 * equation.outvars[0].aval.size * math.prod(left[dimension] for dimension in contracted)
+    if equation.primitive.name == "ragged_dot_general":
+        # Each row meets the matrix of its own group alone, or rows meet within their group.
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        left, right = (operand.aval for operand in equation.invars[:2])
+        shared = (*contracted, *batch, *numbers.rhs_group_dimensions)
+        return 2.0 * left.size * right.size / math.prod(right.shape[dimension] for dimension in shared)
     if equation.primitive.name == "conv_general_dilated":
         kernel, features = equation.invars[1].aval, equation.params["dimension_numbers"].rhs_spec[0]
         return 2.0 * equation.outvars[0].aval.size * kernel.size / kernel.shape[features]

@@ -12,7 +12,7 @@ from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems, experts_problems
+from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems, experts_problems, split_sequence
 from gspmd_lm.arrays import checked as checked_arrays
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
@@ -66,9 +66,13 @@ def sizes(rules: Rules, rows: int, prompt: int, new: int, kernel: str = "xla") -
     return Sizes(rows, prompt, _up(prompt + new - 1, _pieces(rules, "kv_seq")))
 
 
-def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str) -> tuple[int, int]:
-    """`rows` and `seq`, each rounded up so that the mesh axes and the attention kernel divide it."""
-    block = math.lcm(_pieces(rules, "seq"), _pieces(rules, "kv_seq"), LANES if kernel == "splash" else 1)
+def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str, dealt: bool = False) -> tuple[int, int]:
+    """`rows` and `seq`, each rounded up so that the mesh axes and the attention kernel divide it.
+
+    `dealt`: each device has two pieces of a row (kernels/context.py).
+    """
+    pieces = _pieces(rules, "seq") * (2 if dealt and split_sequence(rules) else 1)
+    block = math.lcm(pieces * (LANES if kernel == "splash" else 1), _pieces(rules, "kv_seq"))
     return _up(rows, _pieces(rules, "batch")), _up(seq, block)
 
 

@@ -21,8 +21,9 @@ from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, parameters, whole_pieces
+from gspmd_lm.kernels.context import dealt
 from gspmd_lm.model import loss
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.layers import table_specs
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.placement import record
 from gspmd_lm.placing import like, scope, shard, use
@@ -74,11 +75,13 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     """The scores of each row; logits are made for one chunk of the sequence after the other, never all at once."""
     B, T = rows.tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    batch = {"tokens": rows.tokens_BT, "positions": positions_BT, "row": jnp.arange(B, dtype=jnp.int32)}
+    batch = dealt({"tokens": rows.tokens_BT, "targets": rows.targets_BT, "positions": positions_BT})
+    batch["row"] = jnp.arange(B, dtype=jnp.int32)
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
         chunks = loss.chunk_count(B, T)
-        x_CBTD = loss.chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
+        home, read_as = table_specs(cfg)
+        x_CBTD = loss.chunked(shard(like(x_BTD, home), read_as), chunks)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
         vocab_V = jnp.arange(cfg.vocab_rows)
 
@@ -93,7 +96,7 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
             missed_BT = scored_BT & (target_BT < highest_BT)
             return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))
 
-        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(rows.targets_BT, chunks)))
+        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(batch["targets"], chunks)))
     return Scores(*(rearrange(x, "C B -> B C").sum(-1) for x in found))
 
 
@@ -136,7 +139,7 @@ def build(
 
     Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
     """
-    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform])
+    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform], dealt=True)
     cfg = config.model
     found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)

@@ -6,7 +6,7 @@ The fused kernels never hold a T x T array. None of them changes what is compute
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
+
+
+class Tokens(NamedTuple):
+    """The tokens of queries or keys: int32."""
+
+    at_BT: jax.Array  # the place of each in its row; one row stands for all if it has one
+    segments_BT: jax.Array | None  # equal within a document
+    places_BT: jax.Array | None  # the place of each in its document, if that is not its place in the row
 
 
 def keys_axis() -> str:
@@ -48,20 +56,29 @@ def attend(
     the row. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward
     pass needs of its forward pass.
     """
-    kernel = attention_kernel()
+    kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
+    if kernel == "xla":
+        tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT)
+        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, slopes(cfg), cfg), OUT)
+    local = functools.partial(fused, kernel=kernel, cfg=cfg)
+    keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
+    return per_device(local, (Q, *keys, *[SEGMENTS for _ in segments]), OUT)(q_BTNH, k_BSKH, v_BSKH, *segments)
+
+
+def fused(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None = None, *, kernel: str,
+    cfg: config.Model, interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel."""
     if kernel == "splash":
-        return _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg)
-    if kernel == "cudnn":
-        return _cudnn(q_BTNH, k_BSKH, v_BSKH, cfg)
-    positions_1T = jnp.arange(q_BTNH.shape[1])[None]
-    seen_BTS = _before(positions_1T, positions_1T, cfg.sliding_window)
-    if segments_BT is not None:
-        seen_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
-    attention = cheap(functools.partial(_xla, cfg=cfg))
-    with jax.softmax_custom_jvp(True):  # its derivative needs the weights alone, not also what they are made of
-        # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
-        keys_BS = positions_1T if places_BT is None or cfg.positions != "alibi_bf16" else places_BT
-        return shard(attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, positions_1T, keys_BS), OUT)
+        from gspmd_lm.kernels import splash
+
+        T = q_BTNH.shape[1]
+        made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
+        segments = None if segments_BT is None else (segments_BT, segments_BT)
+        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+    options: Any = {"is_causal": True, "implementation": "cudnn", "scale": scores_scale(cfg)}
+    return _keeping(lambda *qkv: jax.nn.dot_product_attention(*qkv, **options))(q_BTNH, k_BSKH, v_BSKH)
 
 
 def attend_to_cache(
@@ -74,7 +91,7 @@ def attend_to_cache(
     slots_1S = jnp.arange(k_BSKH.shape[1])[None]
     seen_B1S = _before(slot[None, None], slots_1S, cfg.sliding_window) & (slots_1S >= start_B[:, None])[:, None]
     keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
-    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, cfg), OUT)
+    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, slopes(cfg), cfg=cfg), OUT)
 
 
 def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
@@ -104,10 +121,25 @@ def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array
     return seen_BTS & (ahead_BTS < window) if window else seen_BTS
 
 
-def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, cfg):
-    """Attention as XLA compiles it, with a mask, the positions of queries and keys, and all that a config can ask."""
-    scale, bias = scores_scale(cfg), None
-    slopes_N11 = jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[:, None, None]
+def masked(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, slopes_N: jax.Array,
+    cfg: config.Model,
+) -> jax.Array:  # fmt: skip
+    """Attention as XLA compiles it, of some queries to keys before them, [B, T, N, H]."""
+    seen_BTS = _before(queries.at_BT, keys.at_BT, cfg.sliding_window)
+    if queries.segments_BT is not None and keys.segments_BT is not None:
+        seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
+    # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
+    rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
+    attention = cheap(functools.partial(_xla, cfg=cfg))
+    with jax.softmax_custom_jvp(True):  # its derivative needs the weights alone, not also what they are made of
+        at_BS = keys.places_BT if rounded else keys.at_BT
+        return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, slopes_N)
+
+
+def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, slopes_N, cfg):
+    """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
+    scale, bias, slopes_N11 = scores_scale(cfg), None, slopes_N[:, None, None]
     if cfg.positions == "alibi":
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
         bias = slopes_N11 * distance_BTS[:, None]
@@ -134,6 +166,11 @@ def scores_scale(cfg: config.Model) -> float:
     return cfg.query_scale or cfg.head_dim**-0.5
 
 
+def slopes(cfg: config.Model) -> jax.Array:
+    """`alibi_slopes` of a model's heads, and 0 for those of padding."""
+    return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
+
+
 def alibi_slopes(heads: int) -> jax.Array:
     """How fast each head's attention falls with distance, [N], float32 (arXiv 2108.12409).
 
@@ -144,20 +181,6 @@ def alibi_slopes(heads: int) -> jax.Array:
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
     slopes += [2 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
     return jnp.asarray(slopes, jnp.float32)
-
-
-def _cudnn(q_BTNH, k_BSKH, v_BSKH, cfg):
-    """cuDNN's fused attention, which each device runs on its own heads and rows."""
-    options: Any = {"is_causal": True, "implementation": "cudnn", "scale": scores_scale(cfg)}
-
-    def local(q_BTNH, k_BSKH, v_BSKH):
-        return _keeping(lambda *qkv: jax.nn.dot_product_attention(*qkv, **options))(q_BTNH, k_BSKH, v_BSKH)
-
-    return per_device(local, _inputs(), OUT)(q_BTNH, k_BSKH, v_BSKH)
-
-
-def _inputs() -> tuple[str, ...]:
-    return Q, K.replace("kv_heads", keys_axis()), V.replace("kv_heads", keys_axis())
 
 
 def _keeping(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -178,48 +201,6 @@ def _keeping(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     call.defvjp(forward, lambda back, dout: back(dout))
     return call
-
-
-def _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, interpret=False):
-    """Splash attention, which reads only the blocks that the causal mask leaves.
-
-    A Pallas call is not partitioned by XLA, so each device runs it on its own heads and rows. Sources: the kernel that
-    jax ships, jax.experimental.pallas.ops.tpu.splash_attention.
-    """
-
-    def local(q_BTNH, k_BSKH, v_BSKH, *segments_BT):
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
-        kernel: Any = _splash_kernel(q_BTNH, cfg, interpret)
-        q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
-        segments = [splash.SegmentIds(ids_BT, ids_BT) for ids_BT in segments_BT]
-        out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, *segments)
-        return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
-
-    if segments_BT is None:
-        return per_device(local, _inputs(), OUT)(q_BTNH, k_BSKH, v_BSKH)
-    return per_device(local, (*_inputs(), SEGMENTS), OUT)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
-
-
-def _splash_kernel(q_BTNH: jax.Array, cfg: config.Model, interpret: bool):
-    """The kernel for the heads and rows of `q_BTNH`, its own result and statistics named `attention_out`."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    _, T, N, H = q_BTNH.shape
-    block = splash_block(T, H, q_BTNH.dtype.itemsize)
-    sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block,
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
-    )  # fmt: skip
-    one = masks.CausalMask((T, T))
-    if cfg.sliding_window:
-        one = masks.LocalMask((T, T), window_size=(cfg.sliding_window - 1, 0), offset=0)
-    mask = masks.MultiHeadMask([one] * N)
-    return splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=cfg.attention_softcap or None,
-        residual_checkpoint_name="attention_out", interpret=interpret,
-    )  # fmt: skip
 
 
 def splash_block(seq: int, head_dim: int, itemsize: int) -> int:

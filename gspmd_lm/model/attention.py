@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.kernels.attention import K, Q, V, attend, attend_to_cache, keys_axis
+from gspmd_lm.kernels.attention import Q, attend_to_cache, keys_axis
+from gspmd_lm.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix, project
 from gspmd_lm.placing import like, shard
@@ -76,7 +77,8 @@ class Attention(nn.Module):
         v = project("BTD,DKH->BTKH", x_BTD, self.wv)
         if cfg.qkv_bias:
             q, k, v = q + self.bq, k + self.bk, v + self.bv
-        q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, V)
+        K = keys_spec("k")
+        q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, keys_spec("v"))
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         if cfg.positions == "rope":
@@ -91,13 +93,13 @@ class Attention(nn.Module):
         if keys_axis() == "heads":
             group = cfg.head_rows // cfg.kv_head_rows
             k_BSKH, v_BSKH = (
-                shard(jnp.repeat(x, group, axis=2), f"{name}: batch kv_seq heads head_dim")
+                shard(jnp.repeat(x, group, axis=2), keys_spec(name).replace("kv_heads", "heads"))
                 for name, x in (("k", k_BSKH), ("v", v_BSKH))
             )
         if cache and q.shape[1] == 1:
             out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg)
         else:
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch.get("segment_ids"), cfg, batch["positions"])
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
         y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)

@@ -16,6 +16,7 @@ from gspmd_lm.placing import cheap, shard, use
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
 HIDDEN = "hidden: batch seq mlp"
+EMBEDDED = "embedded: batch seq embedding_width"
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -23,6 +24,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+def table_specs(cfg: config.Model) -> tuple[str, str]:
+    """The activation that has the width of the token table: between its products, and while one reads it."""
+    return (EMBEDDED, EMBEDDED) if cfg.embedding_width else (RESIDUAL, BLOCK_INPUT)
 
 
 class Norm(nn.Module):
@@ -90,15 +96,15 @@ class Mlp(nn.Module):
         return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
 
 
-def dropout(x_BTD: jax.Array, rate: float, row_keys_B: jax.Array | None, site: int) -> jax.Array:
-    """`x_BTD` with entries dropped. Each row has a key of its own, so its mask is the same however rows are split."""
-    if row_keys_B is None or rate == 0:
+def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int) -> jax.Array:
+    """`x_BTD` with entries dropped. Each token has a key of its own: its mask is the same however tokens are split."""
+    if keys_BT is None or rate == 0:
         return x_BTD
 
     def keep(key: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x_BTD.shape[1:])
+        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x_BTD.shape[2:])
 
-    return jnp.where(jax.vmap(keep)(row_keys_B), x_BTD / (1 - rate), 0).astype(x_BTD.dtype)
+    return jnp.where(jax.vmap(jax.vmap(keep))(keys_BT), x_BTD / (1 - rate), 0).astype(x_BTD.dtype)
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.Model, length: int) -> jax.Array:

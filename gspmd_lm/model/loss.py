@@ -5,6 +5,7 @@ share of the gradients is computed. The table is put in use once, before the loo
 partial sum per piece of the batch, and reduced once, after the loop.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.layers import table_specs
 from gspmd_lm.placing import Weight, like, pieces, scope, shard, use, used
 from gspmd_lm.products import einsum, gradient, write
 
@@ -69,7 +70,8 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
     A chunk's share of the gradients is computed while its logits are there.
     """
     chunks = chunk_count(*x_BTD.shape[:2])
-    x_CBTD = chunked(shard(like(x_BTD, RESIDUAL), BLOCK_INPUT), chunks)
+    home, read_as = table_specs(cfg)
+    x_CBTD = chunked(shard(like(x_BTD, home), read_as), chunks)
     inputs = x_CBTD, chunked(targets_BT, chunks)
     table, *bias = map(used, weights)
 
@@ -96,7 +98,7 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
     (sums, dweights), dx_CBTD = jax.lax.scan(add, zeros, inputs)
     if not gradients:
         return sums, None
-    dx_BTD = write(jax.tree.map(unchunked, dx_CBTD), BLOCK_INPUT, RESIDUAL)
+    dx_BTD = write(jax.tree.map(unchunked, dx_CBTD), read_as, home)
     if not dweights:
         return sums, (dx_BTD, *(None for _ in weights))
     # The backward pass begins when the table's gradient is reduced: partial sums of the whole table would otherwise
@@ -121,7 +123,8 @@ def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.Model) -> tuple
 def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Model) -> jax.Array:
     """The logits of the decoder's output, [B, T, V] in float32; -inf for rows of padding (cfg.vocab and up)."""
     with scope("of", "logits"):
-        x_BTD = shard(like(x_BTD, RESIDUAL), BLOCK_INPUT)
+        home, read_as = table_specs(cfg)
+        x_BTD = shard(like(x_BTD, home), read_as)
         return logits_of(x_BTD, use(table), None if bias is None else use(bias), cfg)
 
 
@@ -163,9 +166,10 @@ def unchunked(x: jax.Array) -> jax.Array:
 
 
 def _seq_pieces(length: int) -> int:
-    """The number of equal pieces into which the rules split the sequence of the logits. A loop cuts each piece further.
+    """The number of equal pieces into which the rules split the sequence of the logits, and of what they are made of.
 
-    Rules that split the sequence unequally are refused. For them there is one piece per token, so that nothing is cut.
+    A loop cuts each piece further. Rules that split the sequence unequally are refused. For them there is one piece per
+    token, so that nothing is cut.
     """
-    found = pieces("logits", "seq")
+    found = math.lcm(pieces("logits", "seq"), pieces("block_input", "seq"))
     return length if length % found else found

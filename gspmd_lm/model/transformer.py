@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd_lm import config
 from gspmd_lm.model.attention import CACHE, Attention, Cache
 from gspmd_lm.model.experts import Experts, Routed
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.placing import Weight, remat, shard, use
-from gspmd_lm.products import look_up, read, write
+from gspmd_lm.products import einsum, look_up, read, write
 
 
 class Block(nn.Module):
@@ -27,15 +27,15 @@ class Block(nn.Module):
         carried: tuple[jax.Array, Cache | None],
         layer: jax.Array | int,
         batch: dict[str, jax.Array],
-        row_keys_B: jax.Array | None,
+        keys_BT: jax.Array | None,
     ):
         cfg = self.cfg
         x_BTD, cache = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         attention, mlp = Attention(cfg, name="attention"), (Experts if cfg.experts else Mlp)(cfg, name="mlp")
-        if row_keys_B is not None:
-            row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys_B, layer + 1)
+        if keys_BT is not None:
+            keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
 
         def normed(x_BTD: jax.Array, name: str) -> Any:
             return read(Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD, RESIDUAL, BLOCK_INPUT)
@@ -46,7 +46,8 @@ class Block(nn.Module):
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             if cfg.residual_scale != 1:
                 y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
-            return shard(x_BTD + dropout(y_BTD, cfg.dropout, row_keys_B, site), RESIDUAL)
+            x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
+            return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
 
         def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
             return mlp(read_BTD) if isinstance(mlp, Experts) else (mlp(read_BTD), None)
@@ -84,17 +85,25 @@ class Decoder(nn.Module):
     def __call__(
         self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Weight, Weight | None, Cache | None, Routed | None]:
-        """Hidden states after the last norm, [B, T, D], the table that turns them into logits, its bias, the cache,
-        and what the routers did, [L, ...] for the layers with experts.
+        """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
+        did, [L, ...] for the layers with experts.
+
+        Hidden states have the width of the table: [B, T, W] if it has one of its own.
 
         `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
-        dropout) and, where documents are packed, segment_ids [B, T]. Without `dropout_key` nothing is dropped.
+        dropout), where documents are packed segment_ids [B, T], and places [B, T] if tokens do not stand in their order
+        (see kernels/context.py). Without `dropout_key` nothing is dropped.
         With a cache, it also holds slot [], where the T tokens begin, and start [B], where each row's first token is.
         """
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
-        embedding = matrix(self, "embedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
-        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), BLOCK_INPUT, RESIDUAL)
+        home, read_as = table_specs(cfg)
+        width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
+        embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
+        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), read_as, home)
+        if cfg.embedding_width:
+            inward = matrix(self, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
+            x_BTD = write(einsum("BTW,WD->BTD", read(x_BTD, home, read_as), inward), BLOCK_INPUT, RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
@@ -107,20 +116,27 @@ class Decoder(nn.Module):
             x_BTD += sinusoids(batch["positions"], cfg.embed).astype(dtype)
         if cfg.embedding_norm:
             x_BTD = Norm(cfg, name="embedding_norm")(x_BTD)
-        row_keys_B = None
+        keys_BT = None
         if dropout_key is not None and cfg.dropout:
-            row_keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(dropout_key, batch["row"])
-            x_BTD = dropout(x_BTD, cfg.dropout, row_keys_B, 0)
+            # A key for each token, so that its mask is the same wherever the token is computed.
+            places_BT = batch.get("places", jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
+            keys_B = jax.vmap(jax.random.fold_in, (None, 0))(dropout_key, batch["row"])
+            keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_B, places_BT)
+            x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
         carried = shard(x_BTD, RESIDUAL), cache
         routed: list[Routed] = []
         for stack in cfg.stacks:
-            carried, found = self._stack(stack, carried, batch, row_keys_B)
+            carried, found = self._stack(stack, carried, batch, keys_BT)
             routed += found
         x_BTD, cache = carried
-        x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+        if cfg.final_norm:
+            x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+        if cfg.embedding_width:
+            outward = matrix(self, "embedding_out", "embed embedding_width", (cfg.embed, width), cfg)
+            x_BTD = write(einsum("BTD,DW->BTW", read(x_BTD, RESIDUAL, BLOCK_INPUT), outward), read_as, home)
         unembedding = embedding
         if not cfg.tied_embeddings:
-            unembedding = matrix(self, "unembedding", "vocab embed", (cfg.vocab_rows, cfg.embed), cfg)
+            unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
         unembedding_bias = None
         if cfg.unembedding_bias:
             zeros = nn.initializers.zeros
@@ -129,7 +145,7 @@ class Decoder(nn.Module):
         return x_BTD, unembedding, unembedding_bias, cache, every
 
     def _stack(
-        self, stack: config.Stack, carried: Any, batch: dict[str, jax.Array], row_keys_B: jax.Array | None
+        self, stack: config.Stack, carried: Any, batch: dict[str, jax.Array], keys_BT: jax.Array | None
     ) -> tuple[Any, list[Routed]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
@@ -143,11 +159,11 @@ class Decoder(nn.Module):
         }
         one = nn.scan(_block(), **scanned)(kinds[0], name=stack.name) if length == 1 else None
         layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
-        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, row_keys_B)
+        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, keys_BT)
         found = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
         for i, kind in enumerate(kinds[:left]):  # the layers left if the pattern does not divide the depth
             layer = stack.first + turns * length + i
-            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, row_keys_B)
+            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, keys_BT)
             found.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in found if each is not None]
 

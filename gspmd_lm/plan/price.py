@@ -167,6 +167,8 @@ class Pricer:
         for operation in work.operations:
             local = [size / self._pieces(rules, places, pieces) for size, places in operation.touched]
             moving_s = sum(local) / self._bandwidth(chip)
+            if operation.only_casts and chip.platform == "tpu":  # they are fused with the product or gather beside them
+                continue
             if not operation.flops:
                 seconds = ELEMENTWISE[chip.platform] * moving_s + launch_s
                 yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
@@ -194,7 +196,7 @@ class Pricer:
         """Seconds of a fused attention kernel, forward and backward."""
         queries = kernel.queries
         rows, seq, heads, size = queries.shape
-        count = round(rows * heads / self._pieces(rules, (queries,), pieces))
+        count = rows * heads / self._pieces(rules, (queries,), pieces)  # a part of one, where its tokens are split
         if rules.attention[chip.platform] == "splash":
             block = splash_block(seq, size, queries.itemsize)
             blocks = (seq // block, seq // block)
@@ -240,7 +242,7 @@ class Pricer:
         trace = self.traces.of(rules)
         fused = rules.attention[platform] != "xla" and "attention" in trace.recorded.asked
         rows = tuple((row.key, row.mesh_axes) for row in rules.rows)
-        key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, fused)
+        key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, rules.context, fused)
         if key not in self._layouts:
             work, pieces = trace.work(fused), dict[Places, int]()
             timed = list(self._timed(self.chip, rules, work, pieces)) if self.chip else []

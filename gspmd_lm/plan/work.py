@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable
 
-from gspmd_lm.foresight.traced import Node, Traced
+from gspmd_lm.foresight.traced import PRODUCTS, Node, Traced
 from gspmd_lm.kernels import attention
 from gspmd_lm.rules import Remat
 
@@ -22,13 +22,8 @@ _LINEAR = (
     *_FREE, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
     "pad", "carry", "select_n", "gather", "dynamic_slice", "dynamic_update_slice",
 )  # fmt: skip
-_BETWEEN = (
-    "dot_general",
-    "conv_general_dilated",
-    "input",
-    "carry",
-    "constant",
-)  # of no group of elementwise operations
+_MULTIPLIED = (*PRODUCTS, "conv_general_dilated")
+_BETWEEN = (*_MULTIPLIED, "input", "carry", "constant")  # of no group of elementwise operations
 
 
 def _array(spec: str) -> str:
@@ -53,6 +48,11 @@ class Operation:
     backward: float  # the work of the backward pass, in that of the forward pass
     nodes: frozenset[Node]
     in_block: bool  # in what remat speaks of
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether it changes nothing but the dtype, as of a weight before its product."""
+        return not self.flops and all(node.primitive in (*_FREE, "convert_element_type") for node in self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Work:
 
     def _products(self, trained: Collection[str]) -> Iterable[Operation]:
         for node in self.traced.nodes:
-            if node.primitive not in ("dot_general", "conv_general_dilated") or node in self.inside:
+            if node.primitive not in _MULTIPLIED or node in self.inside:
                 continue
             product, kind = self.products.get(node), "matmul"
             backward = 2.0
@@ -243,8 +243,8 @@ class Work:
             return ()
         if node.placed and node.placed.array == _OUT and self.kernels:
             return node.users  # what a remat policy knows it by
-        if node.primitive in ("mul", "dot_general"):
-            first, second = node.inputs[0], node.inputs[-1]
+        if node.primitive in ("mul", *PRODUCTS):
+            first, second = node.inputs[0], node.inputs[:2][-1]
             return [one for one, other in ((first, second), (second, first)) if other in self._active]
         return () if node.primitive in _LINEAR else node.inputs
 
@@ -252,7 +252,7 @@ class Work:
         if node.primitive == "carry" or not self.in_block(node):
             return True
         if remat.policy == "none":
-            return bool(node.label) or node.primitive == "dot_general"
+            return bool(node.label) or node.primitive in PRODUCTS
         if remat.policy == "dots":
             return node in self.products or node.label == "residual"
         return remat.policy == "names" and node.label in remat.save

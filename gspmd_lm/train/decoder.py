@@ -10,6 +10,7 @@ import optax
 
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config, Model
+from gspmd_lm.kernels.context import dealt
 from gspmd_lm.model import lora
 from gspmd_lm.model.experts import balanced
 from gspmd_lm.model.loss import Sums, losses
@@ -61,7 +62,8 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
 
 
 def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
-    x_BTD, table, bias, routed = decode_routed(model, params, dict(batch), key)
+    batch = dealt(dict(batch))
+    x_BTD, table, bias, routed = decode_routed(model, params, batch, key)
     sums = losses(x_BTD, table, bias, batch["targets"], model)
     if routed is None:
         return sums

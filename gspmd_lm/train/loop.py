@@ -347,7 +347,8 @@ class Run:
     def _meter(self, start: int, stop: int) -> metrics.Meter:
         arrays, config = self.step.arrays, self.config
         peak = self.foreseen.peak_flops_per_s if self.foreseen else None
-        per_token = metrics.flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
+        active = [arrays.active_count(config.model, trained) for trained in (False, True)]
+        per_token = metrics.flops_per_token(config.model, active[0], config.data.seq, active[1])
         tokens = config.data.batch * config.data.seq
         return metrics.Meter(
             start, stop, tokens, config.data.batch / len(self.rows[0].rows), per_token * tokens,

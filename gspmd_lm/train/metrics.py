@@ -14,8 +14,9 @@ from gspmd_lm.config import Model
 def flops_per_token(model: Model, parameter_count: int, seq: int, trained_count: int | None = None) -> float:
     """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + 12 L N H T.
 
-    P leaves out tables that are only looked up. Where only `trained_count` parameters are trained, the others have no
-    gradient: 2 FLOPs less for each. Source: PaLM, arXiv 2204.02311, appendix B.
+    P are the parameters that compute a token, without tables that are only looked up. Where only `trained_count`
+    parameters are trained, the others have no gradient: 2 FLOPs less for each. Source: PaLM, arXiv 2204.02311,
+    appendix B.
     """
     looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
     if model.positions == "learned":

@@ -94,9 +94,9 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
         more += attention_problems(task.config, rules, platform, data.seq, segments=data.packing == "documents")
         more += [*experts_problems(task.config, rules), *_balance_problems(task.config, rules)]
     named = recorded(config, found, rules.microbatches if whole else 1, rules)
-    chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform]}
+    chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform], "context": rules.context}
     for key, value in chosen.items():
-        if value not in ("none", "xla") and key.partition(".")[0] not in named.asked:
+        if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
     return found, model_arrays.checked(found, rules, [named], more)

@@ -153,6 +153,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("llama", _LLAMA | {
         "num_key_value_heads": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }),
+    "opt-350m": ("opt", _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+    "opt-no-last-norm": ("opt", _WIDTHS | {"ffn_dim": 64, "_remove_final_layer_norm": True}),
 }  # fmt: skip
 
 

@@ -152,6 +152,15 @@ PUBLISHED = {
         },
         {"position_offset": 2, "activation": "relu", "mlp_bias": True, "qkv_bias": True, "norm_eps": 1e-5},
     ),
+    "opt-350m": (
+        {
+            "_remove_final_layer_norm": False, "activation_function": "relu", "architectures": ["OPTForCausalLM"],
+            "do_layer_norm_before": False, "dropout": 0.1, "ffn_dim": 4096, "hidden_size": 1024, "init_std": 0.02,
+            "layerdrop": 0.0, "max_position_embeddings": 2048, "model_type": "opt", "num_attention_heads": 16,
+            "num_hidden_layers": 24, "prefix": "</s>", "vocab_size": 50272, "word_embed_proj_dim": 512,
+        },
+        {"embedding_width": 512, "pre_norms": False, "sum_norms": True, "final_norm": False, "embed": 1024},
+    ),
     "bloom": (
         {
             "apply_residual_connection_post_layernorm": False, "architectures": ["BloomForCausalLM"],
@@ -552,8 +561,8 @@ def test_a_field_that_cannot_be_had(changed, said):
 @pytest.mark.parametrize(
     ("name", "changed", "said"),
     [
-        ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim: 512 is not hidden_size"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False puts norms after"),
+        ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim: 0 must be a number above zero"),
+        ("opt", {"do_layer_norm_before": "yes"}, "do_layer_norm_before: 'yes' must be true or false"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn: 2"),
         ("falcon-40b", {"parallel_attn": False}, "contradicts new_decoder_architecture"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scales attention by layer"),

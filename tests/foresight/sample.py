@@ -196,7 +196,7 @@ PREDICTION = Prediction(
 
 LLAMA = Report(
     target="v5p:4x4x4", chip="TPU v5p", devices=64, config="llama3_8b", rules="rules/fsdp_tp.yaml", phase="train",
-    mesh={"fsdp": 16, "tensor": 4}, parameters=8_030_261_248, tokens=512 * 8192,
+    mesh={"fsdp": 16, "tensor": 4}, parameters=8_030_261_248, active_parameters=8_030_261_248, tokens=512 * 8192,
     memory=Memory(
         weights_bytes=502 * MB, optimizer_bytes=1004 * MB, batch_bytes=6 * MB, temporaries_bytes=41_870 * MB,
         peak_bytes=43_120 * MB, limit_bytes=102 * GB, host_bytes=17_180 * MB, fits=True,
@@ -257,7 +257,7 @@ REFUSED = dataclasses.replace(
 
 CPU = dataclasses.replace(
     LLAMA, target="cpu:8", chip="", devices=8, config="tiny", rules="rules/fsdp2_tp4.yaml",
-    mesh={"fsdp": 2, "tensor": 4}, parameters=1_049_728, tokens=16 * 128,
+    mesh={"fsdp": 2, "tensor": 4}, parameters=1_049_728, active_parameters=1_049_728, tokens=16 * 128,
     memory=Memory(
         weights_bytes=525 * 10**3, optimizer_bytes=1050 * 10**3, batch_bytes=25 * 10**3,
         temporaries_bytes=9_410 * 10**3, peak_bytes=10_700 * 10**3, limit_bytes=None, host_bytes=0, fits=True,

@@ -21,16 +21,22 @@ def module(call, operands, fused=False):
     return hlo.parse(f"HloModule test\n\n%inner {body}\nENTRY %main (p: f32[]) -> f32[] {{\n{outside}}}\n")
 
 
-def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fused=False):
-    q, k = f"bf16[{batch},{heads},{seq},{size}]", f"bf16[{batch},{key_heads},{seq},{size}]"
-    block = f"s8[1,{blocks},{blocks}]"
+def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fused=False, split=1, sees="", grid=0):
+    """`split`: the devices that share the queries. `grid`: how many blocks of keys each block of queries has."""
+    q, k = f"bf16[{batch},{heads},{seq // split},{size}]", f"bf16[{batch},{key_heads},{seq},{size}]"
+    block, length = f"s8[1,{blocks // split},{grid or blocks}]", seq // blocks
+    sizes = f'\\"block_q_dkv\\": {length}, \\"block_kv_dkv\\": {length}, \\"block_kv_dkv_compute\\": 64'
+    if part.startswith("fwd"):
+        sizes = f'\\"block_q\\": {length}, \\"block_kv\\": {length}, \\"block_q_dq\\": null, {sizes.replace(str(length), "2048")}'
+    told = f'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{{{sizes}}}"\n}}}}'
+    scope = f"sees.{sees}/" * bool(sees)
     scratch = f"f32[{batch},{seq // blocks},128]"
     results = {
         "fwd_residuals": (scratch, scratch, scratch, q, scratch),
         "dkv_no_residuals": (scratch, scratch, q, k, k),
     }[part]
     return module(
-        f'({", ".join(results)}) custom-call(ARGS), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/splash_mha_{part}/pallas_call"}}',
+        f'({", ".join(results)}) custom-call(ARGS), custom_call_target="tpu_custom_call", {told}, metadata={{op_name="jit(f)/{scope}splash_mha_{part}/pallas_call"}}',
         (block, block, q, k, k, f"s32[{seq},128]"),
         fused,
     )
@@ -53,6 +59,43 @@ def test_the_cores_of_a_device_share_the_heads(chip, cores):
     cycles = CHIPS[chip].splash[128][0]
     of_one_core = 96 * (136 * cycles.visited[1] + 256 * cycles.step + 16 * cycles.row) / CHIPS[chip].clock_hz
     assert attention.price_s(forward, forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
+
+
+@pytest.mark.parametrize("part", ["fwd_residuals", "dkv_no_residuals"])
+def test_of_a_split_sequence_a_device_computes_its_share_of_the_causal_half(part):
+    whole, share = splash(part, 16), splash(part, 16, split=4)
+    assert attention.flops(share, share.entry.root) == attention.flops(whole, whole.entry.root) / 4
+    seconds, own = (attention.price_s(m, m.entry.root, CHIPS["v5p"]) for m in (whole, share))
+    assert own == pytest.approx(seconds / 4)
+
+
+def test_a_backward_pass_in_pieces_visits_as_much_as_in_one():
+    """Keys of 8192 tokens, of which the backward pass takes a quarter at a time."""
+    whole = splash("dkv_no_residuals", 16)
+    call = attention._splash(whole, whole.entry.root)
+    assert call.visited == 136 and call.length == 8192
+    piece = dataclasses.replace(call, blocks=(16, 4))
+    assert 4 * piece.visited == call.visited
+
+
+def test_where_nothing_is_masked_all_blocks_are_visited():
+    causal, whole = splash("fwd_residuals", 16), splash("fwd_residuals", 16, sees="all")
+    assert attention.flops(whole, whole.entry.root) == 256 / 136 * attention.flops(causal, causal.entry.root)
+
+
+@pytest.mark.parametrize(("part", "grid"), [("fwd_residuals", 3), ("dkv_no_residuals", 0)])
+def test_a_window_leaves_few_blocks(part, grid):
+    """1024 keys in blocks of 512: a block of queries visits its own block, the one before it, and the rest of a third."""
+    windowed = splash(part, 16, sees="1024", grid=grid)
+    visited = (1 + 2 + 14 * 3) / 136
+    causal = splash(part, 16)
+    operations = attention.flops(causal, causal.entry.root)
+    assert attention.flops(windowed, windowed.entry.root) == pytest.approx(visited * operations)
+    cycles = CHIPS["v6e"].splash[128][part.startswith("dkv")]
+    steps = 16 * (grid or 16)
+    assert attention.price_s(windowed, windowed.entry.root, CHIPS["v6e"]) == pytest.approx(
+        96 * (45 * cycles.visited[1] + steps * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
+    )
 
 
 def test_a_kernel_in_a_fusion_is_priced_as_itself():

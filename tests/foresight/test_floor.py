@@ -149,7 +149,8 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     rules = dataclasses.replace(rules_file.load("fsdp8"), remat=Remat("none"))
     program = traced(config, rules, arrays)
     assert memory_bytes(rules, arrays, program) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
-    for name in IN_BLOCKS:  # the least is kept under any names, and offloaded is moved too
+    held = {node.placed.array for node in program.activations} | {"layer_input"}
+    for name in held.intersection(IN_BLOCKS):  # the least is kept under any names, and offloaded is moved too
         saved, offloaded = (
             memory_bytes(dataclasses.replace(rules, remat=Remat("names", **{how: (name,)})), arrays, program)
             for how in ("save", "offload")
@@ -204,3 +205,15 @@ def test_compiled_programs_move_no_less_and_little_more(small, built, rules, cha
     needed = floor(step.config, step.rules, step.arrays, None, found).communication_bytes
     moved = ring_bytes(count(step.lower_train().compile().as_text()))
     assert needed <= moved <= 1.05 * needed
+
+
+def test_of_a_mixture_only_the_chosen_experts_count():
+    """Mixtral 8x7B: 46.7B parameters, of which 12.9B compute a token (arXiv 2401.04088)."""
+    mixtral = ["model.experts=8", "model.experts_per_token=2", "model.vocab=32000", "model.padded_vocab=32000"]
+    model = configs.load("llama3_8b", mixtral).model
+    found = state.arrays(configs.load("llama3_8b", mixtral))
+    assert found.parameter_count == pytest.approx(46.7e9, rel=1e-3)
+    assert found.active_count(model) == pytest.approx(12.88e9, rel=1e-3)
+    layer, experts = 2 * HEADS + 2 * KV, L * MLP * 3
+    assert found.active_count(model) == 2 * 32000 * D + L * (layer + 8 * D + 2 * D) + D + 2 * experts
+    assert found.active_count(model, trained=True) == found.active_count(model)

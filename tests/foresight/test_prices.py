@@ -10,6 +10,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.cost import prices, schedule
 from gspmd_lm.foresight.hlo.instruction import bits
 from gspmd_lm.foresight.machine.hardware import CHIPS
@@ -130,6 +131,42 @@ def test_ragged_dot_costs_its_products():
     found = alone(module, V5E, least_flops=3 * operations)
     assert found.unpriced == {} and found.missing_flops_share == 0.0
     assert found.matmul_s > 2 * operations / 197e12
+
+
+def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_multiplied_and_sent():
+    """4 x 4096 rows to 8 experts over expert=4 and back, forward and backward: a device's buffers have 16384 rows."""
+    module = hlo.parse(gzip.decompress((PROGRAMS / "tpu_ragged_exchange.txt.gz").read_bytes()).decode())
+    operations, sent = 2 * 4096 * 1024 * 2048, 3 / 4 * 2 * 4096 * 1024
+    kernels = [i for i in module.entry.instructions.values() if i.custom_call_target == "tpu_custom_call"]
+    assert len(kernels) == 6 and all(call.cost_estimate[0] == 4 * operations for call in kernels)
+    for call in kernels:
+        seconds = V5P.matmul_slowdown * operations / (prices.MATMUL_SHARE["tpu"] * 459e12)
+        assert prices.price(module, call, V5P) == prices.Price(pytest.approx(seconds), "matmul")
+    moved = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]
+    there_and_back = [one for one in moved if one.kind == "ragged-all-to-all"]
+    assert [one.sent_bytes for one in there_and_back] == [sent] * 4
+    links = sample.network(V5P, [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)], [0] * 4, [0] * 4, [4], ["expert"])
+    found = schedule.predict(module, V5P, links, 6 * operations, 4096, least_flops=6 * operations)
+    assert found.unpriced_share < 1e-4 and found.missing_flops_share == 0.0  # sorts of the order alone
+    alike = links.time_s("all-to-all", 2 * 4096 * 1024, there_and_back[0].groups)
+    assert found.communication_s == pytest.approx(4 * alike, rel=0.2)  # beside sizes and the loss
+
+
+@pytest.mark.parametrize("shapes", [("[4096,1024]", "[8,1024,2048]", "[4096,2048]"),
+                                    ("[4096,1024]", "[4096,2048]", "[8,1024,2048]")])  # fmt: skip
+def test_a_grouped_matmul_without_an_estimate_is_priced_by_its_shapes(shapes):
+    x, w, out = (f"bf16{shape}" for shape in shapes)
+    op = "jit(f)/jvp(D)/layers/of.layers.mlp.w_up/grouped/pallas_call"
+    text = f"""ENTRY %main (g: s32[8]) -> f32[] {{
+  %g = s32[8] parameter(0)
+  %x = {x} parameter(1)
+  %w = {w} parameter(2)
+  ROOT %c = {out} custom-call(%g, %x, %w), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="{op}"}}
+}}"""
+    rate = prices.MATMUL_SHARE["gpu"] / H100.matmul_slowdown * 989e12
+    found = price(hlo.parse(f"HloModule test\n\n{text}"), H100)
+    assert found == prices.Price(pytest.approx(2 * 4096 * 1024 * 2048 / rate + prices.LAUNCH_S["gpu"]), "matmul")
+    assert price(hlo.parse(f"HloModule test\n\n{text.replace('/grouped', '')}"), H100).unknown
 
 
 def test_products_that_no_priced_operation_makes_are_missed():

@@ -33,6 +33,8 @@ FAMILIES = {
              "sliding_window": 4, "layer_pattern": ("sliding", "nope"), "kv_heads": 4},
     "cohere": {"block": "parallel", "norm": "layernorm", "qk_norm": True, "qk_norm_kind": "per_head", "kv_heads": 4,
                "logit_scale": 0.25, "residual_scale": 0.2, "activation": "relu2"},
+    "opt": {"pre_norms": False, "sum_norms": True, "final_norm": False, "embedding_width": 24, "norm": "layernorm",
+            "tied_embeddings": True, "mlp_kind": "plain", "positions": "learned", **BIASES},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
 }  # fmt: skip
 

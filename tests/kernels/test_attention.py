@@ -35,7 +35,7 @@ def segments():
 def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     segments, cfg = segments if packed else None, settings(**changes)
     want = attention.attend(*qkv, segments, cfg)
-    got = attention._splash(*qkv, segments, cfg, interpret=True)
+    got = attention.fused(*qkv, segments, kernel="splash", cfg=cfg, interpret=True)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
@@ -45,7 +45,7 @@ def test_splash_has_the_gradients_of_xla(qkv, segments):
     def of(function):
         return jax.grad(lambda q, k, v: (function(q, k, v) * weigh).sum(), (0, 1, 2))(*qkv)
 
-    got = of(lambda *a: attention._splash(*a, segments, PLAIN, interpret=True))
+    got = of(lambda *a: attention.fused(*a, segments, kernel="splash", cfg=PLAIN, interpret=True))
     want = of(lambda *qkv: attention.attend(*qkv, segments, PLAIN))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)

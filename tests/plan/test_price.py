@@ -111,6 +111,17 @@ def test_offloaded_activations_leave_the_device(priced):
     assert here.host_bytes == 0
 
 
+@pytest.mark.parametrize(("target", "free"), [("v5p:2x2x2", True), ("h100:8", False)])
+def test_casts_of_weights_cost_nothing_on_tpus(llama, target, free):
+    layout = Pricer(llama, targets.parse(target))._layout(rules_file.from_dict(DATA, "data").fill(8))
+    priced = {timed.of for timed in layout.timed}
+    cast = [operation for operation in layout.work.operations if operation.only_casts]
+    assert {"layers.attention.wq", "layers.mlp.w_down"} <= {
+        near.placed.array for operation in cast for _, places in operation.touched for near in places
+    }
+    assert [operation in priced for operation in cast] == [not free] * len(cast)
+
+
 def test_state_is_held_as_the_tables_say(priced, llama):
     whole, zero1 = priced(DATA), priced({**DATA, "optimizer": {"embed": "data"}})
     parameters = state.arrays(llama).parameter_count

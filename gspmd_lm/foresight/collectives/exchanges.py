@@ -67,8 +67,9 @@ def rendezvous(instruction: Instruction) -> str:
 
 def _exchange(module: Module, inner: Instruction, runs: Instruction) -> Exchange:
     siblings = module.computations[inner.computation].instructions
-    operands = inner.operands[:1] if inner.base == "ragged-all-to-all" else inner.operands
-    inputs = tuple(array for name in operands for array in siblings[name].shape.arrays)
+    inputs = tuple(array for name in inner.operands for array in siblings[name].shape.arrays)
+    if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer for the worst case
+        inputs = (min(inputs[:2], key=lambda array: array.elements),)
     kind = "reduce-scatter" if inner.base == "all-reduce" and _only_sliced(module, inner, runs) else inner.base
     around = module.callers.get(runs.computation, ())
     asynchronous = inner.phase == "-start" or "async_collective_fusion_config" in inner.config

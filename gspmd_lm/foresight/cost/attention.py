@@ -10,6 +10,7 @@ import re
 
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
+from gspmd_lm.foresight.names import read
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
 # mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.
@@ -23,25 +24,39 @@ CUDNN_SMALL = (0.67, 0.85)  # heads of 64 over heads of 128, forward and backwar
 _CUDNN_PEAK = 989  # H100's
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
+_BLOCK = re.compile(r"block_(q|kv)(?:_dkv|_dq)?\W+(\d+)")  # in what the kernel says of itself, a null is left out
 
 
 @dataclasses.dataclass(frozen=True)
 class Splash:
-    """One call of splash attention: the heads of all rows, queries x keys, in blocks."""
+    """One call of splash attention: the heads of all rows, queries x keys, in blocks.
+
+    They are parts of a square of all queries and all keys, of which all parts are taken to be visited alike: a split
+    sequence is dealt so, and a loop over pieces of the keys visits as many on average.
+    """
 
     part: str  # fwd, dkv (which includes dq if they are fused) or dq
-    heads: int
+    heads: float
     size: int  # the size of a head
     blocks: tuple[int, int]  # how many blocks of queries and of keys
     rows: int  # the rows of a block: queries
     columns: int  # the columns of a block: keys
     fused: bool
+    sees: str = ""  # see Name.sees
+    steps: int = 0  # of the grid; 0: one for each pair of blocks
+    length: int = 0  # all keys; 0: those of this call
 
     @property
     def visited(self) -> float:
-        """How many blocks a causal mask does not skip."""
+        """How many blocks the mask does not skip."""
         queries, keys = self.blocks
-        return sum(min(keys, -(-(n + 1) * self.rows // self.columns)) for n in range(queries))
+        if self.sees == "all":
+            return queries * keys
+        length, window, seen = self.length or keys * self.columns, int(self.sees or 0), 0
+        for first in range(0, length, self.rows):
+            before = max(0, first + 1 - window) // self.columns if window else 0
+            seen += min(length // self.columns, -(-(first + self.rows) // self.columns)) - before
+        return seen * queries * keys / (length // self.rows * (length // self.columns))
 
     @property
     def matmuls(self) -> int:
@@ -89,7 +104,7 @@ def splash_s(splash: Splash, chip: Chip) -> float | None:
     # Heads that are wider than the table's, and passes that are not fused, are scaled by their multiply-adds.
     scale = max(1.0, splash.size / max(sizes)) * splash.matmuls / (2 if splash.part == "fwd" else 5)
     block = cycles.visited[near] * area / SPLASH_BLOCKS[near] ** 2 * scale
-    steps = splash.blocks[0] * splash.blocks[1]
+    steps = splash.steps or splash.blocks[0] * splash.blocks[1]
     rows = splash.blocks[0] * splash.rows / 512
     total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)
     return total / chip.tensor_cores / chip.clock_hz  # the cores of a device share the heads
@@ -117,14 +132,32 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
     arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
     integers = [a for a in arrays if a.dtype.startswith("s")]
     queries, keys = [a for a in arrays if not a.dtype.startswith("s")][:2]
-    count = integers[0].dimensions[-2:]  # the next block: heads, or 1, x blocks of queries x blocks of keys
+    # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
+    count = integers[0].dimensions[-2:]
     *heads, rows, size = queries.dimensions
+    # The first sizes are those of this pass.
+    told = {side: int(length) for side, length in reversed(_BLOCK.findall(call.frontend.get("kernel_metadata", "")))}
+    block, columns = told.get("q", rows // count[0]), told.get("kv", keys.dimensions[-2] // count[1])
     return Splash(
         part=named.group(1),
         heads=math.prod(heads),
         size=size,
-        blocks=(count[0], count[1]),
-        rows=rows // count[0],
-        columns=keys.dimensions[-2] // count[1],
+        blocks=(rows // block, keys.dimensions[-2] // columns),
+        rows=block,
+        columns=columns,
         fused=len(call.shape.arrays) > 4,
+        sees=read(call.op_name).sees,
+        steps=math.prod(count),
+        length=_longest(module),
     )
+
+
+def _longest(module: Module) -> int:
+    """The keys of the longest splash attention: backward passes may go through them piece by piece."""
+    calls = (i for computation in module.computations.values() for i in computation.instructions.values())
+    found = 0
+    for call in calls:
+        if call.custom_call_target == "tpu_custom_call" and _SPLASH.search(call.op_name):
+            arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
+            found = max(found, [a for a in arrays if not a.dtype.startswith("s")][1].dimensions[-2])
+    return found

@@ -1,11 +1,13 @@
-"""The FLOPs of matmuls in a compiled program: dots, convolutions and calls of libraries."""
+"""The FLOPs of matmuls in a compiled program: dots, convolutions, calls of libraries and kernels."""
 
 import math
 import re
 
+from gspmd_lm.foresight.cost import memory_traffic
 from gspmd_lm.foresight.hlo import Instruction, Module
 
 _FIELD = re.compile(r"(\w+)=([\d_x\-]+)")
+_GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
 
 
@@ -21,6 +23,24 @@ def of(module: Module, instruction: Instruction) -> float:
         dimensions = instruction.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
         return _dot(module, instruction, tuple(map(int, dimensions.get("lhs_contracting_dimensions", ()))))
     return 0.0
+
+
+def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
+    """The (FLOPs, bytes) of a kernel: its own estimate or, without one, what a grouped matmul's shapes say; else None.
+
+    Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
+    """
+    arrays = [array for n in range(len(call.operands)) for array in module.operand(call, n).shape.arrays]
+    arrays = [array for array in (*arrays, *call.shape.arrays) if not array.dtype.startswith(("s", "u"))]
+    rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
+    found = call.cost_estimate
+    if found is None and _GROUPED in call.op_name:
+        # Of [M, D], [E, D, F] and [M, F], any two give the third.
+        matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
+        moved = memory_traffic.of(module, call).hbm_bytes
+        found = (2.0 * rows * math.prod(matrices), float(moved)) if rows and matrices else None
+    share = module.buffers.get(rows, 1.0)
+    return found and (found[0] * share, found[1] * share)
 
 
 def _dot(module: Module, instruction: Instruction, contracted: tuple[int, ...]) -> float:

@@ -102,14 +102,14 @@ def kernels_of(module: Module, instruction: Instruction) -> list[Instruction]:
 
 
 def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
-    """The price of a kernel: of attention by its name, of another by its cost estimate; None without an estimate."""
+    """The price of a kernel: of attention by its name, of another by its FLOPs and bytes; None if they are unknown."""
     if seconds := attention.price_s(module, call, chip):
         return Price(seconds, "attention")
     if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
         return NOTHING  # its bytes are counted by `_moving`
-    if call.cost_estimate is None:
+    if (known := flops.stated(module, call)) is None:
         return None
-    operations, moved_bytes = call.cost_estimate
+    operations, moved_bytes = known
     moving_s = moved_bytes / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)
     return Price(max(_multiplying_s(module, call, chip, operations), moving_s), "matmul" if operations else "other")
 
@@ -132,7 +132,7 @@ def _slowdown(module: Module, chip: Chip) -> float:
 
 def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operations: float) -> float:
     share = MATMUL_SHARE[chip.platform] / _slowdown(module, chip)
-    if chip.gpu and not multiplied.cost_estimate:
+    if chip.gpu and flops.of(module, multiplied):
         elements = multiplied.shape.arrays[0].elements
         width = max(bits(module.operand(multiplied, n).shape.arrays[0].dtype) for n in (0, 1))
         share *= tiled(elements, operations / (2 * elements) * width / 8, chip.gpu.core_count)
@@ -156,7 +156,7 @@ def _peak(module: Module, multiplied: Instruction, chip: Chip) -> float:
     """The peak FLOPs/s of the wider factor: of the first two operands, or of the two largest of a kernel."""
     operands = (module.operand(multiplied, n) for n in range(len(multiplied.operands)))
     arrays = [array for operand in operands for array in operand.shape.arrays]
-    if multiplied.cost_estimate:
+    if not flops.of(module, multiplied):
         arrays.sort(key=lambda array: -array.elements)
     return min((chip.matmul_flops_per_s(a.dtype) for a in arrays[:2]), default=chip.peak_bf16_flops_per_s)
 

@@ -128,7 +128,7 @@ def _flops(module: Module) -> float:
             continue
         done = flops.of(module, step.instruction)
         for call in prices.kernels_of(module, step.instruction):
-            done += attention.flops(module, call) or (call.cost_estimate or (0.0,))[0]
+            done += attention.flops(module, call) or (flops.stated(module, call) or (0.0,))[0]
         total += step.times * done
     return total
 

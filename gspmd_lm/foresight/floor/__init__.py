@@ -37,7 +37,8 @@ def floor(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, trace
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
     tokens = config.data.batch * config.data.seq
-    per_token = flops_per_token(config.model, arrays.parameter_count, config.data.seq, arrays.trained_count)
+    active = [arrays.active_count(config.model, trained) for trained in (False, True)]
+    per_token = flops_per_token(config.model, active[0], config.data.seq, active[1])
     flops = per_token * tokens / rules.devices
     sent, wide = (Traffic(rules, arrays, traced, narrowest=narrowest).sent for narrowest in (0, FLOAT32_BYTES))
     return bounds(config, chip, flops, memory_bytes(rules, arrays, traced), sent, wide)
@@ -73,16 +74,15 @@ def least_flops(config: Config, rules: Rules, arrays: Arrays, traced: Traced) ->
     """
     model, seq = config.model, config.data.seq
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
-    per_token = 0.0
-    for leaf, like in pairs(arrays.named_params, arrays.params):
-        if leaf.path in traced.multiplied:
-            # The derivative to the first layer's input is left out where nothing before it is trained.
-            needed = 6.0 if leaf.path in trained else 4.0 - 2.0 / model.layers
-            per_token += needed * math.prod(like.shape)
+    total = 0.0
+    for product in traced.products:
+        # The derivative to the first layer's input is left out where nothing before it is trained.
+        passes = 3.0 if product.path in trained else 2.0 - 1.0 / model.layers
+        total += rules.microbatches * passes * product.node.flops * product.node.times
     kinds = model.layer_kinds
     seen = sum(min(kind.sliding_window or seq, seq / 2) for kind in kinds) / len(kinds)
-    per_token += 12.0 * model.layers * model.heads * model.head_dim * seen
-    return per_token * config.data.batch * seq / rules.devices
+    total += 12.0 * model.layers * model.heads * model.head_dim * seen * config.data.batch * seq
+    return total / rules.devices
 
 
 def memory_bytes(rules: Rules, arrays: Arrays, traced: Traced) -> float:
@@ -107,11 +107,18 @@ def updated_bytes(rules: Rules, arrays: Arrays) -> float:
 def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: Traced) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations.
 
-    Of a table in which rows are looked up, only a few are read.
+    Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
     """
     itemsize = traced.products[0].x.itemsize
     looked_up = set(traced.looked_up) - traced.multiplied
-    return sum(held(rules, "rules", *leaf, itemsize) for leaf in params if leaf[0].path not in looked_up)
+    read = {
+        product.path: product.node.shape[0] / product.weight.shape[0] for product in traced.products if product.group
+    }
+    return sum(
+        held(rules, "rules", *leaf, itemsize) * min(1.0, read.get(leaf[0].path, 1.0))
+        for leaf in params
+        if leaf[0].path not in looked_up
+    )
 
 
 def held(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:

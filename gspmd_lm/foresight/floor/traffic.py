@@ -6,6 +6,10 @@ a product's input is gathered again for its weight's gradient. For fully sharded
 1910.02054: gathered once forward and once backward in the compute dtype (recomputation needs no third time) and their
 gradients reduce-scattered, all of it in each microbatch. Gradients are reduced in the dtype that model/ sums them in:
 float32 for token tables and norms, the compute dtype for the rest.
+
+A split sequence needs all keys and values at each query: gathered, or passed round a ring, which is as much; or heads
+are exchanged for tokens, and back (arXiv 2309.14509). Tokens that travel to their experts do so once for each of them,
+and their results travel back; so do the gradients of both (arXiv 2006.16668).
 """
 
 import collections
@@ -14,8 +18,10 @@ from collections.abc import Iterable
 
 from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES, Cost, Moves, Place, Weight, axes_of, without
 from gspmd_lm.foresight.traced import Node, Product
+from gspmd_lm.kernels import attention
 
 _INT32_BYTES = 4
+*_READ, _OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
 
 
 class Traffic(Moves):
@@ -77,7 +83,8 @@ class Traffic(Moves):
         for _ in range(2 if learns and not kept else 1):  # the input, gathered; for the weights' gradients again
             self.move(self.bytes(x), self.place(home), self.place(x), times=x.times)
         for product in products:
-            self.product(product, x, product.y)
+            self.mixed(product, x) if product.group else self.product(product, x, product.y)
+        self.travel(x, [product for product in products if product.group])
         if self.trains:
             self.summed(x, home, products, [product.y for product in products])
 
@@ -91,7 +98,36 @@ class Traffic(Moves):
         if self.trains:
             self.move(self.bytes(y), self.place(home), self.place(y), times=y.times)  # the gradient
         for product in products:
-            self.product(product, y, product.x)
+            self.mixed(product, y) if product.group else self.product(product, y, product.x)
+
+    def mixed(self, product: Product, near: Node) -> None:
+        """The gradient of experts' weights: each device has a sum over its own tokens."""
+        weight, tokens = self.weights[product.path], axes_of(self.place(near), "batch", "seq")
+        if weight.trained and self.trains:
+            matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
+            self.move(matrix_bytes, weight.use, weight.gradient, tokens, near.times, "gradients")
+
+    def travel(self, x: Node, products: list[Product]) -> None:
+        """Tokens on their way to the experts that `products` read them with, and back, if both are split alike."""
+        if not products:
+            return
+        product, place = products[0], self.place(x)
+        tokens, over = axes_of(place, "batch", "seq"), self.experts(product)
+        if not over or not over <= tokens:
+            return
+        rows, width = product.node.shape[0], x.shape[-1]
+        remat, there = self.rules.remat, {product.group: tuple(over)}
+        # There and back; their gradients the other way; and there again for what is computed again.
+        again = remat.policy != "none" and "dispatched" not in (*remat.save, *remat.offload)
+        here = {"batch": tuple(tokens)}
+        for _ in range(4 + again if self.trains else 2):
+            self.move(rows * width * self.itemsize(x), here, {"batch": tuple(tokens - over), **there}, times=x.times)
+        for _ in range(2 if self.trains else 1):  # the weights of experts, and their gradients
+            self.move(rows * FLOAT32_BYTES, here, {"batch": tuple(tokens - over), **there}, times=x.times)
+
+    def experts(self, product: Product) -> set[str]:
+        """The mesh axes that split the experts of a product."""
+        return set(self.weights[product.path].use[product.group])
 
     def read_again(self, node: Node) -> bool:
         """Whether the same block reads what is written here, so that computing it again needs the sum."""
@@ -122,12 +158,22 @@ class Traffic(Moves):
         if not self.trains:
             self.move(size_bytes, have, y, over_shared, times)
             return
+        assert far.placed
         queries = self.queries(far)
         apart_queries = axes_of(queries, "seq")
-        if apart_queries:  # each query reads all keys; their gradients come from everywhere
+        again = self.rules.remat.policy != "none"
+        if self.rules.context == "ulysses" and far.placed.array in (*_READ, _OUT) and axes_of(x, "seq"):
+            self.move(size_bytes, have, {**y, "seq": x["seq"]}, over_shared, times)
+            apart = {**y, "seq": (), wide[0]: (*y[wide[0]], *x["seq"])}
+            again &= far.placed.array not in {*self.rules.remat.save, *self.rules.remat.offload} & {_OUT}
+            for _ in range(2 + again):  # heads for tokens, their gradients, and what is computed again
+                self.move(size_bytes, {**y, "seq": x["seq"]}, apart, times=times)
+        elif apart_queries:  # each query reads all keys; their gradients come from everywhere
             whole = {**y, "seq": ()}
             self.move(size_bytes, have, whole, over_shared, times)
             self.move(size_bytes, whole, {**y, "seq": x["seq"]}, apart_queries, times)
+            if again or self.rules.context == "ring":
+                self.move(size_bytes, {**whole, "seq": x["seq"]}, whole, times=times)
         else:
             self.move(size_bytes, have, y, over_shared, times)
         matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
@@ -186,8 +232,14 @@ class Traffic(Moves):
 
     def summed(self, near: Node, home: Node, products: list[Product], far: Iterable[Node | None]) -> None:
         """The sum over heads or hidden units, into the residual; products that are split alike are added up first."""
-        pairs = [(self.place(end), self.wide(product, near)) for product, end in zip(products, far, strict=True) if end]
-        for partial in {frozenset(axes_of(place, *wide)) for place, wide in pairs}:
+        tokens, partials = axes_of(self.place(near), "batch", "seq"), set()
+        for product, end in zip(products, far, strict=True):
+            if product.group:  # where tokens travel to experts, their results are whole
+                over = axes_of(self.weights[product.path].use, *self.wide(product, near))
+                partials.add(frozenset(over - self.experts(product) if self.experts(product) <= tokens else over))
+            elif end:
+                partials.add(frozenset(axes_of(self.place(end), *self.wide(product, near))))
+        for partial in partials:
             self.move(self.bytes(near), self.place(near), self.place(home), partial, near.times)
 
     # Before and after the layers

@@ -110,6 +110,20 @@ class Module:
         instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
         return any(array.memory_space == HOST_SPACE for i in instructions for array in i.shape.arrays)
 
+    @functools.cached_property
+    def buffers(self) -> Mapping[int, float]:
+        """The rows of a ragged all-to-all's buffer for the worst case -> the share that balanced routing fills.
+
+        The rows that are sent lie closely in the operand or in the result, whichever has fewer.
+        """
+        found: dict[int, float] = {}
+        for computation in self.computations.values():
+            for exchange in computation.instructions.values():
+                if exchange.base == "ragged-all-to-all" and exchange.phase != "-done":
+                    few, many = sorted(self.operand(exchange, n).shape.arrays[0].dimensions[0] for n in (0, 1))
+                    found[many] = few / many
+        return found
+
     def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
         return self.computations[instruction.computation].instructions[instruction.operands[number]]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.units import human_bytes, human_seconds
+from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 _NARROW = ("bf16", "f16")
 ALIKE = 0.01  # the times of two layouts that differ by less are the same
@@ -47,6 +47,13 @@ def percent(share: float) -> str:
 def mesh(sizes: Mapping[str, int]) -> str:
     """The sizes of a mesh as 'fsdp=16 x tensor=4'."""
     return " x ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def parameters(report: Report) -> str:
+    """'8.0B parameters'; '47B parameters, 13B of them active for a token'"""
+    active = f", {human_count(report.active_parameters)} of them active for a token"
+    some = report.active_parameters < report.parameters
+    return f"{human_count(report.parameters)} parameters{active if some else ''}"
 
 
 def hardware(report: Report) -> str:

@@ -16,6 +16,7 @@ from gspmd_lm.foresight.show.figures import (
     mesh,
     of_floor,
     other_temporaries_bytes,
+    parameters,
     parts,
     percent,
     placement_text,
@@ -145,7 +146,7 @@ def _layout(report: Report, number: int, heading: str) -> str:
     name = f"<h2>{text(_name(report))}</h2>" if heading == "h3" else ""
     about = (
         f"{text(layout(report))} on {text(hardware(report))}, mesh {text(mesh(report.mesh))}. "
-        f"{human_count(report.parameters)} parameters and {human_count(report.tokens)} tokens per step "
+        f"{parameters(report)} and {human_count(report.tokens)} tokens per step "
         f"{known_as('counted')}; phase {text(report.phase)}."
     )
     return (

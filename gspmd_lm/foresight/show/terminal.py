@@ -21,6 +21,7 @@ from gspmd_lm.foresight.show.figures import (
     mesh,
     of_floor,
     other_temporaries_bytes,
+    parameters,
     parts,
     percent,
     ranked,
@@ -89,8 +90,7 @@ def _header(report: Report) -> Text:
     return Text.assemble(
         (f"{'' if report.phase == 'train' else f'{report.phase} of '}{report.config} under {report.rules}", "bold"),
         f" on {target}\n",
-        f"mesh {mesh(report.mesh)}; counted {human_count(report.parameters)} parameters, "
-        f"{human_count(report.tokens)} tokens per step",
+        f"mesh {mesh(report.mesh)}; counted {parameters(report)}, {human_count(report.tokens)} tokens per step",
     )
 
 

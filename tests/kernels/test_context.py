@@ -1,0 +1,85 @@
+"""Attention over a split sequence, in each form and by each kernel, against attention on one device.
+
+Splash runs in Pallas's interpreter.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm import config, mesh, rules_file
+from gspmd_lm.kernels import attention, context, splash
+from gspmd_lm.placement import MeshPlacement
+from gspmd_lm.placing import placed_by
+
+N, K = 4, 2
+
+
+def placement(form, kernel="xla", size=2):
+    rows = {"seq": "context", "heads": "tensor", "kv_heads": "tensor"}
+    raw = {"mesh": {"context": size, "tensor": 1}, "rules": rows, "context": form}
+    rules = dataclasses.replace(rules_file.from_dict(raw, "here.yaml"), attention={"cpu": kernel})
+    return MeshPlacement(rules, mesh.build(rules, jax.devices()[:size]))
+
+
+def arrays(B, T, H):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, weigh = (jax.random.normal(key, (B, T, n, H)) for key, n in zip(keys, (N, K, K, N), strict=True))
+    places = jnp.arange(T)[None]
+    cut = jnp.array([[T // 3], [T - 9]])[:B]
+    batch = {
+        "tokens": jnp.zeros((B, T), jnp.int32),
+        "segment_ids": jnp.where(places < cut, 1, 2),
+        "positions": jnp.where(places < cut, places, places - cut),
+    }
+    return (q, k, v), weigh, batch
+
+
+def settings(H, **changes):
+    usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": 8}
+    return config.Model(**(usual | changes))
+
+
+def both(cfg, place, qkv, weigh, batch, deal=True):
+    """Results and gradients on one device, and as `place` has them, in the order of the text."""
+
+    def split(qkv, weigh, batch):
+        with placed_by(place):
+            B, T = batch["tokens"].shape
+            if deal:
+                batch = context.dealt(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))})
+            order = batch.get("places", jnp.broadcast_to(jnp.arange(T), (B, T)))[0]
+            back = jnp.argsort(order)
+            if "places" in batch:
+                np.testing.assert_array_equal  # noqa: B018
+            function = functools.partial(context.attend, batch=batch, cfg=cfg, interpret=True)
+            out, pull = jax.vjp(function, *(x[:, order] for x in qkv))
+            found = (out, *pull(weigh[:, order]))
+            return [x[:, back] for x in found], batch.get("at")
+
+    def whole(qkv, weigh, batch):
+        out, pull = jax.vjp(
+            lambda *qkv: attention.attend(*qkv, batch.get("segment_ids"), cfg, batch["positions"]), *qkv
+        )
+        return (out, *pull(weigh))
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(whole)(qkv, weigh, batch), jax.jit(split)(qkv, weigh, batch)
+
+
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize(("packed", "blocks"), [(True, 1), (False, 8)])
+def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, blocks, monkeypatch):
+    """Two devices of 256 tokens each; with blocks of 128, a backward pass takes one block of keys at a time, or all."""
+    monkeypatch.setattr(attention, "SPLASH_BLOCK_BYTES", 1)
+    monkeypatch.setattr(splash, "MOST_BLOCKS", blocks)
+    qkv, weigh, batch = arrays(1, 512, 128)
+    if not packed:
+        del batch["segment_ids"]
+    want, (got, _) = both(settings(128), placement(form, "splash"), qkv, weigh, batch)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)

@@ -1,0 +1,167 @@
+"""Context parallelism never changes the loss: every form, beside every other way of splitting, and what it sends."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.collectives import count
+from gspmd_lm import rules_file
+from gspmd_lm.errors import InputError
+from gspmd_lm.train import state
+from tests.convert.ours import QUICK
+
+B, T, L, K, H = 8, 32, 2, 4, 4
+TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+
+
+def rules_of(form, mesh, rules, **more):
+    raw = {"mesh": mesh, "rules": {"seq": "context", **rules}, "context": form, **more}
+    return rules_file.from_dict(raw, "here.yaml")
+
+
+@pytest.fixture(scope="module")
+def settings(small):
+    def make(**model):
+        data = {"batch": B, "seq": T, "packing": model.pop("packing", "documents")}
+        unclipped = {"clip_norm": 0.0, "warmup_steps": 0}
+        usual = {"kv_heads": K, "dropout": 0.1, "z_loss": 1e-3, "layers": L, "context": 64}
+        return small(data=data, optimizer=unclipped, **usual | model)
+
+    return make
+
+
+def course(step, batch_of):
+    """Losses of two steps, the first gradients, and the program."""
+    carried, program = (lowered.compile(QUICK) for lowered in (step.lower_init(), step.lower_train()))
+    carried, losses, gradients, batch = carried(), [], None, batch_of(step)
+    for _ in range(2):
+        carried, values = program(carried, batch)
+        losses.append(float(values["loss"]))
+        gradients = gradients or jax.device_get(optax.tree.get(carried.optimizer, "mu"))
+    return losses, gradients, program
+
+
+@pytest.fixture(scope="module")
+def same(settings, built, batch_of):
+    """A function that compares a layout with one device and returns its program."""
+    alone = functools.cache(lambda model: course(built(settings(**dict(model)), "single"), batch_of)[:2])
+
+    def check(rules, **model):
+        losses, gradients = alone(tuple(sorted(model.items())))
+        got_losses, got_gradients, program = course(built(settings(**model), rules), batch_of)
+        np.testing.assert_allclose(got_losses, losses, rtol=0, atol=1e-5)
+        for got, want in zip(jax.tree.leaves(got_gradients), jax.tree.leaves(gradients), strict=True):
+            assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+        return program
+
+    return check
+
+
+# What a form sends of attention in a step: (collective, elements on a device, times). remat: save attention_out.
+HERE = B // 2 * (T // 4) * H  # of one head of a device's tokens
+SENT = {
+    "gather": {("all-gather", 2 * 4 * HERE * K, 2 * L), ("reduce-scatter", 2 * HERE * K, L)},
+    # Keys and values forward and backward, and their gradients: 3 of 4 devices' in turn, and never a turn in vain.
+    "ring": {("collective-permute", HERE * K, 6 * 3 * L)},
+    # Queries and result, and keys and values: forward, again, and their gradients; the result is kept.
+    "ulysses": {("all-to-all", HERE * 8, (3 + 2) * L), ("all-to-all", HERE * K, 6 * L)},
+}
+
+
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+def test_a_form_changes_nothing_and_sends_the_least(form, same):
+    """Beside fully sharded weights, with packed documents, dropout, z-loss and blocks that are computed again."""
+    weights, kept = {"embed": ["fsdp", "context"]}, {"save": ["attention_out"]}
+    rules = rules_of(form, {"fsdp": 2, "context": 4}, {"batch": "fsdp"}, weights=weights, remat=kept)
+    found = [c for c in count(same(rules).as_text()) if "attention/shard_map" in c.op_name and c.dtype == "f32"]
+    sent = {}
+    for c in found:
+        sent[c.kind, c.elements] = sent.get((c.kind, c.elements), 0) + c.times
+    assert {(kind, elements, times) for (kind, elements), times in sent.items()} == SENT[form]
+
+
+def test_gradients_of_weights_are_summed_over_tokens_at_once(same):
+    """A reduce-scatter over both axes for each matrix, and no all-reduce of one."""
+    rules = rules_of("gather", {"fsdp": 2, "context": 4}, {"batch": "fsdp"}, weights={"embed": ["fsdp", "context"]})
+    found = count(same(rules, packing="stream", positions="learned", sliding_window=7).as_text())
+    assert not [c for c in found if c.kind == "all-reduce" and c.elements > 64 * 32]
+    assert {c.group_size for c in found if c.kind == "reduce-scatter" and "optimizer.layers" in c.op_name} == {8}
+
+
+MESHES = {
+    "alone": ({"context": 8}, {}, {}),
+    "over two axes": ({"context": 4, "tensor": 2}, {"seq": ["tensor", "context"]}, {}),
+    "tensor": ({"context": 4, "tensor": 2}, TENSOR, {"remat": "dots"}),
+    "tensor, split residual": (
+        {"context": 4, "tensor": 2}, {**TENSOR, "residual.seq": ["context", "tensor"]}, {"remat": "block"}
+    ),
+    "data, microbatches": ({"data": 2, "context": 4}, {"batch": "data"}, {"microbatches": 2}),
+    "repeated keys": ({"context": 2, "tensor": 4}, {**TENSOR, "kv_heads": None}, {}),
+    "three": (
+        {"fsdp": 2, "tensor": 2, "context": 2}, {"batch": "fsdp", **TENSOR},
+        {"weights": {"embed": "fsdp"}, "remat": {"save": ["k", "v"]}},
+    ),
+}  # fmt: skip
+KINDS = {
+    "window, alibi": {"sliding_window": 7, "positions": "alibi"},
+    "rounded alibi": {"positions": "alibi_bf16"},
+    "sinusoids, parallel": {"positions": "sinusoidal", "block": "parallel", "packing": "stream"},
+    "learned, tied, capped": {"positions": "learned", "tied_embeddings": True, "attention_softcap": 2.0},
+}
+PAIRS = [(form, mesh, kind) for form in SENT for mesh in MESHES for kind in KINDS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "mesh", "kind"), PAIRS)
+def test_every_form_beside_every_other_split(form, mesh, kind, same, settings):
+    sizes, rows, more = MESHES[mesh]
+    rules, model = rules_of(form, sizes, rows, **more), {**KINDS[kind], "kv_heads": 8 if mesh != "repeated keys" else 4}
+    if form == "ring" and "alibi" in model["positions"]:
+        model |= {"positions": "rope", "sliding_window": 0}
+    same(rules, **model)
+
+
+REFUSED = {
+    "heads": ("ulysses", {"kv_heads": 2}, "ulysses: 2 key heads of a device (kv_heads) do not divide over context=4"),
+    "window": ("ring", {"sliding_window": 8}, "ring cannot do model.sliding_window: 8"),
+    "alibi": ("ring", {"positions": "alibi"}, "ring cannot do model.positions: alibi"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_form_cannot_do_is_refused_with_row_and_fix(name, settings):
+    form, model, words = REFUSED[name]
+    rules = rules_of(form, {"data": 2, "context": 4}, {"batch": "data"})
+    with pytest.raises(InputError) as raised:
+        state.checked(settings(**model), rules, "cpu")
+    assert f"context: {words}\n  rule  here.yaml: context: {form}\n  fix   --set rules.context=gather" in str(
+        raised.value
+    )
+
+
+def test_rows_that_cannot_be_dealt(settings):
+    """A ring has no other order. Keys can be gathered in any, but then the last device has most of the work."""
+    config = settings()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq=20))
+    (warning,) = state.checked(config, rules_of("gather", {"data": 2, "context": 4}, {"batch": "data"}), "cpu")[1]
+    assert "data.seq=20 does not divide into 2 pieces for each of context=4" in str(warning)
+    with pytest.raises(InputError, match=r"ring: data.seq=20 does not divide(.|\n)*make data.seq a multiple of 8"):
+        state.checked(config, rules_of("ring", {"data": 2, "context": 4}, {"batch": "data"}), "cpu")
+
+
+def test_a_kernel_that_cannot_do_a_form_is_refused(settings):
+    mesh, rows, kernels = {"data": 2, "context": 4}, {"batch": "data"}, {"gpu": "cudnn", "tpu": "splash"}
+    model = {"packing": "stream", "compute_dtype": "bfloat16", "head_dim": 8}
+    rules = rules_of("gather", mesh, rows, attention=kernels)
+    with pytest.raises(InputError, match=r"cudnn cannot do context: gather(.|\n)*fix   --set rules.context=ulysses"):
+        state.checked(settings(**model), rules, "gpu")
+    with pytest.raises(InputError, match=r"splash cannot do pieces of 4 tokens of data\.seq: 32"):
+        state.checked(settings(**model), rules, "tpu")
+    state.checked(settings(**model), rules_of("ulysses", mesh, rows, attention={"gpu": "cudnn"}), "gpu")
+    single = rules_of("ring", mesh, {**rows, "seq": None, "q.seq": "context"})
+    with pytest.raises(InputError, match="ring needs a sequence that is split alike"):
+        state.checked(settings(), single, "cpu")
