@@ -13,7 +13,7 @@ from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, memory_bytes
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer import programs
-from gspmd_lm.rules import ShardingError
+from gspmd_lm.rules import CONTEXTS, ShardingError
 from gspmd_lm.train import state
 
 BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}
@@ -154,14 +154,17 @@ def test_a_sum_over_more_than_its_name_says_has_the_rows_of_both(small):
 
 
 def mixed(form):
-    raw = {"mesh": {"data": 2, "expert": 2, "context": 2}, "context": form, "remat": "block",
-           "rules": {"batch": ["data", "expert"], "expert": "expert", "seq": "context"}}  # fmt: skip
+    """Tokens that travel to experts; with a form, of a split sequence."""
+    raw = {"mesh": {"data": 2, "expert": 4}, "remat": "block",
+           "rules": {"batch": ["data", "expert"], "expert": "expert"}}  # fmt: skip
+    if form:
+        raw["rules"]["seq"], raw["context"], raw["mesh"] = "context", form, {"data": 2, "expert": 2, "context": 2}
     return rules_file.from_dict(raw, "here.yaml")
 
 
-@pytest.mark.parametrize("form", ["ring", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gather", "ulysses"))])
-def test_a_mixture_over_a_split_sequence_names_its_rows(small, moved_by, form):
-    """Tokens that travel to experts, keys that go round, and the floor is not beaten."""
+@pytest.mark.parametrize("form", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in CONTEXTS)])
+def test_a_mixture_names_its_rows(small, moved_by, form):
+    """Those of tokens that travel to experts, and of a split sequence; and the floor is not beaten."""
     config, rules = small(**FAMILIES["mixtral"]), mixed(form)
     moved = moved_by(config, rules)
     assert all(one.rules and one.op != "step" for one in moved)
@@ -170,10 +173,10 @@ def test_a_mixture_over_a_split_sequence_names_its_rows(small, moved_by, form):
         assert causes >= {*one.mesh_axes}, one
     travels = [one for one in moved if one.mesh_axes == ("expert",) and one.op == "layers.mlp" and one.dtype == "f32"]
     assert travels and all({"rules.batch", "rules.expert"} <= {*one.rules} for one in travels)
-    kind = {"ring": "collective-permute", "gather": "all-gather", "ulysses": "all-to-all"}[form]
+    kind = {"ring": "collective-permute", "gather": "all-gather", "ulysses": "all-to-all", "": ""}[form]
     keys = [one for one in moved if one.op.startswith("layers.attention") and one.kind == kind
             and one.phase == "forward" and one.mesh_axes == ("context",)]  # fmt: skip
-    assert keys and all(one.rules == ("rules.seq",) for one in keys)
+    assert bool(keys) == bool(form) and all(one.rules == ("rules.seq",) for one in keys)
     found, arrays = traced(config, rules.fill(8))
     sent = sum(one.bytes_per_device_per_step for one in moved)
     assert floor(config, rules.fill(8), arrays, None, found).communication_bytes <= sent
