@@ -49,6 +49,20 @@ def mixed(
     return y_zBTD[0] if alone else Partial((Addends(y_zBTD, how.sum),))
 
 
+def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
+    """`function`, which treats tokens alike and gives [B, T, ...] of the same rank, run by each device on its tokens.
+
+    Partitioners gather the operand of a sort, although each row of it is sorted by itself.
+    """
+    place = [(*(part.over for part in _tokens(x_BTC.shape[1])), ())]
+    return _each(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
+
+
+def _tokens(length: int) -> tuple[Split, Split]:
+    """How rows are split, and how the sequence is. A single token (of generation) is not."""
+    return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
+
+
 class _How(NamedTuple):
     """How a mixture is computed under the rules."""
 
@@ -93,7 +107,7 @@ class _How(NamedTuple):
 
 def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: int, shape: tuple[int, ...]) -> _How:
     down = weights[matrices - 1]
-    batch, seq = split(TOKENS, "batch"), split(TOKENS, "seq") if shape[1] > 1 else Split()
+    batch, seq = _tokens(shape[1])
     expert, mlp = split(down.path, "expert"), split(down.path, "mlp")
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
