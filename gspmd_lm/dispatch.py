@@ -43,12 +43,24 @@ def mixed(
     weights = (*matrices, *(b for b in biases if b))
     how = _how(tuple(w.holding(None) for w in weights), len(matrices), activated, capacity, chosen_BTk.shape)
     arrays = [w.array for w in weights]
-    if not isinstance(x_BTD, Read):
-        return _mixed(how, x_BTD, None, weights_BTk, chosen_BTk, *arrays)[0]
-    if how.inner.pieces == 1:
-        return _mixed(how, x_BTD.x, None, weights_BTk, chosen_BTk, *arrays)[0]
-    y_zBTD = _mixed(how, x_BTD.fixed, x_BTD.slot(how.sum), weights_BTk, chosen_BTk, *arrays)
-    return Partial((Addends(y_zBTD, how.sum),))
+    alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
+    x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
+    y_zBTD: Any = _mixed(how, x, slot, weights_BTk, chosen_BTk, *arrays)
+    return y_zBTD[0] if alone else Partial((Addends(y_zBTD, how.sum),))
+
+
+def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
+    """`function`, which treats tokens alike and gives [B, T, ...] of the same rank, run by each device on its tokens.
+
+    Partitioners gather the operand of a sort, although each row of it is sorted by itself.
+    """
+    place = [(*(part.over for part in _tokens(x_BTC.shape[1])), ())]
+    return _each(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
+
+
+def _tokens(length: int) -> tuple[Split, Split]:
+    """How rows are split, and how the sequence is. A single token (of generation) is not."""
+    return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
 
 
 class _How(NamedTuple):
@@ -95,7 +107,7 @@ class _How(NamedTuple):
 
 def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: int, shape: tuple[int, ...]) -> _How:
     down = weights[matrices - 1]
-    batch, seq = split(TOKENS, "batch"), split(TOKENS, "seq") if shape[1] > 1 else Split()
+    batch, seq = _tokens(shape[1])
     expert, mlp = split(down.path, "expert"), split(down.path, "mlp")
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered

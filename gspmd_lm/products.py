@@ -41,8 +41,8 @@ def einsum(equation: str, x: Any, w: Weight | jax.Array) -> Any:
     """`jnp.einsum` of an activation and a weight, or of two activations, which gives the gradient of a weight.
 
     A sum over an axis along which the weight is split is left to `write`, and a sum over the tokens of two activations
-    to `gradient`. If the weight is split along several axes that are summed over, the compiler sums over all but the first
-    at once.
+    to `gradient`. If the weight is split along several axes that are summed over, the compiler sums over all but the
+    first at once.
     """
     if placement() is None:
         return jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w)

@@ -101,7 +101,7 @@ def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[s
     total = sum(one.bytes_per_device_per_step for one in moved)
     scattered = {one.op: one.bytes_per_device_per_step for one in moved if one.kind == "reduce-scatter"}
     for one in moved:
-        unasked = one.kind in ("all-to-all", "ragged-all-to-all", "collective-permute") or (
+        unasked = (one.kind in ("all-to-all", "collective-permute") and not _of_context(rules, one)) or (
             one.kind == "all-gather"
             and one.phase != "optimizer"
             and not (_is_weight(rules, one.op) and one.rules)
@@ -118,6 +118,12 @@ def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[s
             f"{what}, {one.times_per_step} times, {human_bytes(one.bytes_per_device_per_step)}: no rule asks for it",
             f"make the rows of the arrays around it agree ({', '.join(one.rules) or one.source or 'see --json'})",
         )
+
+
+def _of_context(rules: Rules, one: Collective) -> bool:
+    """Whether the form of attention over a split sequence asks for a movement."""
+    form = {"collective-permute": "ring", "all-to-all": "ulysses"}.get(one.kind)
+    return rules.context == form and {*one.mesh_axes} <= {*rules.split("rules", "q", "seq")}
 
 
 def _is_weight(rules: Rules, op: str) -> bool:

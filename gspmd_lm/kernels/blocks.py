@@ -95,7 +95,7 @@ class Blocks:
 
     def _chunks(self, k_BSKH, v_BSKH, segments: Segments) -> tuple[jax.Array, ...]:
         """Keys, values, their places and their segments, cut into chunks along a new first dimension."""
-        B, S = k_BSKH.shape[:2]
+        S = k_BSKH.shape[1]
         size = next(n for n in range(min(KEYS, S), 0, -1) if S % n == 0)
         arrays = [k_BSKH, v_BSKH, *([segments[1]] if segments else [])]
         k, v, *ids = (rearrange(x, "B (C S) ... -> C B S ...", S=size) for x in arrays)

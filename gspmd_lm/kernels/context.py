@@ -19,7 +19,7 @@ import numpy as np
 
 from gspmd_lm import config
 from gspmd_lm.kernels import attention
-from gspmd_lm.kernels.attention import OUT, Tokens, keys_axis
+from gspmd_lm.kernels.attention import OUT, Tokens
 from gspmd_lm.placing import Split, attention_kernel, context, per_device, shard, split
 
 # Arrays as each device has them within attention: of heads, of tokens, and of one number for each head.
@@ -115,10 +115,11 @@ def attend(
 def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, dealt):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
-    k_BSKH, v_BSKH = _whole(over, dealt, jnp.stack([k_BTKH, v_BTKH]))
+    gather: Any = functools.partial(_whole, over, dealt)
+    k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
 
     def whole(x_BT: jax.Array) -> jax.Array:
-        return _whole(over, dealt, x_BT[None])[0]
+        return gather(x_BT[None])[0]
 
     T, device = k_BSKH.shape[1], jax.lax.axis_index(over.over)
     places_T = order(T, over.pieces) if dealt else np.arange(T)

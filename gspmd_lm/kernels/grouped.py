@@ -40,9 +40,7 @@ def outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array
             return jax.lax.ragged_dot_general(rows_MD, dy_MF, sizes_E, _OUTER)
         if platform() == "tpu":
             return _megablox_outer(rows_MD, dy_MF, sizes_E)
-        if platform() == "gpu" and grouped_gpu.takes(
-            rows_MD, jnp.zeros((0, rows_MD.shape[1], dy_MF.shape[1]), dy_MF.dtype)
-        ):
+        if platform() == "gpu" and grouped_gpu.takes(rows_MD.dtype, rows_MD.shape[1], dy_MF.shape[1]):
             return _triton_outer(rows_MD, dy_MF, sizes_E)
         return _outer_blocks(rows_MD, dy_MF, sizes_E)
 
@@ -108,8 +106,8 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tile = _tile(rows_MD, rows_MD.shape[1], dy_MF.shape[1])
-    rows_MD, dy_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
-    return tgmm(rows_MD.T, dy_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
+    padded_MD, padded_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
+    return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
 
 def _triton(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool, interpret: bool = False):
@@ -121,8 +119,8 @@ def _triton(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed
 
 def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
     """`outer` by Triton."""
-    padded = (_padded(x, grouped_gpu.INNER) for x in (rows_MD, dy_MF))
-    return grouped_gpu.outer(*padded, sizes_E, interpret)
+    padded_MD, padded_MF = (_padded(x, grouped_gpu.INNER) for x in (rows_MD, dy_MF))
+    return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)
 
 
 def _tile(rows_MD: jax.Array, inner: int, columns: int) -> tuple[int, int, int]:

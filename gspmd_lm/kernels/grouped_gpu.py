@@ -39,7 +39,7 @@ def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, 
             w_DF = triton.load(w.at[e, column, part]).T if transposed else triton.load(w.at[e, part, column])
             return total_mF + triton.dot(x_mD, w_DF)
 
-        turns = jnp.where(start < stop, D // inner, 0)
+        turns = D // inner * (start < stop).astype(jnp.int32)
         y_mF = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, columns), jnp.float32))
         triton.store(y.at[rows, column], y_mF.astype(y.dtype), mask=mask_m1)
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd_lm import config
 from gspmd_lm.kernels.blocks import Blocks
 from gspmd_lm.kernels.context import permuted
 from gspmd_lm.placing import Split
@@ -67,7 +66,8 @@ def _add(turns: "_Turns", blocks: Blocks, q, turn, parts, kv):
     """The parts of the early and of the late queries with what the keys of a turn contribute."""
     early, late = parts
     first, second = _pairs(turns, turn, q, *kv)
-    found = blocks.forward(*_stack(first[:3], second[:3]), _stack(first[3], second[3]), causal=False)
+    q, k, v, ids = _stack(first, second)
+    found = blocks.forward(q, k, v, ids, causal=False)
     of_late, of_other = (_Part(*part) for part in zip(*(jnp.split(x, 2) for x in found), strict=True))
     before = turns.before(turn)
     return early.merged(of_other, before), late.merged(of_late).merged(of_other, ~before)
@@ -88,9 +88,8 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
             travelling = None if travelling is None else turns.passed(travelling)
             first, second = _pairs(turns, turn, q, *kv)
             before = turns.before(turn)
-            late_, other = zip(*((x[1], jnp.where(before, *x)) for x in of_queries), strict=True)
-            args = _stack(first[:3], second[:3]), _stack(first[3], second[3]), _stack(late_, other)
-            found = blocks.backward(*args[0], args[1], *args[2], causal=False)
+            pair = [_stack(x[1], jnp.where(before, *x)) for x in of_queries]
+            found = blocks.backward(*_stack(first, second), *pair, causal=False)
             (dq_late, dq_other), *dkv = (jnp.split(x.astype(jnp.float32), 2) for x in found)
             early = early + jnp.where(before, dq_other, 0)
             late = late + dq_late + jnp.where(before, 0, dq_other)
@@ -159,7 +158,7 @@ class _Turns:
         return jax.lax.dynamic_index_in_dim(self.segments, device, keepdims=False)
 
 
-def _pairs(turns: _Turns, turn: Any, q, k, v):
+def _pairs(turns: _Turns, turn: Any, q, k, v) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Queries, keys, values and segments of the two products of halves that a turn computes."""
     (q_early, q_late), (k_early, k_late), (v_early, v_late) = map(_halves, (q, k, v))
     before = turns.before(turn)

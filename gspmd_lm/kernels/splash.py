@@ -186,7 +186,8 @@ def backward(
 
         def one(q, k, v, out, lse, dout, *ids):
             saved = q, k, v, splash.SegmentIds(*ids) if ids else None, None, out, lse, None, part
-            return splash._splash_attention_bwd(False, *options, saved, dout)[3:6]
+            kernel: Any = splash._splash_attention_bwd
+            return kernel(False, *options, saved, dout)[3:6]
 
         ids = [segments[0], *ids_BS] if segments else []
         with _sees(cfg):

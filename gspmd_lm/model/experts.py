@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
-from gspmd_lm.dispatch import mixed
+from gspmd_lm.dispatch import mixed, per_token
 from gspmd_lm.model.layers import Mlp, activated
 from gspmd_lm.model.weights import bias, matrix, weight
-from gspmd_lm.placing import shard
+from gspmd_lm.placing import like, shard
 from gspmd_lm.products import einsum
 
 ROUTING = "routing: batch seq scores"
@@ -82,7 +82,8 @@ class Experts(nn.Module):
         if cfg.shared_mlp:
             shared_BTD = self.shared(x_BTD)
             if cfg.shared_gate:
-                shared_BTD = jax.nn.sigmoid(einsum("BTD,D->BT", x_BTD, self.shared_gate))[..., None] * shared_BTD
+                gate_BT = like(einsum("BTD,D->BT", x_BTD, self.shared_gate), "tokens: batch seq")
+                shared_BTD = jax.nn.sigmoid(gate_BT)[..., None] * shared_BTD
             y_BTD = y_BTD + shared_BTD
         return y_BTD, routed
 
@@ -93,10 +94,14 @@ class Experts(nn.Module):
 
     def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
         """The experts of each token, [B, T, k], the highest scores first."""
-        cfg = self.cfg
         scores_BTC = jax.lax.stop_gradient(scores_BTC)
-        if cfg.balance == "bias":
+        if self.cfg.balance == "bias":
             scores_BTC += jax.lax.stop_gradient(self.balance_bias)
+        return per_token(self._highest, scores_BTC)
+
+    def _highest(self, scores_BTC: jax.Array) -> jax.Array:
+        """The highest scores of each token, in the groups that it may use."""
+        cfg = self.cfg
         if cfg.groups_per_token < cfg.expert_groups:
             in_groups = scores_BTC.reshape(*scores_BTC.shape[:2], cfg.expert_groups, -1)
             of_group, _ = jax.lax.top_k(in_groups, 2 if cfg.routing == "sigmoid" else 1)

@@ -106,7 +106,7 @@ class Mlp(nn.Module):
 
 
 def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int) -> jax.Array:
-    """`x_BTD` with entries dropped. Each token has a key of its own, so its mask is the same however tokens are split."""
+    """`x_BTD` with entries dropped. Each token has a key of its own: its mask is the same however tokens are split."""
     if keys_BT is None or rate == 0:
         return x_BTD
 

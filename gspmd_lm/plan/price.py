@@ -196,7 +196,7 @@ class Pricer:
         """Seconds of a fused attention kernel, forward and backward."""
         queries = kernel.queries
         rows, seq, heads, size = queries.shape
-        count = round(rows * heads / self._pieces(rules, (queries,), pieces))
+        count = rows * heads / self._pieces(rules, (queries,), pieces)  # a part of one, where its tokens are split
         if rules.attention[chip.platform] == "splash":
             block = splash_block(seq, size, queries.itemsize)
             blocks = (seq // block, seq // block)
@@ -242,7 +242,7 @@ class Pricer:
         trace = self.traces.of(rules)
         fused = rules.attention[platform] != "xla" and "attention" in trace.recorded.asked
         rows = tuple((row.key, row.mesh_axes) for row in rules.rows)
-        key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, fused)
+        key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, rules.context, fused)
         if key not in self._layouts:
             work, pieces = trace.work(fused), dict[Places, int]()
             timed = list(self._timed(self.chip, rules, work, pieces)) if self.chip else []

@@ -92,16 +92,16 @@ class Candidate:
         """What makes a layout like another."""
         tables = "weights" in self.raw, "optimizer" in self.raw
         mesh = dict(self.rules.mesh)
-        shares = tuple(mesh.get(name, 1) for name in ("data", "fsdp", "tensor"))
+        shares = tuple(mesh.get(name, 1) for name in ("data", "fsdp", "tensor", "context", "expert"))
         between = len(self.raw.get("rules", {}))
-        return (*shares, tuple(self.rules.dcn.items()), between, tables, _plain(self.raw.get("remat", "none")),
-                self.rules.microbatches)  # fmt: skip
+        return (*shares, self.raw.get("context"), tuple(self.rules.dcn.items()), between, tables,
+                _plain(self.raw.get("remat", "none")), self.rules.microbatches)  # fmt: skip
 
     @property
     def family(self) -> tuple[Any, ...]:
         """What one representative is compiled of: mesh, split of the sequence, tables, and remat but for its names."""
         remat = self.rules.remat
-        return (*self.features[:6], remat.policy, bool(remat.offload))
+        return (*self.features[:-2], remat.policy, bool(remat.offload))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +322,7 @@ class _Search:
     def _hopeless(self, one: Candidate) -> bool:
         """Whether a layout of the same kind that needs no more memory by its price did not fit."""
         return any(
-            other.fits is False and not other.failure and other.features[:6] == one.features[:6]
+            other.fits is False and not other.failure and other.features[:-2] == one.features[:-2]
             and one.rules.microbatches <= other.rules.microbatches
             and one.price.peak_bytes >= other.price.peak_bytes
             for other in self.tried

@@ -6,6 +6,8 @@ What can be split is asked of the model: of its arrays and its traced step. Thre
   width     the axes that nearly all weights have: weights rest split along them (ZeRO-3 over fsdp, ZeRO-1 over data)
   hidden    the first other axis of each matrix, over tensor (arXiv 1909.08053); of the array that blocks read from and
             write to, its axis that no weight has, too (arXiv 2205.05198)
+  groups    the axis of matrices of which each row meets one, such as experts, over expert (arXiv 2006.16668)
+  sequence  the axis of what blocks read that is neither rows nor of a weight, over context, where it is long
 
 Nothing here changes what is computed.
 """
@@ -26,7 +28,7 @@ from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.kernels import attention
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import KERNELS, Rules
+from gspmd_lm.rules import CONTEXTS, KERNELS, Rules
 from gspmd_lm.task import Task
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
@@ -42,6 +44,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 MOST_TENSOR = 16  # pieces of a matrix: beyond that, products are thin on every chip
 MOST_MICROBATCHES = 16
+LONG = 32768  # positions of a sequence from which on a split of it is tried ...
+LEAST_POSITIONS = 4096  # ... into pieces of so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Roles:
     width: tuple[str, ...]
     hidden: tuple[str, ...]
     between: tuple[str, ...]  # rows of the table `rules`, such as residual.seq
+    groups: tuple[str, ...]
+    sequence: tuple[str, ...]
     sizes: Mapping[str, tuple[int, ...]]  # axis, or array.axis -> its sizes in weights and activations
 
     def divides(self, axis: str, pieces: int) -> bool:
@@ -68,8 +74,8 @@ class Space:
         self.notes: list[str] = []  # what the user should know of the choice
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
         self.trace = self.traces.of(single)
-        self.roles = _roles(self.traces, self.trace.traced)
         self.asked = self.trace.recorded.asked
+        self.roles = _roles(self.traces, self.trace.traced, "attention" in self.asked)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
@@ -101,33 +107,55 @@ class Space:
     def _layouts(self) -> Iterator[dict[str, Any]]:
         """Mesh, dcn and the three tables."""
         devices, roles = self.target.devices, self.roles
-        for tensor in _divisors(devices):
+        for tensor, context, expert in itertools.product(_divisors(devices), self._contexts, self._experts):
+            inner = tensor * context * expert
             hidden = [axis for axis in roles.hidden if roles.divides(axis, tensor)]
-            if tensor > 1 and (tensor > MOST_TENSOR or not hidden):
+            if tensor > 1 and (tensor > MOST_TENSOR or not hidden) or devices % inner:
                 continue
-            for data in _divisors(devices // tensor):
-                fsdp = devices // tensor // data
-                if self.task.rows % (data * fsdp):
+            for data in _divisors(devices // inner):
+                fsdp = devices // inner // data
+                if self.task.rows % (data * fsdp * expert):
                     continue
-                sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+                sizes = {"data": data, "fsdp": fsdp, "context": context, "expert": expert, "tensor": tensor}
                 mesh = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
-                between = [row for row in roles.between if roles.divides(row, tensor)]
-                for dcn, split, state in itertools.product(
+                between = [row for row in roles.between if roles.divides(row, tensor)] if context == 1 else []
+                for dcn, split, state, form in itertools.product(
                     self._across(mesh),
                     (False, True) if tensor > 1 and between else (False,),
-                    self._states(data, fsdp),
+                    self._states(data, fsdp, context),
+                    CONTEXTS if context > 1 else ("",),
                 ):
                     rules: dict[str, Any] = {}
-                    if over := [name for name in ("data", "fsdp") if name in mesh]:
+                    if over := [name for name in ("data", "fsdp", "expert") if name in mesh]:
                         rules[roles.rows] = over[0] if len(over) == 1 else over
+                    rules |= dict.fromkeys(roles.sequence, "context") if context > 1 else {}
+                    rules |= dict.fromkeys(roles.groups, "expert") if expert > 1 else {}
                     if tensor > 1:
                         rules |= dict.fromkeys(hidden, "tensor")
                         rules |= dict.fromkeys(between, "tensor") if split else {}
-                    yield {"mesh": mesh, **({"dcn": dcn} if dcn else {}), "rules": rules, **state}
+                    split_by = {"context": form} if form else {}
+                    yield {"mesh": mesh, **({"dcn": dcn} if dcn else {}), "rules": rules, **split_by, **state}
 
-    def _states(self, data: int, fsdp: int) -> list[dict[str, Any]]:
-        """The tables of weights and of the optimizer: whole, ZeRO-1 over data, ZeRO-3 over fsdp."""
+    @functools.cached_property
+    def _contexts(self) -> list[int]:
+        """Into how many pieces a sequence may be split."""
+        positions = max((size for axis in self.roles.sequence for size in self.roles.sizes[axis]), default=0)
+        most = positions // LEAST_POSITIONS if positions >= LONG else 1
+        return [n for n in _divisors(self.target.devices) if n <= most and positions % (2 * n) == 0] or [1]
+
+    @functools.cached_property
+    def _experts(self) -> list[int]:
+        """Into how many pieces the groups may be split."""
+        groups, devices = self.roles.groups, self.target.devices
+        return [n for n in _divisors(devices) if n == 1 or groups and all(self.roles.divides(g, n) for g in groups)]
+
+    def _states(self, data: int, fsdp: int, context: int) -> list[dict[str, Any]]:
+        """The tables of weights and of the optimizer: whole, ZeRO-1 over data, ZeRO-3 over fsdp and context."""
         roles = self.roles
+        if context > 1:
+            over = ["fsdp", "context"] if fsdp > 1 else "context"
+            rest = [axis for axis in roles.width if roles.divides(axis, fsdp * context)]
+            return [{"weights": dict.fromkeys(rest, over)}] if rest else []
         rest = [axis for axis in roles.width if roles.divides(axis, fsdp)]
         if fsdp > 1 and not rest:
             return []
@@ -156,7 +184,7 @@ class Space:
         return found
 
     def _microbatches(self, mesh: Mapping[str, int]) -> list[int]:
-        rows = self.task.rows // (mesh.get("data", 1) * mesh.get("fsdp", 1))
+        rows = self.task.rows // math.prod(mesh.get(name, 1) for name in ("data", "fsdp", "expert"))
         return [n for n in (1, 2, 4, 8, 16) if n <= MOST_MICROBATCHES and rows % n == 0]
 
     # What a device computes and keeps
@@ -213,6 +241,7 @@ def describe(raw: Mapping[str, Any]) -> str:
     if dcn := raw.get("dcn"):
         parts.append(" x ".join(f"{name} {size}" for name, size in dcn.items()) + " across")
     parts += [row for row in raw.get("rules", {}) if "." in row]
+    parts += [raw["context"]] if "context" in raw else []
     if "optimizer" in raw:
         parts.append("ZeRO-1")
     remat = raw.get("remat", "none")
@@ -227,11 +256,13 @@ def describe(raw: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _roles(traces: Traces, traced: Traced) -> Roles:
+def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
+    """`asked`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.vocabulary.rows
     used = {path: nodes[0] for path, nodes in traced.used.items()}
     matrices = [path for path in used if path in traced.multiplied]
     axes = {path: node.placed.axes for path, node in used.items() if node.placed}
+    groups = dict.fromkeys(product.group for product in traced.products if product.group)
     count = collections.Counter(axis for path in used for axis in axes[path] if axis != rows)
     width: list[str] = []
     for axis, _ in count.most_common():
@@ -241,7 +272,7 @@ def _roles(traces: Traces, traced: Traced) -> Roles:
     # Axes that activations sum over among themselves stay whole: a head's size.
     firsts = collections.Counter[str]()
     for path in matrices:
-        others = [axis for axis in axes[path] if axis not in width]
+        others = [axis for axis in axes[path] if axis not in width and axis not in groups]
         if others:
             firsts[others[0]] += math.prod(used[path].shape) * used[path].times
     hidden: list[str] = []
@@ -261,9 +292,9 @@ def _roles(traces: Traces, traced: Traced) -> Roles:
             for axis, size in zip(node.placed.axes, node.shape, strict=True):
                 sizes[axis].add(size)
                 sizes[f"{node.placed.array}.{axis}"].add(size)
-    return Roles(
-        rows, tuple(width), tuple(hidden), tuple(between), {axis: tuple(found) for axis, found in sizes.items()}
-    )
+    sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if asked else {}
+    found = {axis: tuple(found) for axis, found in sizes.items()}
+    return Roles(rows, tuple(width), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), found)
 
 
 def _divisors(number: int) -> list[int]:

@@ -122,13 +122,14 @@ def test_logits_follow_the_reference_formula(small):
     np.testing.assert_allclose(hidden(cfg, params, rows(cfg, tokens))[0], x, atol=3e-5)
 
 
-def test_dropout_masks_belong_to_rows(small):
-    """The mask of a row is the same alone and in a batch, differs between rows, and keeps the expected share."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(4))
+def test_dropout_masks_belong_to_tokens(small):
+    """The mask of a token is the same wherever it stands, differs between tokens, and keeps the expected share."""
+    keys = jax.random.split(jax.random.key(0), (4, 64))
     x = jnp.ones((4, 64, 32))
     dropped = layers.dropout(x, 0.25, keys, 1)
     np.testing.assert_array_equal(layers.dropout(x[2:3], 0.25, keys[2:3], 1)[0], dropped[2])
-    assert not np.array_equal(dropped[0], dropped[1])
+    np.testing.assert_array_equal(layers.dropout(x[:, ::-1], 0.25, keys[:, ::-1], 1), dropped[:, ::-1])
+    assert not np.array_equal(dropped[0], dropped[1]) and not np.array_equal(dropped[0, 0], dropped[0, 1])
     assert not np.array_equal(layers.dropout(x, 0.25, keys, 2), dropped)
     assert np.mean(np.asarray(dropped) > 0) == pytest.approx(0.75, abs=0.02)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.03)

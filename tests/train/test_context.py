@@ -159,7 +159,7 @@ def test_a_kernel_that_cannot_do_a_form_is_refused(settings):
     rules = rules_of("gather", mesh, rows, attention=kernels)
     with pytest.raises(InputError, match=r"cudnn cannot do context: gather(.|\n)*fix   --set rules.context=ulysses"):
         state.checked(settings(**model), rules, "gpu")
-    with pytest.raises(InputError, match="splash cannot do pieces of 4 tokens of data.seq: 32"):
+    with pytest.raises(InputError, match=r"splash cannot do pieces of 4 tokens of data\.seq: 32"):
         state.checked(settings(**model), rules, "tpu")
     state.checked(settings(**model), rules_of("ulysses", mesh, rows, attention={"gpu": "cudnn"}), "gpu")
     single = rules_of("ring", mesh, {**rows, "seq": None, "q.seq": "context"})

@@ -35,7 +35,7 @@ LAYOUTS = {
         "mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data", "expert": "tensor", **TENSOR, **WITHOUT_MLP},
     },
     "expert and context": {
-        "mesh": {"expert": 4, "context": 2}, "weights": {"embed": "context"},
+        "mesh": {"expert": 4, "context": 2},
         "rules": {"batch": "expert", "seq": "context", "expert": ["expert", "context"]},
     },
     "microbatches of replicas": {"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2},
@@ -85,13 +85,18 @@ def test_losses_and_gradients_do_not_depend_on_the_layout(computed, name):
 
 
 def test_what_an_expert_axis_sends(computed):
-    """Over the axis: no weight of an expert, and no activation but those that travel."""
-    found = count(computed(FIRST, rules_of(FIRST))[1])
-    sizes = {32 // 2 * 16 * width * 8 // 2 for width in (32,)}  # of an expert's matrix on a device, whole along embed
-    assert sizes
-    experts = [c for c in found if "w_gate" in c.op_name and c.in_loop]
-    kinds = {c.kind for c in experts}
-    assert kinds <= {"all-gather", "reduce-scatter"}, [(c.kind, c.op_name) for c in experts]
+    """Tokens travel out and home in each direction, and out once more where a block is computed again. A device
+    gathers its own experts alone, which are a half of a half of all; and no device has the logits of others."""
+    found = [c for c in count(computed(FIRST, rules_of(FIRST))[1]) if c.in_loop]
+    own, rows, D = 8 * 32 * 16 // 4, 32 // 4 * 16 * 2, 32
+    for name in ("w_gate", "w_up", "w_down"):
+        moved = [c for c in found if c.op_name.split("/")[-2].endswith(f"layers.mlp.{name}")]
+        assert sorted((c.kind, c.elements) for c in moved) == [("all-gather", own)] * 2
+    dispatched = [c.elements for c in found if "rules.dispatched" in c.op_name and c.elements >= rows * D]
+    assert (
+        sorted(dispatched) == [2 * rows * D] * 3 + [4 * rows * D] * 2
+    )  # as XLA:CPU simulates it: every device gets all
+    assert not [c for c in found if "_chosen" in c.op_name]
 
 
 @pytest.mark.slow
@@ -103,15 +108,16 @@ def test_fsdp_alone_moves_no_token(computed):
     assert [c.elements * 8 for c in found if c.kind == "reduce-scatter"].count(matrix) == 3
     assert not [c for c in found if c.kind in ("all-to-all", "collective-permute")]
     assert all(c.elements < matrix for c in found if c.kind == "all-reduce")
+    assert not [c for c in found if "_chosen" in c.op_name]
 
 
 @pytest.mark.parametrize(
     ("rules", "model", "message", "fix"),
     [
         ({"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}}, {"experts": 12},
-         "layers.mlp.w_gate: expert=12 does not divide over expert=8", "--set rules.rules.expert=null"),
+         "layers.mlp.w_down: expert=12 does not divide over expert=8", "--set rules.rules.expert=null"),
         ({"mesh": {"tensor": 8}, "rules": {"expert": "tensor", "mlp": "tensor"}}, {},
-         "layers.mlp.w_gate: tensor would split both expert and mlp", "another mesh axis"),
+         "layers.mlp.w_down: tensor would split both expert and mlp", "another mesh axis"),
         ({"mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data", "expert": ["data", "tensor"]}}, {},
          "experts: expert would be split over data, which splits tokens, and tensor, which does not",
          "--set rules.rules.expert=data, so that tokens travel"),

@@ -91,8 +91,17 @@ class Causes:
         return found | self.activations(name, [mesh_axis for mesh_axis in over if mesh_axis not in known])
 
     def activations(self, name: Name, over: Sequence[str]) -> set[str]:
-        """Rows that split activations over `over`: for each mesh axis, those of the nearest that it splits."""
-        return {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
+        """Rows that split activations over `over`: for each mesh axis, those of the nearest that it splits.
+
+        What no trace knows a place of is on its way to groups, as tokens to their experts: those are split too.
+        """
+        _, placed = name.placed or ("", "")
+        found = {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
+        for product in self.traced.products if placed and placed not in self.arrays else ():
+            row = self.rules.row("rules", product.path, product.group) if product.group else None
+            if row and set(over) & set(self.rules.split("rules", product.path, product.group)):
+                found.add(row.key)
+        return found
 
     def _nearest(self, name: Name, mesh_axis: str) -> set[str]:
         for arrays in self._outward(name):

@@ -36,7 +36,7 @@ class Splash:
     """
 
     part: str  # fwd, dkv (which includes dq if they are fused) or dq
-    heads: int
+    heads: float
     size: int  # the size of a head
     blocks: tuple[int, int]  # how many blocks of queries and of keys
     rows: int  # the rows of a block: queries
