@@ -196,6 +196,8 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
             wrong(f"ring cannot do model.sliding_window: {window}", "--set rules.context=gather, or ulysses")
         if model.positions in ("alibi", "alibi_bf16"):
             wrong(f"ring cannot do model.positions: {model.positions}", "--set rules.context=gather, or ulysses")
+        if model.attention_sinks:
+            wrong("ring cannot do model.attention_sinks: true", "--set rules.context=gather, or ulysses")
     return found
 
 

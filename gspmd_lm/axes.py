@@ -37,6 +37,7 @@ WEIGHTS = {
     "bk": "key bias",
     "bv": "value bias",
     "bo": "bias of the output projection",
+    "sinks": "each head's logit of nothing",
     "w_gate": "gate projection of a gated MLP",
     "w_up": "first projection of the MLP",
     "w_down": "second projection of the MLP",

@@ -113,6 +113,9 @@ class Model:
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
     # The nonlinearity of the feed-forward network. relu2 is the square of relu.
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    activation_slope: Positive = 1.0  # silu is x * sigmoid(slope x) (gpt-oss: 1.702)
+    mlp_limit: NotNegative = 0.0  # x w_gate is cut off above it, and x w_up beyond it on both sides; 0 means neither
+    mlp_up_offset: float = 0.0  # added to x w_up of a gated MLP (gpt-oss: 1)
     experts: Count = 0  # routed experts of a layer, in place of one feed-forward network; 0 means none
     experts_per_token: Count = 0  # how many of them compute each token: those with the highest scores
     expert_mlp: Count = 0  # the hidden width of one expert; 0 means mlp
@@ -155,6 +158,7 @@ class Model:
     unembedding_bias: bool = False  # whether the logits have a bias
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
+    attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
     attention_softcap: NotNegative = 0.0  # 0 means none; otherwise cap * tanh(scores / cap)
     logit_scale: Positive = 1.0  # logits are multiplied by it, before the cap
     logit_softcap: NotNegative = 0.0  # the same cap for the logits
@@ -194,6 +198,10 @@ class Model:
             wrong.append("qk_norm_kind: joint needs norm: rmsnorm")
         if "sliding" in self.layer_pattern and not self.sliding_window:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
+        if self.activation_slope != 1 and self.activation != "silu":
+            wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
+        if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
+            wrong.append(f"attention_sinks does not go with positions: {self.positions}")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         wrong += self._wrong_experts()

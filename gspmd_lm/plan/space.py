@@ -270,8 +270,13 @@ def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
         if alone and any(axis in axes[path] for path in matrices):
             width.append(axis)
     # Axes that activations sum over among themselves stay whole: a head's size.
+    # What chooses groups, as routers do, stays whole too.
     firsts = collections.Counter[str]()
+    grouped = {product.path for product in traced.products if product.group}
+    beside = {path.rpartition(".")[0] for path in grouped}
     for path in matrices:
+        if path.rpartition(".")[0] in beside and path not in grouped:
+            continue
         others = [axis for axis in axes[path] if axis not in width and axis not in groups]
         if others:
             firsts[others[0]] += math.prod(used[path].shape) * used[path].times
