@@ -60,7 +60,7 @@ def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monk
     monkeypatch.setattr(space, "LONG", 16)
     monkeypatch.setattr(space, "LEAST_POSITIONS", 4)
     config = small(compute_dtype="bfloat16", experts=4, experts_per_token=2, balance="batch", kv_heads=2)
-    of = space_of(config, "cpu:8")
+    of = space_of(config, "cpu:4")
     assert (of.roles.groups, of.roles.sequence) == (("expert",), ("seq",))
     assert "scores" not in of.roles.hidden and "expert" not in of.roles.hidden
     found = list(of)
@@ -75,7 +75,7 @@ def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monk
     assert any("expert" in raw["mesh"] and "context" in raw["mesh"] for raw in found)
     assert not any(raw.get("microbatches", 1) > 1 for raw in found)  # experts are balanced over the whole batch
     for raw in found[::97]:
-        state.checked(config, rules_file.from_dict(raw, "plan").fill(8), "cpu")
+        state.checked(config, rules_file.from_dict(raw, "plan").fill(4), "cpu")
 
 
 def test_the_batch_is_divided_and_so_are_its_microbatches(found):
