@@ -150,6 +150,7 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
     configs = [config.load(name) for name in CONFIGS]
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
     configs.append(config.load("tiny_experts", ROUTED))
+    configs.append(config.load("tiny", ["model.embedding_width=64", "model.attention_sinks=true"]))
     seen, one = set(), rules_file.load("single")
     for cfg in configs:
         arrays = state.arrays(cfg)
