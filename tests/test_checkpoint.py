@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gspmd_lm import checkpoint, config, files
@@ -594,6 +595,13 @@ def test_the_manifest_lists_every_file_that_restoring_reads(run):
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert present - set(listed) == {"sha256.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
     assert all(len(entry["sha256"]) == 64 and entry["bytes"] > 0 for entry in listed.values())
+
+
+def test_arrays_are_not_compressed(run):
+    run.save(1)
+    store = tensorstore.KvStore.open(f"file://{run.directory}/1/state/|ocdbt:").result()
+    names = [key for key in store.list().result() if key.endswith(b".zarray")]
+    assert names and all(json.loads(store.read(name).result().value)["compressor"] is None for name in names)
 
 
 # Another value of every setting of a model: those that make another one of it, and those that do not.

@@ -20,9 +20,8 @@ def inputs():
     return (q, k, v, jax.random.normal(jax.random.key(5), q.shape[2:3])), weigh, batch
 
 
-def one_device(*inputs, batch):
-    *qkv, sinks_N = inputs
-    return attention.attend(*qkv, batch["segment_ids"], WITH, batch["positions"], sinks_N)
+def one_device(q, k, v, sinks_N, batch):
+    return attention.attend(q, k, v, batch["segment_ids"], WITH, batch["positions"], sinks_N)
 
 
 def test_a_sink_takes_its_share_of_the_softmax():
