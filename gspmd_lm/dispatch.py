@@ -176,10 +176,10 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
             dused.append(_gradient(w, rows_MD, d_MF, sizes_E))
         dused.append(_gradient(down, _weighted(how, in_MF, weights_M1), dy_MD, sizes_E))
         if len(used) > how.matrices:
-            db_MD = dy_MD * _first(how)
             b_down = _of_rows(used[-1], sizes_E, len(dy_MD))
-            dweights_M1 += (db_MD * b_down).astype(jnp.float32).sum(1, keepdims=True)
-            dused += [_of_experts(d, sizes_E) for d in (*din_MF, weights_M1 * db_MD)]
+            dweights_M1 += _first(how) * (dy_MD * b_down).astype(jnp.float32).sum(1, keepdims=True)
+            # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
+            dused += [_of_experts(d, sizes_E) for d in (*din_MF, (weights_M1 * dy_MD).astype(dy_MD.dtype))]
         dx = travel.home(sum(drows[1:], drows[0])).reshape(dy.shape)
         dweights = travel.home_each(dweights_M1).reshape(1, *weights_BTk.shape)
         return dx, dweights, *(None if d is None else d[None] for d in dused)
