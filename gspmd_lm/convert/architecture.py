@@ -21,7 +21,7 @@ LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 # Settings that no config.json has: how a run computes, and padding, which export removes.
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
-    "matmul_precision",
+    "matmul_precision", "balance", "balance_weight", "balance_rate", "router_z_loss",
 )  # fmt: skip
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -40,6 +40,7 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     folder = path if path.is_dir() else path.parent
     place = str(folder / CONFIG if path.is_dir() else path)
     raw = multimodal.text_config(load(folder) if path.is_dir() else parse(paths.read_text(path), path), place)
+    raw = {name: value for name, value in raw.items() if name != "quantization_config"}  # it is about the weights
     row = family(raw, place)
     values = settings(row, raw, place, fix="take {} out of a copy of the file")
     name = folder.resolve().name if Path(place).name == CONFIG else path.stem

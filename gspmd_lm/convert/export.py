@@ -23,7 +23,8 @@ from gspmd_lm.convert.pretrained import Place, places
 from gspmd_lm.errors import InputError
 
 GATHERED_BYTES = 64 * 2**20  # gathered at a time from an array that is spread over hosts
-Held = list[tuple[Place, Any, int | None]]  # the origin of a tensor: places, arrays, and the entry of a stacked array
+# The origin of a tensor: places, arrays, and the entry of an array of several layers or experts
+Held = list[tuple[Place, Any, tuple[int, ...]]]
 
 
 def write(
@@ -102,7 +103,8 @@ def _tensors(tree: Any, params: Any) -> dict[str, tuple[Tensor, Held]]:
     for place, array in paired:
         assert array.shape == place.shape, (place.path, array.shape, place.shape)
         for i, name in enumerate(place.names()):
-            found.setdefault(name, (place.tensor, []))[1].append((place, array, i if place.stacked else None))
+            entry = tuple(map(int, np.unravel_index(i, place.lead))) if place.lead else ()
+            found.setdefault(name, (place.tensor, []))[1].append((place, array, entry))
     return found
 
 
@@ -136,25 +138,26 @@ def _bytes(tensor: Tensor, held: Held, model: config.Model, dtype: Any) -> np.nd
     return view.reshape(-1).view(np.uint8)
 
 
-def _pieces(array: Any, entry: int | None) -> Iterator[tuple[tuple[slice, ...], Any]]:
-    """The pieces of an array, or of one entry of a stacked array: each with its place, one at a time on this host.
+def _pieces(array: Any, entry: tuple[int, ...]) -> Iterator[tuple[tuple[slice, ...], Any]]:
+    """The pieces of an entry of an array, with () of all of it: each with its place, one at a time on this host.
 
     If an array is spread over several processes, every process must ask for all its pieces.
     """
-    shape = array.shape if entry is None else array.shape[1:]
+    shape = array.shape[len(entry) :]
     if isinstance(array, np.ndarray):
-        yield tuple(slice(0, size) for size in shape), array if entry is None else array[entry]
+        yield tuple(slice(0, size) for size in shape), array[entry]
     elif array.is_fully_addressable:
         seen = set()
         for shard in array.addressable_shards:
             index = tuple(slice(*at.indices(size)[:2]) for at, size in zip(shard.index, array.shape, strict=True))
             bounds = tuple((at.start, at.stop) for at in index)
-            if bounds in seen or (entry is not None and not bounds[0][0] <= entry < bounds[0][1]):
+            if bounds in seen or not all(start <= e < stop for e, (start, stop) in zip(entry, bounds, strict=False)):
                 continue
             seen.add(bounds)
             # numpy sees a CPU's array where it is. Of an accelerator's array, an entry is cut out before it is copied.
             held = np.asarray(shard.data) if shard.device.platform == "cpu" else shard.data
-            yield (index, held) if entry is None else (index[1:], held[entry - bounds[0][0]])
+            at = tuple(e - start for e, (start, _) in zip(entry, bounds, strict=False))
+            yield index[len(entry) :], held[at] if at else held
     else:
         row_bytes = max(int(np.prod(shape[1:])) * array.dtype.itemsize, 1)
         step = min(max(GATHERED_BYTES // row_bytes, 1), shape[0])
@@ -169,8 +172,9 @@ def _pieces(array: Any, entry: int | None) -> Iterator[tuple[tuple[slice, ...], 
 def _gather(where: Any, rows: int) -> Callable[..., jax.Array]:
     """A function that brings some rows of an array to every device."""
 
-    def piece(array: jax.Array, start: int, entry: int | None) -> jax.Array:
-        of = array if entry is None else jax.lax.dynamic_index_in_dim(array, entry, keepdims=False)
-        return jax.lax.dynamic_slice_in_dim(of, start, rows)
+    def piece(array: jax.Array, start: int, entry: tuple[int, ...]) -> jax.Array:
+        for at in entry:
+            array = jax.lax.dynamic_index_in_dim(array, at, keepdims=False)
+        return jax.lax.dynamic_slice_in_dim(array, start, rows)
 
     return jax.jit(piece, out_shardings=NamedSharding(where.mesh, PartitionSpec()))

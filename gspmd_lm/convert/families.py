@@ -1,12 +1,13 @@
 """The table of model families: facts about the config.json and the tensors of each, for import and export."""
 
+from gspmd_lm.convert.expert_families import EXPERT_FAMILIES
 from gspmd_lm.convert.family import Family
 from gspmd_lm.convert.fields import Only, Part
 from gspmd_lm.convert.gpt_families import GPT_FAMILIES
 from gspmd_lm.convert.llama_families import LLAMA_FAMILIES
 
 # The first that can express a model is the one that it is written as.
-FAMILIES: tuple[Family, ...] = (*LLAMA_FAMILIES, *GPT_FAMILIES)
+FAMILIES: tuple[Family, ...] = (*LLAMA_FAMILIES, *GPT_FAMILIES, *EXPERT_FAMILIES)
 # Fields that do not change what is computed: names, token ids (which the tokenizer decides), dropout (training has
 # model.dropout), initialisation, settings of transformers' runs and generation, and notes of tools.
 IRRELEVANT = frozenset(
@@ -39,8 +40,8 @@ IRRELEVANT = frozenset(
 REFUSED = {
     "quantization_config": "the weights are quantised: load them with transformers, dequantise and save them",
     "text_config": "a model of several parts, such as one that sees images: only text models are read",
-    "num_local_experts": "experts are not supported",
-    "num_experts": "experts are not supported",
+    "num_local_experts": "experts, which this family does not have",
+    "num_experts": "experts, which this family does not have",
     "sliding_window": "a window, which this family does not have",
     "head_dim": "heads of a size of their own, which this family does not have",
     "attention_chunk_size": "attention within chunks is not supported",
@@ -64,9 +65,12 @@ EVERY_FAMILY: tuple[Part, ...] = (Only("is_causal", True, "lets tokens see later
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {
     "chatglm": "it is for ChatGLM's own code; GLM-4 is read in transformers' format (glm, glm4)",
-    "mixtral": "it has experts",
-    "qwen2_moe": "it has experts",
-    "qwen3_moe": "it has experts",
+    "deepseek_v2": "its keys and values are made from a smaller vector, which is not supported",
+    "deepseek_v3": "its keys and values are made from a smaller vector, which is not supported",
+    "kimi_k2": "its keys and values are made from a smaller vector, which is not supported",
+    "qwen3_next": "some of its layers have linear attention, which is not supported",
+    "llama4": "it attends within chunks, which is not supported",
+    "llama4_text": "it attends within chunks, which is not supported",
     "RefinedWeb": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
     "RefinedWebModel": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
 }

@@ -228,6 +228,25 @@ class Unless:
 
 
 @dataclasses.dataclass(frozen=True)
+class DenseLayers:
+    """mlp_only_layers: the layers without experts, which must be the first ones."""
+
+    def read(self, source: Source, values: Values) -> None:
+        dense = source.get(["mlp_only_layers"], [])
+        count = len(dense) if isinstance(dense, list) else 0
+        if dense != list(range(count)):
+            source.refuse("mlp_only_layers", dense, "are not the first layers: other layers without experts are not "
+                          "supported")  # fmt: skip
+        if source.get(["decoder_sparse_step"], 1) != 1:
+            source.refuse("decoder_sparse_step", source.raw["decoder_sparse_step"],
+                          "alternates layers with and without experts, which is not supported")  # fmt: skip
+        values["dense_layers"] = count
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": 1}
+
+
+@dataclasses.dataclass(frozen=True)
 class OptNorms:
     """OPT's norms: before attention and MLP, with a last norm that a field removes; or after the residual sums."""
 

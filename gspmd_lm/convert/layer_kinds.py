@@ -28,9 +28,12 @@ class Window:
     """A sliding window for all layers, or for none."""
 
     default: int | None
+    switch: str = ""  # a field; if it is not set, there is no window
 
     def read(self, source: Source, values: Values) -> None:
         window = _window(source, self.default)
+        if self.switch and not source.flag([self.switch], False):
+            window = None
         values["sliding_window"] = window or 0
         kinds = source.get(["layer_types"], [])
         wanted = "sliding_attention" if window else "full_attention"
@@ -38,7 +41,8 @@ class Window:
             source.refuse("layer_types", kinds, "does not fit sliding_window, which all layers have or none")
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        return {"sliding_window": model.sliding_window or None}
+        switch = {self.switch: model.sliding_window > 0} if self.switch else {}
+        return {"sliding_window": model.sliding_window or None} | switch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ keys and values in turns, and interleaved rope.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -17,32 +17,41 @@ from gspmd_lm import config
 from gspmd_lm.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
-#   P  rows of a position table, R  heads of queries, keys and values in one tensor, E  gate and up in one tensor
+#   P  rows of a position table, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
+#   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "P"}
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
-_JOINED = {"N": "R", "K": "R", "F": "E"}
+_JOINED = {"N": "R", "K": "R", "F": "J"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
     """One tensor of a published checkpoint, and the weights in it."""
 
-    name: str  # "model.layers.{}.self_attn.q_proj.weight"; {} is the number of the layer
+    # "model.layers.{}.self_attn.q_proj.weight"; {} is the number of the layer. A tensor of one expert has {expert}.
+    name: str
     axes: str  # "(N H) D": axes in brackets share one dimension of the file
     weights: tuple[str, ...]  # our weights: "attention.wq"; within a layer if the name has {}
     # The order of heads in a tensor of queries, keys and values (R): all queries, all keys, all values; or for each
     # key head its queries, its key and its value.
     order: Literal["concatenated", "grouped"] = "concatenated"
+    interleaved_gate: bool = False  # gate and up in one tensor (J) take turns; otherwise up follows gate
+    mlp: str = "mlp"  # the setting of the model that is the size of F
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
     is_of: Callable[[config.Model], bool] = lambda model: True  # whether a model has this tensor
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it holds weights of routed experts."""
+        return "{expert}" in self.name or "E" in self.axes
+
     def view(self, model: config.Model) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
-        return tuple(_sizes(model)[letter] for letter in self.axes if letter.isalpha())
+        return tuple(self._sizes(model)[letter] for letter in self.axes if letter.isalpha())
 
     def shape(self, model: config.Model) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
-        sizes = _sizes(model)
+        sizes = self._sizes(model)
         groups = self.axes.replace("(", " ( ").replace(")", " ) ").split()
         shape, inside = [], False
         for word in groups:
@@ -68,7 +77,7 @@ class Tensor:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
         N, K, G = model.heads, model.kv_heads, model.heads // model.kv_heads
         padded = {"V": model.vocab_rows, "N": model.head_rows, "K": model.kv_head_rows}
-        size = _sizes(model)[letter]
+        size = self._sizes(model)[letter]
         found = np.arange(size)
         if letter in "NK" and "R" in self.axes:
             place = ("q", "k", "v").index(weight[-1])
@@ -78,13 +87,22 @@ class Tensor:
                 found = found // G * (G + 2) + found % G
             else:
                 found = found * (G + 2) + G + place - 1
-        elif letter == "F" and "E" in self.axes:
-            found += size * self.weights.index(weight)
+        elif letter == "F" and "J" in self.axes:
+            which = self.weights.index(weight)
+            found = 2 * found + which if self.interleaved_gate else found + size * which
         elif letter == "H" and self.interleaved_rope and weight.removesuffix("_norm.scale")[-1] in "qk":
             turned = model.rope_dim or model.head_dim
             first = found[:turned]
             first[:] = np.concatenate([first[::2], first[1::2]])
         return np.pad(found, (0, padded.get(letter, size) - size), constant_values=-1)
+
+    def _sizes(self, model: config.Model) -> Mapping[str, int]:
+        N, K, F = model.heads, model.kv_heads, getattr(model, self.mlp)
+        return {
+            "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": model.head_dim, "F": F, "W": model.embedding_width,
+            "P": model.position_offset + model.context, "R": N + 2 * K, "J": 2 * F, "E": model.experts,
+            "C": model.experts, "1": 1,
+        }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +148,10 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
     if near == far:
         into[...] = values
         return
-    others = [range(size) if axis not in (near, far) else (slice(None),) for axis, size in enumerate(into.shape)]
-    others[near] = [slice(start, start + _NEIGHBOURS) for start in range(0, into.shape[near], _NEIGHBOURS)]
-    for at in itertools.product(*others):
+    cuts: list[Iterable[int | slice]] = [range(size) for size in into.shape]
+    cuts[near] = [slice(start, start + _NEIGHBOURS) for start in range(0, into.shape[near], _NEIGHBOURS)]
+    cuts[far] = [slice(None)]
+    for at in itertools.product(*cuts):
         into[at] = values[at]
 
 
@@ -141,12 +160,3 @@ def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
         return slice(0, 0)
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
     return slice(int(rows[0]), int(rows[-1]) + 1, step) if step > 0 and (np.diff(rows) == step).all() else rows
-
-
-def _sizes(model: config.Model) -> Mapping[str, int]:
-    N, K = model.heads, model.kv_heads
-    return {
-        "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": model.head_dim, "F": model.mlp,
-        "P": model.position_offset + model.context, "R": N + 2 * K, "E": 2 * model.mlp,
-        "W": model.embedding_width,
-    }  # fmt: skip

@@ -1,12 +1,16 @@
 """The names and layouts of each family's tensors, as in transformers' checkpoints."""
 
+from typing import Any
+
 from gspmd_lm.convert.layout import Tensor
 
 
-def _linear(name: str, axes: str, *weights: str, bias: bool = True, **options) -> tuple[Tensor, ...]:
+def _linear(
+    name: str, axes: str, *weights: str, bias: bool = True, biases: tuple[str, ...] = (), **options
+) -> tuple[Tensor, ...]:
     """The tensors of a linear layer: its weight, and its bias, which has the output's axes (the first of `axes`)."""
     output = axes[: axes.index(")") + 1] if axes.startswith("(") else axes.split()[0]
-    biases = tuple(".b".join(weight.rsplit(".w", 1)) for weight in weights)
+    biases = biases or tuple(".b".join(weight.rsplit(".w", 1)) for weight in weights)
     return (
         Tensor(f"{name}.weight", axes, weights, **options),
         *(Tensor(f"{name}.bias", output, biases, **options) for _ in range(bias)),
@@ -28,7 +32,7 @@ def _llama(
     up: str = "up_proj",
     down: str = "down_proj",
     last: str = "norm",
-):
+) -> tuple[Tensor, ...]:
     """Tensors with Llama's names. `fused` says which of qkv and gate_up are one tensor; `out` to `last` rename some.
 
     A family uses the tensors of the weights that its models have.
@@ -45,7 +49,7 @@ def _llama(
         *_linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
         *_linear(f"{mlp}.{up}", "F D", "mlp.w_up"),
     )
-    one_mlp = _linear(f"{mlp}.gate_up_proj", "E D", "mlp.w_gate", "mlp.w_up", bias=False)
+    one_mlp = _linear(f"{mlp}.gate_up_proj", "J D", "mlp.w_gate", "mlp.w_up", bias=False)
     return (
         Tensor("model.embed_tokens.weight", "V D", ("embedding",)),
         *_norm(f"{layer}.input_layernorm", "attention_norm", bias=True),
@@ -74,6 +78,28 @@ def _post_norms(attention: str, mlp: str):
     return (
         *_norm(f"model.layers.{{}}.{attention}", "attention_post_norm"),
         *_norm(f"model.layers.{{}}.{mlp}", "mlp_post_norm"),
+    )
+
+
+def _routed(
+    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate"
+) -> tuple[Tensor, ...]:
+    """A router, and experts with tensors of their own."""
+    of_expert = {"bias": False, "mlp": "expert_width"}
+    return (
+        Tensor(f"{prefix}.{router}.weight", "C D", ("mlp.router",)),
+        *_linear(f"{prefix}.experts.{{expert}}.{gate}", "F D", "mlp.w_gate", **of_expert),
+        *_linear(f"{prefix}.experts.{{expert}}.{up}", "F D", "mlp.w_up", **of_expert),
+        *_linear(f"{prefix}.experts.{{expert}}.{down}", "D F", "mlp.w_down", **of_expert),
+    )
+
+
+def _shared(prefix: str) -> tuple[Tensor, ...]:
+    """The experts that compute every token."""
+    return (
+        *_linear(f"{prefix}.gate_proj", "F D", "mlp.shared.w_gate", bias=False, mlp="shared_mlp"),
+        *_linear(f"{prefix}.up_proj", "F D", "mlp.shared.w_up", bias=False, mlp="shared_mlp"),
+        *_linear(f"{prefix}.down_proj", "D F", "mlp.shared.w_down", bias=False, mlp="shared_mlp"),
     )
 
 
@@ -214,5 +240,32 @@ NEOX = (
     *_norm("gpt_neox.layers.{}.input_layernorm", "attention_norm", bias=True),
     *_norm("gpt_neox.layers.{}.post_attention_layernorm", "mlp_norm", bias=True),
 )
+_MLP, _SPARSE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
+_SINKS = Tensor("model.layers.{}.self_attn.sinks", "N", ("attention.sinks",))
+MIXTRAL = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
+QWEN3_MOE = _llama(more=(*_qk_norm(), *_routed(_MLP)))
+QWEN2_MOE = _llama(more=(*_routed(_MLP), *_shared(f"{_MLP}.shared_expert"),
+                         Tensor(f"{_MLP}.shared_expert_gate.weight", "1 D", ("mlp.shared_gate",))))  # fmt: skip
+OLMOE = _llama(more=(*_qk_norm("(N H)", "(K H)"), *_routed(_MLP)))
+GRANITE_MOE = _llama(
+    more=(
+        Tensor(f"{_SPARSE}.router.layer.weight", "C D", ("mlp.router",)),
+        Tensor(f"{_SPARSE}.input_linear.weight", "E J D", ("mlp.w_gate", "mlp.w_up"), mlp="expert_width"),
+        Tensor(f"{_SPARSE}.output_linear.weight", "E D F", ("mlp.w_down",), mlp="expert_width"),
+        Tensor("model.layers.{}.shared_mlp.input_linear.weight", "J D", ("mlp.shared.w_gate", "mlp.shared.w_up"),
+               mlp="shared_mlp"),
+        Tensor("model.layers.{}.shared_mlp.output_linear.weight", "D F", ("mlp.shared.w_down",), mlp="shared_mlp"),
+    )
+)  # fmt: skip
+_TURNS: dict[str, Any] = {"mlp": "expert_width", "interleaved_gate": True}
+GPT_OSS = _llama(
+    more=(
+        _SINKS, *_linear(f"{_MLP}.router", "C D", "mlp.router", biases=("mlp.router_bias",)),
+        Tensor(f"{_MLP}.experts.gate_up_proj", "E D J", ("mlp.w_gate", "mlp.w_up"), **_TURNS),
+        Tensor(f"{_MLP}.experts.gate_up_proj_bias", "E J", ("mlp.b_gate", "mlp.b_up"), **_TURNS),
+        Tensor(f"{_MLP}.experts.down_proj", "E F D", ("mlp.w_down",), mlp="expert_width"),
+        Tensor(f"{_MLP}.experts.down_proj_bias", "E D", ("mlp.b_down",), mlp="expert_width"),
+    )
+)  # fmt: skip
 INV_FREQ = (r"rotary_emb\.inv_freq$",)
 MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")

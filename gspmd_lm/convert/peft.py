@@ -77,7 +77,7 @@ def _modules(tree: Any, adapters: Any, settings: config.Lora) -> dict[str, list[
             continue
         a, b = (_whole(flat[*module, f"{name}_{part}"]) for part in "ab")
         for i, tensor in enumerate(place.names()):
-            member = (place, a[i], b[i]) if place.stacked else (place, a, b)
+            member = (place, a[i], b[i]) if place.lead else (place, a, b)
             found.setdefault(_module(tensor), []).append(member)
     return dict(sorted(found.items()))
 

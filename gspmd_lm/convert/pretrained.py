@@ -36,30 +36,37 @@ class Place:
     path: str  # "layers.attention.wq"
     weight: str  # within a layer: "attention.wq"
     layers: tuple[int, ...]  # the layers whose weights it holds; () for an array outside the layers
-    stacked: bool  # whether its first dimension is the layers
+    lead: tuple[int, ...]  # the sizes of its first dimensions, along which tensors are stacked: layers, experts
     letters: str  # the letters of its other dimensions: "DNH"
     shape: tuple[int, ...]
     dtype: Any
     tensor: Tensor
 
     def names(self) -> list[str]:
-        """The names of the tensors, one for each layer."""
-        return [self.tensor.name.format(layer) for layer in self.layers] or [self.tensor.name]
+        """The names of the tensors, one for each layer, or for each expert of each layer."""
+        experts = range(self.lead[-1] if "{expert}" in self.tensor.name else 1)
+        return [self.tensor.name.format(layer, expert=e) for layer in self.layers or ("",) for e in experts]
 
 
 def places(row: Family, model: config.Model) -> Any:
     """The tree of a model's parameters, with a Place for each. Raises InputError for one that the family lacks."""
     found = arrays(functools.partial(init, model), DECODER)
-    held = {weight: tensor for tensor in row.tensors if tensor.is_of(model) for weight in tensor.weights}
+    held = {
+        (weight, tensor.has_experts): tensor
+        for tensor in row.tensors
+        if tensor.is_of(model)
+        for weight in tensor.weights
+    }
     lacking = []
 
     def place(leaf: Named, like: Any) -> Place | None:
         weight, layers, stacked = _layers(leaf.path, model)
-        if weight not in held:
+        if not (tensor := held.get((weight, "expert" in leaf.axes))):
             lacking.append(weight)
             return None
-        letters = "".join(LETTERS[axis] for axis in leaf.axes[stacked:])
-        return Place(leaf.path, weight, layers, stacked, letters, like.shape, like.dtype, held[weight])
+        ahead = stacked + ("{expert}" in tensor.name)
+        letters = "".join(LETTERS[axis] for axis in leaf.axes[ahead:])
+        return Place(leaf.path, weight, layers, like.shape[:ahead], letters, like.shape, like.dtype, tensor)
 
     tree = jax.tree.map(place, found.named_params, found.params, is_leaf=lambda leaf: isinstance(leaf, Named))
     if lacking:
@@ -70,12 +77,13 @@ def places(row: Family, model: config.Model) -> Any:
 def _layers(path: str, model: config.Model) -> tuple[str, tuple[int, ...], bool]:
     """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension."""
     head, _, rest = path.partition(".")
-    kinds = len(model.layer_kinds)
-    if head == "layers" and kinds > 1:
-        block, _, rest = rest.partition(".")
-        return rest, tuple(range(int(block.removeprefix("block_")), model.layers - model.layers % kinds, kinds)), True
-    if head == "layers":
-        return rest, tuple(range(model.layers)), True
+    for stack in model.stacks:
+        if head == stack.name:
+            kinds, end, first = len(stack.kinds), stack.first + stack.layers, stack.first
+            if kinds > 1:
+                block, _, rest = rest.partition(".")
+                first += int(block.removeprefix("block_"))
+            return rest, tuple(range(first, end - stack.layers % kinds, kinds)), True
     if head.startswith("layer_"):
         return rest, (int(head.removeprefix("layer_")),), False
     return path, (), False
@@ -124,11 +132,10 @@ class Pretrained:
         rows = tensor.rows(place.weight, place.letters, model)
         shape = tuple(at.stop - at.start for at in index)
         whole = _zeros(shape, place.dtype)
-        names, out = place.names(), whole[None]
-        if place.stacked:
-            names, out, index = names[index[0]], whole, index[1:]
-        for name, layer in zip(names, out, strict=True):
-            self._fill(layer, self.files[name], rows, index, tensor.view(model))
+        ahead = len(place.lead)
+        names = np.array(place.names()).reshape(place.lead)[index[:ahead]]
+        for name, one in zip(names.ravel(), whole.reshape(names.size, *shape[ahead:]), strict=True):
+            self._fill(one, self.files[str(name)], rows, index[ahead:], tensor.view(model))
         return whole
 
     def _fill(self, out: np.ndarray, stored: Stored, rows: AxisOrder, index: tuple[slice, ...], view: tuple[int, ...]):

@@ -38,6 +38,7 @@ class Rope:
     sliding_theta: float = 0.0  # the default of sliding layers' rope_theta; 0: they have that of all layers
     sliding_name: str = ""  # its older field; "": only rope_parameters says it
     original: int = 0  # the default of a field original_max_position_embeddings of its own; 0: the context
+    default: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rope_parameters, if none are given
     older_kinds: tuple[tuple[str, str], ...] = ()  # names of kinds of scaling in older files -> today's names
 
     def read(self, source: Source, values: Values) -> None:
@@ -53,7 +54,7 @@ class Rope:
         newer = source.get(["rope_parameters"])
         if older and newer and older != newer:
             source.refuse("rope_scaling", older, "contradicts rope_parameters")
-        given = older or newer or {}
+        given = older or newer or self.default
         if not isinstance(given, dict):
             source.refuse(name, given, "is not an object")
             return

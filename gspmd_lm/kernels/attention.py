@@ -48,18 +48,19 @@ def attend(
     segments_BT: jax.Array | None,
     cfg: config.Model,
     places_BT: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scale q k) v over earlier positions of the same segment, [B, T, N, H], softmax in float32.
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document;
     None where a row is one text. places_BT: int32, where in its document a token stands, if that is not its place in
-    the row. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward
-    pass needs of its forward pass.
+    the row. sinks_N: logits of nothing, each of which takes a share of its head's softmax. A remat policy that keeps
+    `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
     """
     kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
     if kernel == "xla":
         tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT)
-        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, slopes(cfg), cfg), OUT)
+        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, of_heads(cfg, sinks_N), cfg), OUT)
     local = functools.partial(fused, kernel=kernel, cfg=cfg)
     keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
     return per_device(local, (Q, *keys, *[SEGMENTS for _ in segments]), OUT)(q_BTNH, k_BSKH, v_BSKH, *segments)
@@ -82,8 +83,9 @@ def fused(
 
 
 def attend_to_cache(
-    q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array, cfg: config.Model
-) -> jax.Array:
+    q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array, cfg: config.Model,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Attention of one new token per row, in `slot`, to the slots of the cache that hold its text, [B, 1, N, H].
 
     start_B: int32, the first slot of each row's text.
@@ -91,13 +93,16 @@ def attend_to_cache(
     slots_1S = jnp.arange(k_BSKH.shape[1])[None]
     seen_B1S = _before(slot[None, None], slots_1S, cfg.sliding_window) & (slots_1S >= start_B[:, None])[:, None]
     keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
-    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, slopes(cfg), cfg=cfg), OUT)
+    heads_N = of_heads(cfg, sinks_N)
+    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_N, cfg=cfg), OUT)
 
 
 def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
     """What a config asks for that `kernel` cannot do, or None."""
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
+    if kernel != "xla" and model.attention_sinks:
+        return "model.attention_sinks: true"
     if kernel == "cudnn":
         if segments:
             return "data.packing: documents (it has no segments, only whole rows)"
@@ -122,7 +127,7 @@ def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array
 
 
 def masked(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, slopes_N: jax.Array,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, heads_N: jax.Array,
     cfg: config.Model,
 ) -> jax.Array:  # fmt: skip
     """Attention as XLA compiles it, of some queries to keys before them, [B, T, N, H]."""
@@ -134,12 +139,12 @@ def masked(
     attention = cheap(functools.partial(_xla, cfg=cfg))
     with jax.softmax_custom_jvp(True):  # its derivative needs the weights alone, not also what they are made of
         at_BS = keys.places_BT if rounded else keys.at_BT
-        return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, slopes_N)
+        return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
 
 
-def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, slopes_N, cfg):
+def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
-    scale, bias, slopes_N11 = scores_scale(cfg), None, slopes_N[:, None, None]
+    scale, bias, slopes_N11 = scores_scale(cfg), None, heads_N[:, None, None]
     if cfg.positions == "alibi":
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
         bias = slopes_N11 * distance_BTS[:, None]
@@ -148,16 +153,21 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, slopes_N, cfg):
         bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
         keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
         bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
-    if not cfg.attention_softcap:
+    if not cfg.attention_softcap and not cfg.attention_sinks:
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
-    # Capped scores, which jax.nn.dot_product_attention does not offer.
+    # Capped scores and sinks, which jax.nn.dot_product_attention does not offer.
     q_BTKGH = rearrange(q_BTNH, "B T (K G) H -> B T K G H", K=k_BSKH.shape[2])
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
-    scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
+    if cfg.attention_softcap:
+        scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
     if bias is not None:
         scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=k_BSKH.shape[2])
     masked_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1).astype(q_BTNH.dtype)
+    weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1)
+    if cfg.attention_sinks:  # the share that is left to the keys
+        sinks_KG11 = rearrange(heads_N.astype(jnp.float32), "(K G) -> K G 1 1", K=k_BSKH.shape[2])
+        weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(masked_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
+    weights_BKGTS = weights_BKGTS.astype(q_BTNH.dtype)
     return rearrange(jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH), "B T K G H -> B T (K G) H")
 
 
@@ -166,9 +176,9 @@ def scores_scale(cfg: config.Model) -> float:
     return cfg.query_scale or cfg.head_dim**-0.5
 
 
-def slopes(cfg: config.Model) -> jax.Array:
-    """`alibi_slopes` of a model's heads, and 0 for those of padding."""
-    return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
+def of_heads(cfg: config.Model, sinks_N: jax.Array | None) -> jax.Array:
+    """A number for each head: its sink, or otherwise its slope, which is 0 for heads of padding."""
+    return sinks_N if sinks_N is not None else jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
 
 
 def alibi_slopes(heads: int) -> jax.Array:

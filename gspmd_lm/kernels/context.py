@@ -87,7 +87,7 @@ def permuted(x: jax.Array, over: Split, to: dict[int, int]) -> jax.Array:
 
 def attend(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.Model,
-    interpret: bool = False,
+    sinks_N: jax.Array | None = None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """`attention.attend` to keys and values that are placed as `keys_spec` says.
 
@@ -96,7 +96,7 @@ def attend(
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
     form = context() if over.over else "gather"
     if over.pieces == 1 or q_BTNH.shape[1] == 1:
-        return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT)
+        return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, sinks_N)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
     if form == "ulysses":
         local: Any = functools.partial(_ulysses, **how)
@@ -108,10 +108,11 @@ def attend(
         local = functools.partial(_gather, **how, dealt="places" in batch)
     tokens = [positions_BT] if segments_BT is None else [positions_BT, segments_BT]
     inputs = [HEADS, HEADS, HEADS, HEAD, *(TOKENS for _ in tokens)]
-    return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, attention.slopes(cfg), *tokens), OUT)
+    heads_N = attention.of_heads(cfg, sinks_N)
+    return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_N, *tokens), OUT)
 
 
-def _gather(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, dealt):
+def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, dealt):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
     gather: Any = functools.partial(_whole, over, dealt)
@@ -134,7 +135,7 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *,
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
     queries = Tokens(own_1T, segments and segments[0], None)
     keys = Tokens(jnp.arange(T)[None], segments and segments[1], whole_positions)
-    return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, slopes_N, cfg)
+    return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_N, cfg)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -162,7 +163,7 @@ def _apart(over: Split, dealt: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.Ar
 _whole.defvjp(lambda over, dealt, x: (_whole(over, dealt, x), None), _apart)
 
 
-def _ulysses(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
+def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
     """Attention of a part of a device's heads over the whole sequence."""
 
     def exchanged(x: jax.Array, have: int, want: int) -> jax.Array:
@@ -178,7 +179,7 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, slopes_N, positions_BT, segments_BT=None, *
                                    kernel=kernel, cfg=cfg, interpret=interpret)  # fmt: skip
     else:
         device = jax.lax.axis_index(over.over)
-        own_N = jax.lax.dynamic_index_in_dim(slopes_N.reshape(over.pieces, -1), device, keepdims=False)
+        own_N = jax.lax.dynamic_index_in_dim(heads_N.reshape(over.pieces, -1), device, keepdims=False)
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
         tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
         out_BTNH = attention.masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_N, cfg)

@@ -53,6 +53,7 @@ class Attention(nn.Module):
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
             self.bk = bias(self, "bk", "kv_heads head_dim", (K, H), cfg)
             self.bv = bias(self, "bv", "kv_heads head_dim", (K, H), cfg)
+        self.sinks = bias(self, "sinks", "heads", (N,), cfg) if cfg.attention_sinks else None
         if cfg.attention_out_bias:
             self.bo = bias(self, "bo", "embed", (D,), cfg)
         if cfg.qk_norm and cfg.qk_norm_kind == "shared":
@@ -97,9 +98,9 @@ class Attention(nn.Module):
                 for name, x in (("k", k_BSKH), ("v", v_BSKH))
             )
         if cache and q.shape[1] == 1:
-            out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg)
+            out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, self.sinks)
         else:
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, self.sinks)
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
         y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)

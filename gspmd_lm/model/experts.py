@@ -1,6 +1,7 @@
 """A mixture of experts: each token is computed by the few experts that its router chooses."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
 from gspmd_lm.dispatch import mixed, per_token
-from gspmd_lm.model.layers import ACTIVATIONS, Mlp
+from gspmd_lm.model.layers import Mlp, activated
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.placing import like, shard
 from gspmd_lm.products import einsum
@@ -74,12 +75,10 @@ class Experts(nn.Module):
         if cfg.capacity_factor:
             chosen_BTk = jnp.where(_within(at_BTkC, self.capacity(chosen_BTk.shape[1])), chosen_BTk, cfg.experts)
 
-        def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
-            return math.prod(rest, start=ACTIVATIONS[cfg.activation](first))
-
+        hidden = functools.partial(activated, cfg)
         most = self.capacity(chosen_BTk.shape[1]) if cfg.capacity_factor else 0
         inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
-        y_BTD = mixed(x_BTD, chosen_BTk, cfg.expert_scale * weights_BTk, inward, down, activated, most)
+        y_BTD = mixed(x_BTD, chosen_BTk, cfg.expert_scale * weights_BTk, inward, down, hidden, most)
         if cfg.shared_mlp:
             shared_BTD = self.shared(x_BTD)
             if cfg.shared_gate:

@@ -1,6 +1,7 @@
 """The parts of a block: norms, MLP, dropout and rotary positions."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,17 @@ class Norm(nn.Module):
         return normalized(x, scale, shift)
 
 
+def activated(cfg: config.Model, first: jax.Array, *rest: jax.Array) -> jax.Array:
+    """The hidden layer of an MLP, from x w_gate and x w_up, or from x w_up alone."""
+    if cfg.mlp_limit:
+        first, rest = jnp.minimum(first, cfg.mlp_limit), tuple(jnp.clip(x, -cfg.mlp_limit, cfg.mlp_limit) for x in rest)
+    if cfg.mlp_up_offset:
+        rest = tuple(x + jnp.asarray(cfg.mlp_up_offset, x.dtype) for x in rest)
+    slope = cfg.activation_slope
+    gated = ACTIVATIONS[cfg.activation](first) if slope == 1 else first * jax.nn.sigmoid(slope * first)
+    return math.prod(rest, start=gated)
+
+
 class Mlp(nn.Module):
     """A gated or plain feed-forward network."""
 
@@ -87,11 +99,8 @@ class Mlp(nn.Module):
         if cfg.mlp_bias:
             in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
-        @cheap
-        def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
-            return math.prod(rest, start=ACTIVATIONS[cfg.activation](first))
-
-        hidden_BTF = shard(activated(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
+        hidden = cheap(functools.partial(activated, cfg))
+        hidden_BTF = shard(hidden(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
         y_BTD = project("BTF,FD->BTD", hidden_BTF, self.w_down)
         return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
 

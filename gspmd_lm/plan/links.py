@@ -71,8 +71,8 @@ class Links:
             pieces = len(groups[axes][0])
             seconds = times * network.time_s("all-gather", size_bytes * pieces / (pieces - 1), groups[axes])
             total_s += seconds
-            if what == "activations":
-                _add(parts[3], surely[3], axes, seconds, waiting)
+            if what in ("activations", "keys"):
+                _add(parts[3], surely[3], axes, seconds, waiting if what == "activations" else 0.0)
             elif not looped:
                 exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
             elif what == "weights":
@@ -138,7 +138,7 @@ def _together(moves: Iterable[Move]) -> Iterable[tuple[str, str, int, bool, floa
     """
     joined: dict[tuple[str, str, int, bool], float] = collections.defaultdict(float)
     for move in moves:
-        if move.what == "activations":
+        if move.what in ("activations", "keys"):
             yield move.what, move.axes, move.times, move.looped, move.bytes
         else:
             joined[move.what, move.axes, move.times, move.looped] += move.bytes

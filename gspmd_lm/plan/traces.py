@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from gspmd_lm import arrays as model_arrays
 from gspmd_lm import placement
 from gspmd_lm.arrays import pairs
 from gspmd_lm.config import Config
@@ -70,9 +69,7 @@ class Traces:
         noted = self._noted(trace, rules)
         found = placement.problems(rules, params, noted, optimizer)
         if isinstance(self.config, Config):
-            data = self.config.data
-            segments = data.packing == "documents"
-            found += model_arrays.attention_problems(self.config, rules, platform, data.seq, segments)
+            found += state.config_problems(self.config, rules, platform)
         return [problem for problem in found if not problem.warning]
 
     def _noted(self, trace: Trace, rules: Rules) -> Recorder:

@@ -90,9 +90,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
             )
         )
     if isinstance(task.config, Config):
-        data = task.config.data
-        more += attention_problems(task.config, rules, platform, data.seq, segments=data.packing == "documents")
-        more += [*experts_problems(task.config, rules), *_balance_problems(task.config, rules)]
+        more += config_problems(task.config, rules, platform)
     named = recorded(config, found, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform], "context": rules.context}
     for key, value in chosen.items():
@@ -100,6 +98,13 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
             message = f"{key}: the model does not use this key, so the key has no effect"
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
     return found, model_arrays.checked(found, rules, [named], more)
+
+
+def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
+    """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
+    segments = config.data.packing == "documents"
+    found = attention_problems(config, rules, platform, config.data.seq, segments=segments)
+    return [*found, *experts_problems(config, rules), *_balance_problems(config, rules)]
 
 
 def _balance_problems(config: Config, rules: Rules) -> list[Problem]:

@@ -21,7 +21,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ _WIDTHS = _SMALL | {
 _GPT2 = _SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 96}
 _NEOX = _LLAMA | {"hidden_size": 64}
 _GLM = _LLAMA | {"hidden_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+_EXPERTS = _LLAMA | {"num_key_value_heads": 4, "intermediate_size": 48, "num_experts_per_tok": 2}
 # Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
 # are not hidden_size / heads, few key heads, caps that are reached.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -153,19 +154,49 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("llama", _LLAMA | {
         "num_key_value_heads": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }),
+    "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", _EXPERTS | {
+        "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_hidden_layers": 3,
+        "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 6,
+    }),
+    "qwen3-moe": ("qwen3_moe", _EXPERTS | {
+        "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True,
+    }),
+    "olmoe": ("olmoe", _EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granite-moe": ("granitemoe", _EXPERTS | {
+        "num_local_experts": 8, "embedding_multiplier": 6.0, "residual_multiplier": 0.22, "logits_scaling": 0.75,
+        "attention_multiplier": 0.4, "tie_word_embeddings": True,
+    }),
+    "granite-moe-shared": ("granitemoeshared", _EXPERTS | {"num_local_experts": 8, "shared_intermediate_size": 40}),
+    "gpt-oss": ("gpt_oss", _EXPERTS | {
+        "num_local_experts": 8, "num_hidden_layers": 3, "head_dim": 8, "sliding_window": 6, "swiglu_limit": 1.5,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 4.0,
+            "beta_slow": 1.0, "truncate": False,
+        },
+    }),
     "opt-350m": ("opt", _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
     "opt-no-last-norm": ("opt", _WIDTHS | {"ffn_dim": 64, "_remove_final_layer_norm": True}),
 }  # fmt: skip
 
 
 FIRST = list(CASES)[: list(CASES).index("granite")]
+# Cases that are much like others: `pytest -m slow` has all of the first ones, and the longer tests of the second ones.
+ALIKE = ("qwen3-moe", "olmoe", "granite-moe-shared", "opt-no-last-norm")
+NEARLY = (*ALIKE, "qwen2-moe", "granite-moe")
 
 
 def cases() -> list[Any]:
-    """All cases, for a test that takes long: the default run has the first, `pytest -m parity` has the others."""
+    """All cases, for a test that takes long: the default run has the first, `pytest -m parity` has most others."""
+    return [*FIRST, *marked([name for name in CASES if name not in FIRST], NEARLY, "parity")]
+
+
+def marked(names: Sequence[str], slow: Sequence[str], otherwise: str = "") -> list[Any]:
+    """Cases, those in `slow` for `pytest -m slow`, the others with another mark."""
     import pytest
 
-    return [*FIRST, *(pytest.param(name, marks=pytest.mark.parity) for name in CASES if name not in FIRST)]
+    others = [getattr(pytest.mark, otherwise)] if otherwise else []
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else others) for name in names]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,13 +384,23 @@ def compute(name: str) -> Golden:
 def on_disk(
     model: Any, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The gradients by the names of the tensors on disk, which is where a parameter has the same values."""
-    values = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
-    found = {}
-    for tensor, array in weights.items():
-        name = next(name for name, value in values.items() if np.array_equal(value, array))
-        found[tensor] = gradients[name]
-    return found
+    """The gradients by the names of the tensors on disk, which is where a parameter, or a part of it, has the same
+    values."""
+    parts = [
+        (value, gradient)
+        for name, parameter in model.named_parameters()
+        for value, gradient in zip(_parts(parameter.detach().numpy()), _parts(gradients[name]), strict=True)
+    ]
+    return {
+        tensor: next(gradient for value, gradient in parts if np.array_equal(value, array))
+        for tensor, array in weights.items()
+    }
+
+
+def _parts(array: np.ndarray) -> list[np.ndarray]:
+    """An array and, if it is of several experts, that of each of them, and the halves of each, for gate and up."""
+    experts = list(array) if array.ndim == 3 else []
+    return [array, *experts, *(half for expert in experts for half in np.split(expert, 2))]
 
 
 def main(names: list[str]) -> None:

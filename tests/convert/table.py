@@ -2,7 +2,8 @@
 
 pytest tests/convert tests/infer/test_references.py --junit-xml=default.xml
 pytest -m parity --junit-xml=parity.xml
-python -m tests.convert.table default.xml parity.xml
+pytest -m slow tests/convert tests/infer/test_references.py --junit-xml=slow.xml
+python -m tests.convert.table default.xml parity.xml slow.xml
 """
 
 import re

@@ -152,6 +152,50 @@ PUBLISHED = {
         },
         {"position_offset": 2, "activation": "relu", "mlp_bias": True, "qkv_bias": True, "norm_eps": 1e-5},
     ),
+    "mixtral": (
+        {
+            "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu",
+            "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+            "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+            "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+        {"experts": 8, "experts_per_token": 2, "normalized_weights": True, "mlp": 14336, "expert_mlp": 0},
+    ),
+    "qwen3-moe": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+            "max_position_embeddings": 40960, "max_window_layers": 94, "mlp_only_layers": [],
+            "model_type": "qwen3_moe", "moe_intermediate_size": 1536, "norm_topk_prob": True,
+            "num_attention_heads": 64, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 94,
+            "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+            "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {"experts": 128, "experts_per_token": 8, "expert_mlp": 1536, "qk_norm": True, "sliding_window": 0},
+    ),
+    "gpt-oss": (
+        {
+            "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+            "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 18, "max_position_embeddings": 131072,
+            "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 36,
+            "num_key_value_heads": 8, "num_local_experts": 128, "output_router_logits": False, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                "rope_type": "yarn", "truncate": False,
+            },
+            "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+            "tie_word_embeddings": False, "vocab_size": 201088,
+        },
+        {
+            "experts": 128, "experts_per_token": 4, "attention_sinks": True, "mlp_limit": 7.0, "mlp_up_offset": 1.0,
+            "activation_slope": 1.702, "router_bias": True, "mlp_bias": True, "sliding_window": 128,
+            "layer_pattern": ("sliding", "full"),
+        },
+    ),
     "opt-350m": (
         {
             "_remove_final_layer_norm": False, "activation_function": "relu", "architectures": ["OPTForCausalLM"],
@@ -422,6 +466,8 @@ DEFAULTS = {
     "qwen2": (1e-6, 1e4, False, "silu", 128), "qwen3": (1e-6, 1e4, False, "silu", 128),
     "gemma": (1e-6, 1e4, True, "gelu_tanh", 256), "gemma2": (1e-6, 1e4, True, "gelu_tanh", 256),
     "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
+    "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
+    "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),
@@ -570,6 +616,9 @@ def test_a_field_that_cannot_be_had(changed, said):
         ("gemma-3", {"use_bidirectional_attention": True}, "lets tokens see later ones"),
         ("gemma-3", {"layer_types": ["full_attention"] * 3}, "layer_types"),
         ("gpt-j", {"rotary_dim": None}, "rotary_dim"),
+        ("qwen3-moe", {"mlp_only_layers": [3]}, "mlp_only_layers: [3] are not the first layers"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: 2 alternates layers"),
+        ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to experts=8"),
         ("mistral-0.1", {"layer_types": ["full_attention"] * 32}, "does not fit sliding_window"),
     ],
 )
@@ -580,7 +629,7 @@ def test_a_field_of_a_family_that_cannot_be_had(name, changed, said):
 def test_all_problems_are_listed_at_once():
     message = refused(LLAMA31 | {"hidden_act": "x", "vocab_size": None, "alibi": True, "num_experts": 8})
     assert "config.json: 4 problems" in message
-    for name in ("hidden_act", "vocab_size", "alibi", "num_experts: experts are not supported"):
+    for name in ("hidden_act", "vocab_size", "alibi", "num_experts: experts, which this family"):
         assert f"\n  {name}" in message
 
 
@@ -591,7 +640,7 @@ def test_a_family_that_is_left_out(kind):
 
 def test_a_family_that_is_not_known():
     assert "'GPT-NeoX' is not a supported family (did you mean gpt_neox?)" in refused({"model_type": "GPT-NeoX"})
-    for other in ("mpt", "mamba", "qwen", "ministral3", "gpt_oss", "gemma4", "lama"):  # most are families of their own
+    for other in ("mpt", "mamba", "qwen", "ministral3", "dbrx", "gemma4", "lama"):  # most are families of their own
         assert f"{other!r} is not a supported family\n" in refused({"model_type": other})
     assert "no model_type\n  fix   one of llama, mistral" in refused({})
     assert model_of({**LLAMA31, "model_type": None}) == model_of(LLAMA31)  # by its class

@@ -8,10 +8,10 @@ from gspmd_lm.convert import export
 from tests.convert import ours, references
 from tests.convert import test_architecture as published
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # what torch and transformers warn of is theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
 
 
-@pytest.fixture(scope="module", params=list(references.CASES))
+@pytest.fixture(scope="module", params=references.marked(list(references.CASES), references.ALIKE, "parity"))
 def case(request, tmp_path_factory):
     """A golden file, and the model of transformers that it was made from, with its folder."""
     golden = references.load(request.param)
@@ -61,6 +61,7 @@ def test_all_gradients(case, computed, tmp_path):
         assert np.linalg.norm(written[name] - want) <= 1e-3 * np.linalg.norm(want) + nothing, name
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("name", published.PUBLISHED)
 def test_defaults_are_those_of_transformers(name):
     import transformers

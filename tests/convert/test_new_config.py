@@ -37,9 +37,18 @@ def test_the_tokenizer_is_the_folders_and_overrides_come_last(folder):
     assert (found.model.layers, found.data.tokenizer) == (3, "bytes")
 
 
-@pytest.mark.parametrize(("name", "count"), [("llama-3.1", 8_030_261_248), ("falcon-40b", 41_303_293_952)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama-3.1", 8_030_261_248),
+        ("falcon-40b", 41_303_293_952),
+        ("qwen3-moe", 235_093_634_560),
+        ("gpt-oss", 116_829_156_672),
+    ],
+)
 def test_the_parameters_of_a_published_model_are_counted(name, count, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0]))
+    of_weights = {"quantization_config": {"quant_method": "mxfp4"}}  # which are not read
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0] | of_weights))
     config = given.load_config(str(tmp_path))
     found, _ = state.checked(config, rules_file.load("fsdp8").fill(8), "cpu")
     assert found.parameter_count == count

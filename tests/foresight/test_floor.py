@@ -217,3 +217,45 @@ def test_of_a_mixture_only_the_chosen_experts_count():
     layer, experts = 2 * HEADS + 2 * KV, L * MLP * 3
     assert found.active_count(model) == 2 * 32000 * D + L * (layer + 8 * D + 2 * D) + D + 2 * experts
     assert found.active_count(model, trained=True) == found.active_count(model)
+
+
+CONTEXT = {"mesh": {"context": 8}, "rules": {"seq": "context"}, "remat": "none"}
+
+
+def test_a_split_sequence_gathers_keys_or_passes_them_or_exchanges_heads(floor_of):
+    """Of one layer: what attention sends beside the sums of gradients, which all forms have in common."""
+    key_bytes = 2 * 2 * TOKENS * 8 * 128  # keys and values in bfloat16
+    head_bytes = 2 * TOKENS * (32 + 8 + 8 + 32) * 128  # q, k, v and the result
+
+    def sent(form, remat="none"):
+        rules = rules_file.from_dict({**CONTEXT, "context": form, "remat": remat}, "here.yaml")
+        return floor_of(rules).communication_by_axis["context"]
+
+    gathered, again = sent("gather"), sent("gather", "block")
+    passed, exchanged = L * 7 / 8 * key_bytes, L * 7 / 8 * head_bytes / 8
+    assert again - gathered == pytest.approx(passed)  # gathered once more for what is computed again
+    assert sent("ring") == pytest.approx(again)  # a ring goes round again in any case
+    assert sent("ulysses") == pytest.approx(gathered - 2 * passed + 2 * exchanged)
+    assert sent("ulysses", "block") == pytest.approx(gathered - 2 * passed + 3 * exchanged)
+
+
+def test_tokens_travel_to_their_experts_and_back():
+    """Twice each way in a step, 2 experts of 8 for each token, and once more there for what is computed again."""
+    config = configs.load("mixtral_8x7b", ["data.batch=8", "model.layers=2"])
+    arrays = state.arrays(config)
+
+    def moves(**more):
+        raw = {"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}, **more}
+        rules = rules_file.from_dict(raw, "here.yaml").fill(8)
+        found = traced(config, rules, arrays)
+        sent = floor(config, rules, arrays, None, found).communication_by_axis["expert"]
+        assert least_flops(config, rules, arrays, found) > 0
+        return sent
+
+    rows = 8 * 4096 * 2  # of all devices, those of each token's experts
+    one_way = 2 * 7 / 8 * rows * 4096 * 2 / 8  # of both layers, in bfloat16
+    assert moves(remat="block") - moves() == pytest.approx(one_way, rel=1e-6)
+    assert moves(remat={"save": ["dispatched"]}) == pytest.approx(moves())
+    whole = {"rules": {"batch": "expert"}}  # no axis of experts: their gradients are summed instead
+    experts = 2 * 3 * 8 * 4096 * 14336
+    assert moves(**whole) - moves() == pytest.approx(2 * 7 / 8 * 2 * experts - 4 * one_way, rel=1e-3)

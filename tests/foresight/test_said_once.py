@@ -13,7 +13,7 @@ from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, memory_bytes
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer import programs
-from gspmd_lm.rules import ShardingError
+from gspmd_lm.rules import CONTEXTS, ShardingError
 from gspmd_lm.train import state
 
 BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}
@@ -35,6 +35,9 @@ FAMILIES = {
                "logit_scale": 0.25, "residual_scale": 0.2, "activation": "relu2"},
     "opt": {"pre_norms": False, "sum_norms": True, "final_norm": False, "embedding_width": 24, "norm": "layernorm",
             "tied_embeddings": True, "mlp_kind": "plain", "positions": "learned", **BIASES},
+    "mixtral": {"experts": 8, "experts_per_token": 2, "kv_heads": 2, "balance": "batch"},
+    "qwen2_moe": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "shared_gate": True, "dense_layers": 1,
+                  "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
 }  # fmt: skip
 
@@ -60,7 +63,7 @@ def test_every_array_of_every_family_is_known(small, family, layout):
     modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
     assert len(modules) >= 2 and all(found.around(modules=names) for names in modules)
     for product in found.products:
-        assert product.x.placed and product.y and product.y.placed, product.node.name
+        assert product.x.placed and (product.group or (product.y and product.y.placed)), product.node.name
     for node in found.activations:
         assert found.made_from(node.placed.array) or node.placed.array == "tokens"
     assert floor(config, rules, arrays, None, found).communication_bytes > 0
@@ -148,6 +151,35 @@ def test_a_sum_over_more_than_its_name_says_has_the_rows_of_both(small):
     step = types.SimpleNamespace(config=small(), rules=rules)
     (one,) = collectives_of(step, program(body), simulated(rules))
     assert one.mesh_axes == ("data", "context") and one.rules == ("rules.batch", "rules.seq")
+
+
+def mixed(form):
+    """Tokens that travel to experts; with a form, of a split sequence."""
+    raw = {"mesh": {"data": 2, "expert": 4}, "remat": "block",
+           "rules": {"batch": ["data", "expert"], "expert": "expert"}}  # fmt: skip
+    if form:
+        raw["rules"]["seq"], raw["context"], raw["mesh"] = "context", form, {"data": 2, "expert": 2, "context": 2}
+    return rules_file.from_dict(raw, "here.yaml")
+
+
+@pytest.mark.parametrize("form", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in CONTEXTS)])
+def test_a_mixture_names_its_rows(small, moved_by, form):
+    """Those of tokens that travel to experts, and of a split sequence; and the floor is not beaten."""
+    config, rules = small(**FAMILIES["mixtral"]), mixed(form)
+    moved = moved_by(config, rules)
+    assert all(one.rules and one.op != "step" for one in moved)
+    for one in moved:
+        causes = {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes}
+        assert causes >= {*one.mesh_axes}, one
+    travels = [one for one in moved if one.mesh_axes == ("expert",) and one.op == "layers.mlp" and one.dtype == "f32"]
+    assert travels and all({"rules.batch", "rules.expert"} <= {*one.rules} for one in travels)
+    kind = {"ring": "collective-permute", "gather": "all-gather", "ulysses": "all-to-all", "": ""}[form]
+    keys = [one for one in moved if one.op.startswith("layers.attention") and one.kind == kind
+            and one.phase == "forward" and one.mesh_axes == ("context",)]  # fmt: skip
+    assert bool(keys) == bool(form) and all(one.rules == ("rules.seq",) for one in keys)
+    found, arrays = traced(config, rules.fill(8))
+    sent = sum(one.bytes_per_device_per_step for one in moved)
+    assert floor(config, rules.fill(8), arrays, None, found).communication_bytes <= sent
 
 
 NORMS = ("attention_post_norm", "mlp_post_norm", "embedding_norm", "attention_norm", "mlp_norm", "final_norm")

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.foresight.cost import attention, prices
 from gspmd_lm.foresight.floor import counted, floor
@@ -182,3 +183,19 @@ def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
     tensor = of({"mesh": {"tensor": 8}, "rules": {"mixed": "tensor"}})
     stream_bytes = 4 * 32 * 16 * 32
     assert tensor.sent_by_axis["tensor"] == pytest.approx(4 * 2 * 2 * 7 / 8 * stream_bytes, rel=0.01)
+
+
+def test_a_ring_hides_what_gathered_keys_wait_for_and_context_beats_tensor_where_sequences_are_long():
+    """The known directions, Llama 3 8B with 128k tokens on 64 chips."""
+    config, where = configs.load("llama3_8b_128k"), targets.parse("v5p:4x4x4")
+    traces = Traces(config)
+    pricer, fixed = Pricer(config, where, traces), {"attention": {"tpu": "splash"}, "remat": "block"}
+    split = {"mesh": {"fsdp": 8, "context": 8}, "rules": {"batch": "fsdp", "seq": "context"},
+             "weights": {"embed": ["fsdp", "context"]}}  # fmt: skip
+    tensor = {"mesh": {"fsdp": 8, "tensor": 8}, "weights": {"embed": "fsdp"}, "rules": {
+        "batch": "fsdp", **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "residual.seq"), "tensor")}}  # fmt: skip
+
+    def seconds(raw):
+        return pricer.price(rules_file.from_dict({**raw, **fixed}, "here").fill(64)).step_time_s
+
+    assert seconds({**split, "context": "ring"}) < seconds({**split, "context": "gather"}) < seconds(tensor)

@@ -8,12 +8,13 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.plan import space
 from gspmd_lm.plan.space import candidates, describe
 from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
 
 # What a rules file may say and a plan may choose. Options of a compiler are left alone.
-CHOSEN = {"mesh", "dcn", "rules", "weights", "optimizer", "remat", "microbatches", "attention"}
+CHOSEN = {"mesh", "dcn", "rules", "weights", "optimizer", "remat", "microbatches", "attention", "context"}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,28 @@ def test_what_is_split_is_asked_of_the_model(space_of, llama):
     roles = space_of(llama, "h100:8").roles
     assert (roles.rows, roles.width, roles.between) == ("batch", ("embed",), ("residual.seq",))
     assert set(roles.hidden) == {"mlp", "heads", "kv_heads", "vocab"}
+
+
+def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monkeypatch):
+    monkeypatch.setattr(space, "LONG", 16)
+    monkeypatch.setattr(space, "LEAST_POSITIONS", 4)
+    config = small(compute_dtype="bfloat16", experts=4, experts_per_token=2, balance="batch", kv_heads=2)
+    of = space_of(config, "cpu:4")
+    assert (of.roles.groups, of.roles.sequence) == (("expert",), ("seq",))
+    assert "scores" not in of.roles.hidden and "expert" not in of.roles.hidden
+    found = list(of)
+    assert len(set(map(describe, found))) == len(found)
+    split = [raw for raw in found if "expert" in raw["mesh"]]
+    assert {raw["mesh"]["expert"] for raw in split} == {2, 4}
+    for raw in split:
+        assert raw["rules"]["expert"] == "expert" and "expert" in raw["rules"]["batch"]
+    forms = {(raw["mesh"]["context"], raw["context"]) for raw in found if "context" in raw}
+    assert forms >= {(2, "gather"), (4, "gather"), (2, "ring"), (4, "ring"), (2, "ulysses")}
+    assert all(raw["rules"]["seq"] == "context" for raw in found if "context" in raw)
+    assert any("expert" in raw["mesh"] and "context" in raw["mesh"] for raw in found)
+    assert not any(raw.get("microbatches", 1) > 1 for raw in found)  # experts are balanced over the whole batch
+    for raw in found[::97]:
+        state.checked(config, rules_file.from_dict(raw, "plan").fill(4), "cpu")
 
 
 def test_the_batch_is_divided_and_so_are_its_microbatches(found):

@@ -42,7 +42,7 @@ def without(place: Place, *axes: str) -> set[str]:
 class Move(NamedTuple):
     """What one device sends again and again in a step."""
 
-    what: str  # weights, gradients or activations
+    what: str  # weights, gradients, activations, or keys that go round beside attention
     axes: str  # mesh axes: fsdp, or fsdp+tensor
     bytes: float  # sent each time
     times: int  # in a step

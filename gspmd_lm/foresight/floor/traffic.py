@@ -169,11 +169,11 @@ class Traffic(Moves):
             for _ in range(2 + again):  # heads for tokens, their gradients, and what is computed again
                 self.move(size_bytes, {**y, "seq": x["seq"]}, apart, times=times)
         elif apart_queries:  # each query reads all keys; their gradients come from everywhere
-            whole = {**y, "seq": ()}
-            self.move(size_bytes, have, whole, over_shared, times)
-            self.move(size_bytes, whole, {**y, "seq": x["seq"]}, apart_queries, times)
+            whole, what = {**y, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
+            self.move(size_bytes, have, whole, over_shared, times, what)
+            self.move(size_bytes, whole, {**y, "seq": x["seq"]}, apart_queries, times, what)
             if again or self.rules.context == "ring":
-                self.move(size_bytes, {**whole, "seq": x["seq"]}, whole, times=times)
+                self.move(size_bytes, {**whole, "seq": x["seq"]}, whole, (), times, what)
         else:
             self.move(size_bytes, have, y, over_shared, times)
         matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)

@@ -1,0 +1,104 @@
+"""The families with experts. Their attention is that of families without."""
+
+from gspmd_lm.convert.family import (
+    ATTENTION_BIAS,
+    EPS,
+    HEAD_DIM,
+    LLAMA_SIZES,
+    NO_HEAD_DIM,
+    SILU,
+    UNTIED,
+    Family,
+)
+from gspmd_lm.convert.fields import Always, DenseLayers, Divisor, Only, QueryScale, Same, Switch
+from gspmd_lm.convert.layer_kinds import LayerTypes, Window
+from gspmd_lm.convert.names import GPT_OSS, GRANITE_MOE, INV_FREQ, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from gspmd_lm.convert.rope import Rope
+
+# How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
+_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+_SUM_TO_ONE = Switch("norm_topk_prob", ("normalized_weights",), False)
+_EPS_5 = Same("rms_norm_eps", "norm_eps", 1e-5)
+_GRANITE = (
+    *LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED,
+    Same("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
+    Same("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
+    Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
+)  # fmt: skip
+
+
+def _every_second(source):
+    return lambda i: i % 2 == 0
+
+
+def _first_every_second(source):
+    first = source.whole(["max_window_layers"], 28, 0)
+    return lambda i: i % 2 == 0 and i < first
+
+
+EXPERT_FAMILIES = (
+    Family(
+        "Mixtral", "mixtral", "MixtralForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(1e6), SILU, Window(None), UNTIED,
+            Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
+        ),
+        MIXTRAL, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, Switch("qkv_bias", ("qkv_bias",), True), UNTIED,
+            LayerTypes(4096, _first_every_second, "use_sliding_window"),
+            Same("num_experts num_local_experts", "experts", 60), Same("num_experts_per_tok", "experts_per_token", 4),
+            Same("moe_intermediate_size", "expert_mlp", 1408),
+            Same("shared_expert_intermediate_size", "shared_mlp", 5632), Always("shared_gate", True), _SUM_TO_ONE,
+            DenseLayers(),
+        ),
+        QWEN2_MOE, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Always("qk_norm", True), ATTENTION_BIAS, UNTIED,
+            Window(4096, "use_sliding_window"),
+            Same("num_experts num_local_experts", "experts", 128), Same("num_experts_per_tok", "experts_per_token", 8),
+            Same("moe_intermediate_size", "expert_mlp", 768), _SUM_TO_ONE, DenseLayers(),
+        ),
+        QWEN3_MOE, INV_FREQ, (*_TRAINING, "max_window_layers"),
+    ),
+    Family(
+        "OLMoE", "olmoe", "OlmoeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, _EPS_5, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, Always("qk_norm", True),
+            Always("qk_norm_kind", "joint"), Same("num_experts num_local_experts", "experts", 64),
+            Same("num_experts_per_tok", "experts_per_token", 8), _SUM_TO_ONE,
+            Only("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
+        ),
+        OLMOE, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "Granite-MoE", "granitemoe", "GraniteMoeForCausalLM", "model.", _GRANITE, GRANITE_MOE, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "Granite-MoE, shared", "granitemoeshared", "GraniteMoeSharedForCausalLM", "model.",
+        (*_GRANITE, Same("shared_intermediate_size", "shared_mlp")), GRANITE_MOE, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "gpt-oss", "gpt_oss", "GptOssForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, _EPS_5, Same("head_dim", "head_dim", 64), UNTIED,
+            Rope(150000.0, default={
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }),
+            Switch("attention_bias", ("qkv_bias", "attention_out_bias"), True), LayerTypes(128, _every_second),
+            Always("attention_sinks", True), Always("mlp_bias", True), Always("router_bias", True),
+            Always("mlp_up_offset", 1.0), Same("swiglu_alpha", "activation_slope", 1.702),
+            Same("swiglu_limit", "mlp_limit", 7.0), Same("num_local_experts num_experts", "experts", 128),
+            Same("num_experts_per_tok experts_per_token", "experts_per_token", 4),
+        ),
+        # hidden_act says silu and is not read by transformers; initial_context_length is also in rope_scaling.
+        GPT_OSS, INV_FREQ, (*_TRAINING, "hidden_act", "initial_context_length"),
+    ),
+)  # fmt: skip
