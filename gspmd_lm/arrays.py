@@ -214,6 +214,12 @@ def experts_problems(config: Config, rules: Rules) -> list[Problem]:
         message = f"experts: expert would be split over {there}, which splits tokens, and {not_there}, which does not"
         fix = f"--set rules.{row.key}={there}, so that tokens travel"
         found.append(Problem(message, row.place, fix, f"--set rules.{row.key}={not_there}, so that none does"))
+    if model.capacity_factor and (over := split_sequence(rules)):
+        message = "model.capacity_factor: an expert computes the first tokens of a row, and no device has all of a row"
+        seq = rules.row("rules", "block_input", "seq")
+        place = seq.place if seq else rules.path
+        fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
+        found.append(Problem(message, place, fix))
     return found
 
 

@@ -70,15 +70,15 @@ ACTIVATIONS = {
     "attention_out": "output of attention, before wo",
     "hidden": "output of the MLP's activation, before w_down",
     "routing": "the logits of a router",
-    "dispatched": "tokens, sorted by the experts that compute them, where those experts are",
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "cache": "keys and values of the tokens so far, kept while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
-# Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone.
+# Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
+# `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = ("tokens", "embedded", "logits", "cache", "low_rank")
-IN_BLOCKS = ("layer_input", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
+IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,
     weights=WEIGHTS,

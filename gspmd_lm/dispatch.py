@@ -209,7 +209,8 @@ def _reduced(weight: Weight, over: Split, addends: jax.Array) -> jax.Array:
     with scope("of", weight.path):
         if over.pieces == 1:
             return gradient(addends[0], weight)
-        return gradient(Partial((Addends(addends, Sum(over, (f"{TOKENS}.batch",))),)), weight)
+        axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
+        return gradient(Partial((Addends(addends, Sum(over, tuple(axes))),)), weight)
 
 
 def _x(how: _How) -> tuple[tuple[str, ...], ...]:

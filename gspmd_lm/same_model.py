@@ -37,7 +37,8 @@ _DEFAULTS = {
 
 def facts(model: Model) -> dict[str, Any]:
     """The fields of a model that decide its weights, as plain values."""
-    return {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
+    found = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
+    return found | {"balance": model.balance if model.balance == "bias" else "none"}  # a loss adds no weights
 
 
 def check(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:

@@ -607,24 +607,36 @@ OTHER = {
     "attention_out_bias": True, "mlp_bias": True, "unembedding_bias": True, "tied_embeddings": True,
     "sum_norms": True, "final_norm": False, "embedding_width": 16, "pre_norms": False, "residual_scale": 0.5,
     "qk_norm_kind": "per_head", "logit_scale": 0.5,
-    "attention_softcap": 5.0, "logit_softcap": 3.0, "lora": config.Lora(targets=("wq",)),
+    "attention_softcap": 5.0, "logit_softcap": 3.0, "lora": config.Lora(targets=("wq",)), "attention_sinks": True,
+    "activation_slope": 1.7, "mlp_limit": 7.0, "mlp_up_offset": 1.0, "experts": 16, "experts_per_token": 3,
+    "expert_mlp": 48, "shared_mlp": 32, "shared_gate": True, "dense_layers": 1, "routing": "sigmoid",
+    "normalized_weights": False, "expert_scale": 2.0, "expert_groups": 4, "groups_per_token": 2, "router_bias": True,
+    "balance": "bias",
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
-    "weight_dtype": "bfloat16", "matmul_precision": "default",
+    "weight_dtype": "bfloat16", "matmul_precision": "default", "balance_weight": 0.1, "balance_rate": 0.1,
+    "router_z_loss": 0.1, "capacity_factor": 2.0,
 }  # fmt: skip
+OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized")
+MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "expert_groups": 2}
 
 
 def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.Model))
-    base, weights = small(), {"params": {"w": jnp.ones(3)}}
-    with checkpoint.of_run(tmp_path, base) as checkpoints:
-        checkpoints.save(1, weights, {})
-    for name, value in (OTHER | SAME).items():
+    weights = {"params": {"w": jnp.ones(3)}}
+    dense, mixture = small(), small(**MIXTURE)
+    for folder, base in (("dense", dense), ("mixture", mixture)):
+        with checkpoint.of_run(tmp_path / folder, base) as checkpoints:
+            checkpoints.save(1, weights, {})
+    every = [*(OTHER | SAME).items(), ("balance", "batch")]
+    for name, value in every:
+        of_experts = any(word in name for word in OF_EXPERTS)
+        folder, base = (tmp_path / "mixture", mixture) if of_experts else (tmp_path / "dense", dense)
         assert getattr(base.model, name) != value
         model = config.Model(**{**vars(base.model), name: value})
-        with checkpoint.of_run(tmp_path, dataclasses.replace(base, model=model)) as checkpoints:
-            if name in SAME:
+        with checkpoint.of_run(folder, dataclasses.replace(base, model=model)) as checkpoints:
+            if name in SAME or value == "batch":
                 checkpoints.restore_weights(abstract(weights["params"]))
                 continue
             with pytest.raises(InputError, match=f"another architecture\n  {name}: "):

@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "core_yaml": "errors",
     "config_types": "",
     "config_data": "config_types",
-    "config": "config_data config_types core_yaml",
+    "config_model": "config_types",
+    "config": "config_data config_model config_types core_yaml",
     "vocabulary": "",
     "files": "config",
     "trees": "config",
@@ -110,16 +111,18 @@ WITHOUT_DEVICES = (
 )  # fmt: skip
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
-    "jax": "Array ad_checkpoint.checkpoint_name checkpoint custom_vjp default_matmul_precision eval_shape named_scope "
-        "softmax_custom_jvp vjp vmap",
+    "jax": "Array ShapeDtypeStruct ad_checkpoint.checkpoint_name checkpoint custom_vjp default_matmul_precision "
+        "eval_shape named_scope softmax_custom_jvp vjp vmap",
     "jax.lax":
         "RaggedDotDimensionNumbers dynamic_index_in_dim dynamic_slice_in_dim dynamic_update_slice "
-        "dynamic_update_slice_in_dim optimization_barrier ragged_dot ragged_dot_general reduce_precision rsqrt scan "
-        "stop_gradient top_k",
+        "dynamic_update_slice_in_dim fori_loop optimization_barrier ragged_dot ragged_dot_general reduce_precision "
+        "rsqrt scan stop_gradient top_k",
     "jax.experimental.pallas.ops.tpu.megablox.gmm": "gmm tgmm",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask": "CausalMask LocalMask MultiHeadMask",
+    "jax.experimental.pallas": "ds pallas_call program_id",
+    "jax.experimental.pallas.triton": "CompilerParams dot load store",
 }  # fmt: skip
 KNOWN = {f"{module}.{name}" for module, names in SINGLE_DEVICE.items() for name in names.split()}
 # Attributes of arrays, and arguments of the functions above, that would tell.

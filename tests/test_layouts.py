@@ -30,6 +30,7 @@ BIASED = (
     *(f"model.{name}=true" for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias")),
     *PLAIN[1:],
 )
+ROUTED = ("model.router_bias=true", "model.balance=bias", "model.shared_mlp=64", "model.shared_gate=true")
 VARIANTS = [(), PLAIN, BIASED, ("model.qk_norm=true", "model.block=parallel", "model.tied_embeddings=true")]
 
 
@@ -148,6 +149,7 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
     adapted = ["model.lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"]
     configs = [config.load(name) for name in CONFIGS]
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
+    configs.append(config.load("tiny_experts", ROUTED))
     seen, one = set(), rules_file.load("single")
     for cfg in configs:
         arrays = state.arrays(cfg)

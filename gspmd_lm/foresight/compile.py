@@ -44,10 +44,10 @@ ENTRY = ("facts.json", "program.txt.gz", "notes.json", EXECUTABLE)  # of a kept 
 CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
-_SOURCES = ("config.py", "config_data.py", "config_types.py", "core_yaml.py", "axes.py", "vocabulary.py", "placing.py",
-            "products.py", "exchange.py", "dispatch.py", "rules.py", "mesh.py", "placement.py", "task.py", "arrays.py",
-            "program.py", "runtime.py", "kernels", "model", "train", "infer", "foresight/compile.py",
-            "foresight/machine/target.py")  # fmt: skip
+_SOURCES = ("config.py", "config_data.py", "config_model.py", "config_types.py", "core_yaml.py", "axes.py",
+            "vocabulary.py", "placing.py", "products.py", "exchange.py", "dispatch.py", "rules.py", "mesh.py",
+            "placement.py", "task.py", "arrays.py", "program.py", "runtime.py", "kernels", "model", "train", "infer",
+            "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]

@@ -150,7 +150,8 @@ def _finished(raw_BTV: jax.Array, cfg: config.Model) -> jax.Array:
 def chunk_count(rows: int, length: int) -> int:
     """The number of equal chunks into which sequences are cut, each of at most CHUNK_TOKENS tokens on a device."""
     most = length // _seq_pieces(length)
-    wanted = -(-rows * most // (pieces("logits", "batch") * CHUNK_TOKENS))
+    shared = pieces("logits", "batch") * min(pieces("logits", "seq"), length)
+    wanted = -(-rows * length // (shared * CHUNK_TOKENS))
     return next((n for n in range(wanted, most) if most % n == 0), most)
 
 

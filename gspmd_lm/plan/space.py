@@ -110,7 +110,7 @@ class Space:
         for tensor, context, expert in itertools.product(_divisors(devices), self._contexts, self._experts):
             inner = tensor * context * expert
             hidden = [axis for axis in roles.hidden if roles.divides(axis, tensor)]
-            if tensor > 1 and (tensor > MOST_TENSOR or not hidden) or devices % inner:
+            if (tensor > 1 and (tensor > MOST_TENSOR or not hidden)) or devices % inner:
                 continue
             for data in _divisors(devices // inner):
                 fsdp = devices // inner // data
@@ -147,7 +147,7 @@ class Space:
     def _experts(self) -> list[int]:
         """Into how many pieces the groups may be split."""
         groups, devices = self.roles.groups, self.target.devices
-        return [n for n in _divisors(devices) if n == 1 or groups and all(self.roles.divides(g, n) for g in groups)]
+        return [n for n in _divisors(devices) if n == 1 or (groups and all(self.roles.divides(g, n) for g in groups))]
 
     def _states(self, data: int, fsdp: int, context: int) -> list[dict[str, Any]]:
         """The tables of weights and of the optimizer: whole, ZeRO-1 over data, ZeRO-3 over fsdp and context."""

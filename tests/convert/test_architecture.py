@@ -466,6 +466,8 @@ DEFAULTS = {
     "qwen2": (1e-6, 1e4, False, "silu", 128), "qwen3": (1e-6, 1e4, False, "silu", 128),
     "gemma": (1e-6, 1e4, True, "gelu_tanh", 256), "gemma2": (1e-6, 1e4, True, "gelu_tanh", 256),
     "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
+    "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
+    "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),

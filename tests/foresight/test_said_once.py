@@ -63,7 +63,7 @@ def test_every_array_of_every_family_is_known(small, family, layout):
     modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
     assert len(modules) >= 2 and all(found.around(modules=names) for names in modules)
     for product in found.products:
-        assert product.x.placed and (product.group or product.y and product.y.placed), product.node.name
+        assert product.x.placed and (product.group or (product.y and product.y.placed)), product.node.name
     for node in found.activations:
         assert found.made_from(node.placed.array) or node.placed.array == "tokens"
     assert floor(config, rules, arrays, None, found).communication_bytes > 0

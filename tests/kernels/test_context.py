@@ -44,22 +44,22 @@ def settings(H, **changes):
     return config.Model(**(usual | changes))
 
 
-def both(cfg, place, qkv, weigh, batch, deal=True):
-    """Results and gradients on one device, and as `place` has them, in the order of the text."""
+def both(cfg, place, qkv, weigh, batch):
+    """Results and gradients on one device, and as `place` has them, in the order of the text.
+
+    Besides, where each token stands that the step has dealt.
+    """
 
     def split(qkv, weigh, batch):
         with placed_by(place):
             B, T = batch["tokens"].shape
-            if deal:
-                batch = context.dealt(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))})
-            order = batch.get("places", jnp.broadcast_to(jnp.arange(T), (B, T)))[0]
+            batch = context.dealt(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))})
+            order = batch.get("places", batch["at"])[0]
             back = jnp.argsort(order)
-            if "places" in batch:
-                np.testing.assert_array_equal  # noqa: B018
             function = functools.partial(context.attend, batch=batch, cfg=cfg, interpret=True)
             out, pull = jax.vjp(function, *(x[:, order] for x in qkv))
             found = (out, *pull(weigh[:, order]))
-            return [x[:, back] for x in found], batch.get("at")
+            return [x[:, back] for x in found], batch["at"]
 
     def whole(qkv, weigh, batch):
         out, pull = jax.vjp(
@@ -80,6 +80,27 @@ def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, block
     qkv, weigh, batch = arrays(1, 512, 128)
     if not packed:
         del batch["segment_ids"]
-    want, (got, _) = both(settings(128), placement(form, "splash"), qkv, weigh, batch)
+    want, (got, at) = both(settings(128), placement(form, "splash"), qkv, weigh, batch)
+    order = np.arange(512) if form == "ulysses" else np.r_[:128, 384:512, 128:384]
+    np.testing.assert_array_equal(at, order[None])
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
+    """Twice the length takes twice the memory, and with gathered keys and XLA's scores four times."""
+    taken = {}
+    for form in ("ring", "gather"):
+        for T in (2048, 4096):
+            qkv, weigh, batch = arrays(1, T, 8)
+            place = placement(form)
+
+            def loss(qkv, batch, place=place, weigh=weigh):
+                with placed_by(place):
+                    batch = context.dealt(batch)
+                    return (context.attend(*qkv, batch, settings(8)) * weigh).sum()
+
+            one = jax.jit(jax.grad(loss)).lower(qkv, batch).compile()
+            taken[form, T] = one.memory_analysis().temp_size_in_bytes
+    assert taken["ring", 4096] < 2.2 * taken["ring", 2048]
+    assert taken["gather", 4096] > 3.5 * taken["gather", 2048]

@@ -123,6 +123,8 @@ def test_fsdp_alone_moves_no_token(computed):
          "--set rules.rules.expert=data, so that tokens travel"),
         ({"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2}, {"balance": "batch"},
          "model.balance: batch needs the loads of the whole batch", "--set rules.microbatches=1"),
+        ({"mesh": {"context": 8}, "rules": {"seq": "context"}}, {"capacity_factor": 1.0},
+         "model.capacity_factor: an expert computes the first tokens of a row", "--set model.capacity_factor=0"),
     ],
 )  # fmt: skip
 def test_rules_that_do_not_fit_experts_are_refused(small, rules, model, message, fix):
