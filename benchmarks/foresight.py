@@ -1,6 +1,7 @@
 """Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/validation.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
+    python -m benchmarks.foresight priced --rows 49 50    # as plan prices them, without a compiler
     python -m benchmarks.foresight refitted [--write]
     python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
     python -m benchmarks.foresight bytes [--write]
@@ -32,11 +33,14 @@ from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.plan.price import Pricer
 
 SPARED = 0.98  # of the memory: what a configuration that was trained must do with
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
          "as_known": "in the known direction", "date": "on"}  # fmt: skip
 
+PRICED = {"number": "row", "row": "published run", "published_s": "published s", "predicted_s": "priced s",
+          "error": "error", "baseline_error": "FLOPs / 55% of peak"}  # fmt: skip
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
          "of_the_step": "of the step"}  # fmt: skip
@@ -74,6 +78,17 @@ def times(numbers: Sequence[int] | None) -> list[dict[str, Any]]:
     kept |= {published[n].name: predicted(published[n]) for n in wanted}
     # A row that was never compiled has no prediction.
     return [errors.compared(number, row, kept.get(row.name, {})) for number, row in enumerate(published)]
+
+
+def priced(numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Published rows beside what plan's prices say of them."""
+    found = []
+    for number, row in ((n, step_times.rows()[n]) for n in numbers):
+        where = target.parse(row.target)
+        price = Pricer(row.config(), where).price(row.rules().fill(where.devices))
+        kept = {"predicted_s": round(price.step_time_s, 3), "peak_gb": round(price.peak_bytes / 1e9, 1)}
+        found.append(errors.compared(number, row, kept))
+    return found
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -219,7 +234,7 @@ def compiled(row: step_times.Row, limit_bytes: int) -> compile.CompiledProgram:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "refitted", "order", "bytes", "compilation", "fits"))
+    parser.add_argument("what", choices=("times", "priced", "refitted", "order", "bytes", "compilation", "fits"))
     parser.add_argument("--rows", type=int, nargs="*", help="rows or pairs to compile, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -239,6 +254,9 @@ def main() -> None:
                 compilation("fsdp_tp", "llama3_8b", "v5p:4x4x4"),
                 compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
+    elif arguments.what == "priced":
+        rows = priced(arguments.rows or [])
+        print(measure.markdown(rows, PRICED))
     elif arguments.what == "refitted":
         rows = refitted()
         print(measure.markdown(rows, errors.REFITTED))

@@ -33,8 +33,8 @@ class Node:
     placed: Spec | None = None
     label: str = ""  # what remat policies know it by
     flops: float = 0.0  # of one run
-    inputs: list["Node"] = dataclasses.field(default_factory=list)
-    users: list["Node"] = dataclasses.field(default_factory=list)
+    inputs: list["Node"] = dataclasses.field(default_factory=list, repr=False)
+    users: list["Node"] = dataclasses.field(default_factory=list, repr=False)
 
     @property
     def floats(self) -> bool:
@@ -207,10 +207,16 @@ class Traced:
         return next((near for near in [*self.before([node]), *self.after([node])]), None)
 
     def applied_to(self, path: str) -> Node | None:
-        """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with."""
+        """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
+
+        Of a bias of groups, it is what their products read.
+        """
         between = self._between(self.used.get(path, []))
         before = self.before(between, through=())
-        return next(iter(before or map(self.home, self.after(between, through=()))), None)
+        found = [*before, *map(self.home, self.after(between, through=()))]
+        module = path.rpartition(".")[0]
+        found += [p.x for p in self.products if p.group and p.path.rpartition(".")[0] == module]
+        return next(iter(found), None)
 
     def home(self, node: Node) -> Node:
         """Where an activation goes that is placed twice in a row: what a block writes, from `write` to the residual."""
@@ -282,6 +288,8 @@ class Traced:
             found += [*self.before(start), *self.after(start)]
         integers = [] if found and not any(n.primitive == "gather" for n in start) else self._integers(start)
         placed = [*map(self.home, found), *integers] if own else [*found, *integers]
+        if weight and not placed and (applied := self.applied_to(weight)):
+            placed = [applied]
         return frozenset(node.placed.array for node in placed if node.placed)
 
     def _integers(self, start: Iterable[Node]) -> list[Node]:

@@ -321,6 +321,6 @@ class Traffic(Moves):
         if weight.path in self.traced.looked_up or not weight.trained or not applied:
             return
         place = self.place(applied)
-        have = {axis: names for axis, names in place.items() if axis in weight.sizes}
+        have = {axis: place.get(axis, names) for axis, names in weight.use.items()}
         over = without(place, *weight.sizes)
         self.move(weight.elements * itemsize, have, weight.gradient, over, what="gradients")
