@@ -64,7 +64,8 @@ MAY_IMPORT = {
     "compile_cache processes files versions core_yaml config",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
     "convert": "arrays model placement checkpoint rules axes data files config",
-    "foresight": "train infer task arrays kernels placement mesh rules axes vocabulary data runtime files versions config",
+    "foresight": "train infer task arrays kernels placement mesh rules axes vocabulary data runtime files versions "
+    "config",
     "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "runs": "foresight train files core_yaml",
     "verbs": "runs plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint "
