@@ -96,7 +96,9 @@ def constants() -> list[dict[str, str]]:
 def compared(number: int, row: Row, kept: Mapping[str, Any]) -> dict[str, Any]:
     """What is predicted for a published row, as `kept` says, beside what was published."""
     config, chip = row.config(), CHIPS[row.chip]
-    per_token = flops_per_token(config.model, state.arrays(config).active_count(config.model), row.seq)
+    # As PaLM counts them (arXiv 2204.02311): every token sees the whole row.
+    per_token = flops_per_token(config.model, state.arrays(config).active_count(config.model), 1)
+    per_token += 12 * config.model.layers * config.model.heads * config.model.head_dim * (row.seq - 1)
     flops = per_token * row.per_device_batch * row.seq
     baseline_s = flops / (ONE_CONSTANT * chip.peak_bf16_flops_per_s)
     predicted_s = kept.get("predicted_s")

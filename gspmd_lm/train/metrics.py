@@ -11,19 +11,28 @@ import jax
 from gspmd_lm.config import Model
 
 
-def flops_per_token(model: Model, parameter_count: int, seq: int, trained_count: int | None = None) -> float:
-    """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + 12 L N H T.
+def flops_per_token(
+    model: Model, parameter_count: int, seq: int, trained_count: int | None = None, *, last: bool = False
+) -> float:
+    """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + 12 N H S, S summed over layers.
 
-    P are the parameters that compute a token, without tables that are only looked up. Where only `trained_count`
-    parameters are trained, the others have no gradient: 2 FLOPs less for each. Source: PaLM, arXiv 2204.02311,
-    appendix B.
+    P are the parameters that compute a token, without tables that are only looked up, and S the keys that it sees: see
+    `keys_seen`. Where only `trained_count` parameters are trained, the others have no gradient: 2 FLOPs less for each.
+    PaLM (arXiv 2204.02311, appendix B) counts all T keys of a row in place of S.
     """
     looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
     if model.positions == "learned":
         looked_up += model.context * model.embed
     multiplied = parameter_count - looked_up
     gradients = multiplied if trained_count is None or model.lora is None else trained_count
-    return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.layers * model.heads * model.head_dim * seq
+    return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.heads * model.head_dim * keys_seen(model, seq, last=last)
+
+
+def keys_seen(model: Model, seq: int, *, last: bool = False) -> float:
+    """The keys that a token of a row of `seq` tokens sees in all layers: the mean of the row, or of its last token."""
+    windows = [model.sliding_window if kind == "sliding" else seq for kind in model.kind_of_each_layer]
+    full = [min(window, seq) for window in windows]
+    return float(sum(keys if last else keys - keys * (keys - 1) / (2 * seq) for keys in full))
 
 
 class Meter:

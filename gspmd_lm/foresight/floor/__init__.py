@@ -13,7 +13,7 @@ from gspmd_lm.foresight.floor.traffic import Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Node, Traced
 from gspmd_lm.rules import Rules
-from gspmd_lm.train.metrics import flops_per_token
+from gspmd_lm.train.metrics import flops_per_token, keys_seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def bounds(
 def least_flops(config: Config, rules: Rules, arrays: Arrays, traced: Traced) -> float:
     """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
 
-    Less than the model's FLOPs: attention counts what its mask leaves, and weights only where they are multiplied.
+    Less than the model's FLOPs: weights count only where they are multiplied.
     """
     model, seq = config.model, config.data.seq
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
@@ -79,9 +79,7 @@ def least_flops(config: Config, rules: Rules, arrays: Arrays, traced: Traced) ->
         # The derivative to the first layer's input is left out where nothing before it is trained.
         passes = 3.0 if product.path in trained else 2.0 - 1.0 / model.layers
         total += rules.microbatches * passes * product.node.flops * product.node.times
-    kinds = model.layer_kinds
-    seen = sum(min(kind.sliding_window or seq, seq / 2) for kind in kinds) / len(kinds)
-    total += 12.0 * model.layers * model.heads * model.head_dim * seen * config.data.batch * seq
+    total += 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
     return total / rules.devices
 
 

@@ -33,8 +33,9 @@ def floor(
     `traced` is what was recorded of that program, `cache_bytes` what one device holds of keys and values.
     """
     model = config.model
-    keys = sizes.prompt if tokens > 1 else sizes.slots
-    per_token = flops_per_token(model, arrays.active_count(model), keys) * _FORWARD
+    alone = tokens == 1
+    keys = sizes.slots if alone else sizes.prompt
+    per_token = flops_per_token(model, arrays.active_count(model), keys, last=alone) * _FORWARD
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
     flops = per_token * sizes.rows * tokens / rules.devices
     sent, wide = (Traffic(rules, arrays, traced, False, narrowest).sent for narrowest in (0, FLOAT32_BYTES))

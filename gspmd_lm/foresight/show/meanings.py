@@ -11,7 +11,7 @@ MEANINGS = {
     "limit": "The memory of a device that a program may use.",
     "tokens/s per device": "Tokens of a step over its time and the number of devices.",
     "MFU": "Model FLOPs utilisation: FLOPs that the model needs per second, without those of recomputation, as a share "
-    "of what the chip can do.",
+    "of what the chip can do. Of attention, only the keys that a token sees count.",
     "exposed communication": "The part of a step in which compute waits for other devices. What is sent while compute "
     "goes on takes no time.",
     "floor": "The least that any program must compute, read or send when the model is split so.",
