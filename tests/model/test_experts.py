@@ -1,6 +1,7 @@
 """Mixtures of experts on one device, against a dense reference in which every expert computes every token."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -46,6 +47,23 @@ def test_grouped_products(rows, kernel, monkeypatch):
         np.testing.assert_allclose(grouped(given[0], given[1], given[3]), y, atol=1e-5)
         np.testing.assert_allclose(grouped(given[2], given[1], given[3], transposed=True), dx, atol=1e-5)
         np.testing.assert_allclose(outer(given[0], given[2], given[3]), dw, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [20, 200])
+def test_grouped_products_of_triton(rows):
+    """In Pallas's interpreter, against the loop that CPUs run, which the test above compares with plain products."""
+    rng = np.random.default_rng(rows)
+    x, w, dy = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((rows, 96), (4, 96, 48), (rows, 48)))
+    sizes = jnp.asarray([rows // 2, 0, rows // 3, 1], jnp.int32)  # and rows of no expert behind them
+    kept = jnp.arange(rows)[:, None] < sizes.sum()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=0.3)  # bfloat16, of sums up to 60
+    for given, transposed in ((x, False), (dy, True)):
+        found = kernels._triton(given, w, sizes, transposed, interpret=True)
+        wanted = grouped(given, w, sizes, transposed=transposed).astype("float32")
+        close(jnp.where(kept, found, 0).astype("float32"), wanted)
+    found = kernels._triton_outer(x, dy, sizes, interpret=True)
+    close(found.astype("float32"), outer(x, dy, sizes).astype("float32"))
 
 
 @pytest.mark.parametrize(("M", "E", "most"), [(4096, 8, 1.25), (64, 8, 1.25), (2, 128, 1.0), (16, 128, 1.0)])
