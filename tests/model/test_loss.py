@@ -58,7 +58,7 @@ def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunk_t
     assert loss.chunk_count(B, T) == chunks
     got, want = chunked(cfg, x, table, bias, targets), plain(cfg, x, table, bias, targets)
     assert 0 < want[2] < (targets >= 0).sum() < B * T
-    np.testing.assert_allclose(jnp.stack(got), jnp.stack(want).astype(jnp.float32), rtol=1e-5)
+    np.testing.assert_allclose(jnp.stack(got[:3]), jnp.stack(want).astype(jnp.float32), rtol=1e-5)
     inputs = (x, table, bias) if with_bias else (x, table)
 
     def of(function):
@@ -83,7 +83,8 @@ def test_rows_of_padding_are_never_predicted(small):
     cfg = small(vocab=61, padded_vocab=64).model
     x, table, _, targets = arrays(cfg)
     loud = table.at[61:].set(100.0)  # would win every comparison
-    np.testing.assert_allclose(chunked(cfg, x, loud, None, targets), chunked(cfg, x, table, None, targets), rtol=1e-6)
+    found, wanted = (chunked(cfg, x, one, None, targets)[:3] for one in (loud, table))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
     gradient = jax.grad(lambda t: chunked(cfg, x, t, None, targets).loss)(loud)
     assert np.all(np.asarray(gradient)[61:] == 0)
 
