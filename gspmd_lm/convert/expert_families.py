@@ -82,7 +82,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         "Granite-MoE, shared", "granitemoeshared", "GraniteMoeSharedForCausalLM", "model.",
-        (*_GRANITE, Same("shared_intermediate_size", "shared_mlp")), GRANITE_MOE, INV_FREQ, _TRAINING,
+        (*_GRANITE, Same("shared_intermediate_size", "shared_mlp", 0)), GRANITE_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", "model.",
