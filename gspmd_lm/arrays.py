@@ -201,7 +201,15 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
     return found
 
 
-def experts_problems(config: Config, rules: Rules) -> list[Problem]:
+def layer_problems(
+    config: Config, rules: Rules, platform: str, seq: int, segments: bool, padded: bool = False
+) -> list[Problem]:
+    """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
+    found = attention_problems(config, rules, platform, seq, segments, padded)
+    return [*found, *_experts_problems(config, rules)]
+
+
+def _experts_problems(config: Config, rules: Rules) -> list[Problem]:
     """The problems that rules and the mixtures of experts of a config do not fit each other."""
     model, found = config.model, []
     if not model.experts:

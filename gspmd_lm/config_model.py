@@ -269,12 +269,17 @@ class Model:
 
 
 class Stack(NamedTuple):
-    """Layers that run in one loop."""
+    """Layers that run in one loop, and those that are left if `kinds` does not divide their number."""
 
     name: str  # of the module
     first: int  # the number of its first layer, counted from 0
     layers: int
     kinds: tuple[Model, ...]  # the settings of its layers, repeated over its depth
+
+    @property
+    def scanned(self) -> int:
+        """How many of the layers run in the loop: whole turns of `kinds`. The others stand behind it."""
+        return self.layers - self.layers % len(self.kinds)
 
 
 # The keys of experts, from the first to the last, with their defaults: the settings of a layer without experts.

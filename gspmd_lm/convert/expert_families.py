@@ -11,7 +11,7 @@ from gspmd_lm.convert.family import (
     Family,
 )
 from gspmd_lm.convert.fields import Always, DenseLayers, Divisor, Only, QueryScale, Same, Switch
-from gspmd_lm.convert.layer_kinds import LayerTypes, Window
+from gspmd_lm.convert.layer_kinds import LayerTypes, Window, every_second
 from gspmd_lm.convert.names import GPT_OSS, GRANITE_MOE, INV_FREQ, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from gspmd_lm.convert.rope import Rope
 
@@ -25,10 +25,6 @@ _GRANITE = (
     Same("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
     Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
 )  # fmt: skip
-
-
-def _every_second(source):
-    return lambda i: i % 2 == 0
 
 
 def _first_every_second(source):
@@ -92,7 +88,7 @@ EXPERT_FAMILIES = (
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
             }),
-            Switch("attention_bias", ("qkv_bias", "attention_out_bias"), True), LayerTypes(128, _every_second),
+            Switch("attention_bias", ("qkv_bias", "attention_out_bias"), True), LayerTypes(128, every_second),
             Always("attention_sinks", True), Always("mlp_bias", True), Always("router_bias", True),
             Always("mlp_up_offset", 1.0), Same("swiglu_alpha", "activation_slope", 1.702),
             Same("swiglu_limit", "mlp_limit", 7.0), Same("num_local_experts num_experts", "experts", 128),

@@ -16,6 +16,11 @@ def _window(source: Source, default: int | None) -> int | None:
     return None if value is None else source.checked("sliding_window", value)
 
 
+def every_second(source: Source) -> Callable[[int], bool]:
+    """Whether a layer has a window, for `LayerTypes`: the first, the third, ..."""
+    return lambda i: i % 2 == 0
+
+
 def _pattern(kinds: Sequence[str]) -> tuple[str, ...]:
     """The shortest pattern that gives these kinds of layers; () if all layers are of the usual kind."""
     sizes = range(1, len(kinds) + 1)

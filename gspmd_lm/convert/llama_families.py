@@ -21,7 +21,7 @@ from gspmd_lm.convert.family import (
     Family,
 )
 from gspmd_lm.convert.fields import Activation, Always, Cap, Divisor, Equal, Only, QueryScale, Same, Switch
-from gspmd_lm.convert.layer_kinds import LayerTypes, NoRopeLayers, Window
+from gspmd_lm.convert.layer_kinds import LayerTypes, NoRopeLayers, Window, every_second
 from gspmd_lm.convert.names import (
     COHERE,
     ERNIE,
@@ -44,10 +44,6 @@ from gspmd_lm.convert.source import Source
 def _window_layers(source: Source) -> Callable[[int], bool]:
     first = source.whole(["max_window_layers"], 28, 0)
     return lambda i: i >= first
-
-
-def _every_second(source: Source) -> Callable[[int], bool]:
-    return lambda i: i % 2 == 0
 
 
 def _all_but_every(length: int, name: str = "sliding_window_pattern") -> Callable[[Source], Callable[[int], bool]]:
@@ -133,7 +129,7 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(), LayerTypes(4096, _every_second),
+            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(), LayerTypes(4096, every_second),
             Cap("attn_logit_softcapping", "attention_softcap", 50.0),
             Cap("final_logit_softcapping", "logit_softcap", 30.0),
         ),

@@ -79,11 +79,11 @@ def _layers(path: str, model: config.Model) -> tuple[str, tuple[int, ...], bool]
     head, _, rest = path.partition(".")
     for stack in model.stacks:
         if head == stack.name:
-            kinds, end, first = len(stack.kinds), stack.first + stack.layers, stack.first
+            kinds, end, first = len(stack.kinds), stack.first + stack.scanned, stack.first
             if kinds > 1:
                 block, _, rest = rest.partition(".")
                 first += int(block.removeprefix("block_"))
-            return rest, tuple(range(first, end - stack.layers % kinds, kinds)), True
+            return rest, tuple(range(first, end, kinds)), True
     if head.startswith("layer_"):
         return rest, (int(head.removeprefix("layer_")),), False
     return path, (), False

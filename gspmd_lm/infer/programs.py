@@ -12,7 +12,7 @@ from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Activations, Arrays, arrays, attention_problems, experts_problems, split_sequence
+from gspmd_lm.arrays import Activations, Arrays, arrays, layer_problems, split_sequence
 from gspmd_lm.arrays import checked as checked_arrays
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
@@ -155,9 +155,8 @@ class Forward(Program):
 def _blocks(params: Any, stack: configs.Stack) -> Any:
     """The weights of each layer of a stack, in stacks of one."""
     kinds, blocks = len(stack.kinds), {}
-    scanned = stack.layers - stack.layers % kinds
     for i in range(stack.layers):
-        if i >= scanned:
+        if i >= stack.scanned:
             block = jax.tree.map(lambda x: x[None], params[f"layer_{stack.first + i}"])
         else:
             alike = params[stack.name] if kinds == 1 else params[stack.name][f"block_{i % kinds}"]
@@ -329,8 +328,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     Raises ShardingError that lists everything that does not fit.
     """
     found = parameters(config.model)
-    more = attention_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
-    more += experts_problems(config, rules)
+    more = layer_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
     return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
 
 

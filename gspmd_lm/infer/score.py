@@ -14,7 +14,7 @@ import numpy as np
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import attention_problems, checked, experts_problems
+from gspmd_lm.arrays import checked, layer_problems
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
@@ -144,7 +144,7 @@ def build(
     found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, ScoredRows(one, one))
-    more = attention_problems(config, rules, platform, seq, segments=False) + experts_problems(config, rules)
+    more = layer_problems(config, rules, platform, seq, segments=False)
     warnings = checked(found, rules, [named], more)
     return Scoring(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 

@@ -109,11 +109,16 @@ def attend(
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys."""
     if k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
         return _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments)
+    out_BNTH = _called(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+    return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
+
+
+def _called(made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.Model, segments: tuple[jax.Array, jax.Array] | None) -> Any:
+    """What a kernel gives, heads before tokens."""
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
     with _sees(cfg):
-        out_BNTH = jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
-    return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
+        return jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
 
 
 def _sees(cfg: config.Model) -> Any:
@@ -149,10 +154,7 @@ def forward(
     """The result of a kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
     masks_of = made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info
     whole = splash.SplashAttentionKernel(*masks_of, **made.kwargs | {"save_residuals": True})
-    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
-    ids = [splash.SegmentIds(*segments)] if segments else []
-    with _sees(cfg):
-        out_BNTH, (lse_BNT,) = jax.vmap(whole)(q_BNTH, k_BKSH, v_BKSH, *ids)
+    out_BNTH, (lse_BNT,) = _called(whole, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     return jnp.swapaxes(out_BNTH, 1, 2), jnp.swapaxes(lse_BNT, 1, 2)
 
 

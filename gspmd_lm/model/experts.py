@@ -72,11 +72,11 @@ class Experts(nn.Module):
         if cfg.normalized_weights:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
         routed = self._routed(logits_BTC, scores_BTC, at_BTkC)
-        if cfg.capacity_factor:
-            chosen_BTk = jnp.where(_within(at_BTkC, self.capacity(chosen_BTk.shape[1])), chosen_BTk, cfg.experts)
+        most = self.capacity(chosen_BTk.shape[1])
+        if most:
+            chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
         hidden = functools.partial(activated, cfg)
-        most = self.capacity(chosen_BTk.shape[1]) if cfg.capacity_factor else 0
         inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
         y_BTD = mixed(x_BTD, chosen_BTk, cfg.expert_scale * weights_BTk, inward, down, hidden, most)
         if cfg.shared_mlp:
@@ -88,7 +88,7 @@ class Experts(nn.Module):
         return y_BTD, routed
 
     def capacity(self, length: int) -> int:
-        """How many tokens of a row of `length` tokens an expert computes at most."""
+        """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
         cfg = self.cfg
         return math.ceil(cfg.capacity_factor * length * cfg.experts_per_token / cfg.experts)
 
@@ -136,8 +136,7 @@ def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> d
     moves_LC = cfg.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
     flat: dict[Any, Any] = dict(flatten_dict(params))
     stack = cfg.stacks[-1]
-    kinds = len(stack.kinds)
-    scanned = stack.layers - stack.layers % kinds
+    kinds, scanned = len(stack.kinds), stack.scanned
     for i in range(kinds):
         block = (f"block_{i}",) if kinds > 1 else ()
         flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[:scanned][i::kinds]

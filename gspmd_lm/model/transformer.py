@@ -149,7 +149,7 @@ class Decoder(nn.Module):
     ) -> tuple[Any, list[Routed]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
-        turns, left = divmod(stack.layers, length)
+        turns = stack.scanned // length
         scanned: Any = {
             "variable_axes": {"params": 0},
             "split_rngs": {"params": True},
@@ -161,8 +161,8 @@ class Decoder(nn.Module):
         layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
         carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, keys_BT)
         found = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
-        for i, kind in enumerate(kinds[:left]):  # the layers left if the pattern does not divide the depth
-            layer = stack.first + turns * length + i
+        for i, kind in enumerate(kinds[: stack.layers - stack.scanned]):
+            layer = stack.first + stack.scanned + i
             carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, keys_BT)
             found.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in found if each is not None]

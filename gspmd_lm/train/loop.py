@@ -347,12 +347,9 @@ class Run:
     def _meter(self, start: int, stop: int) -> metrics.Meter:
         arrays, config = self.step.arrays, self.config
         peak = self.foreseen.peak_flops_per_s if self.foreseen else None
-        active = [arrays.active_count(config.model, trained) for trained in (False, True)]
-        per_token = metrics.flops_per_token(config.model, active[0], config.data.seq, active[1])
-        tokens = config.data.batch * config.data.seq
         return metrics.Meter(
-            start, stop, tokens, config.data.batch / len(self.rows[0].rows), per_token * tokens,
-            peak and peak * self.step.mesh.size,
+            start, stop, config.data.batch * config.data.seq, config.data.batch / len(self.rows[0].rows),
+            metrics.flops_of_step(config, arrays), peak and peak * self.step.mesh.size,
         )  # fmt: skip
 
     def _log(self, start: int) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from gspmd_lm.config import Model
+from gspmd_lm.arrays import Arrays
+from gspmd_lm.config import Config, Model
 
 
 def flops_per_token(
@@ -26,6 +27,12 @@ def flops_per_token(
     multiplied = parameter_count - looked_up
     gradients = multiplied if trained_count is None or model.lora is None else trained_count
     return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.heads * model.head_dim * keys_seen(model, seq, last=last)
+
+
+def flops_of_step(config: Config, arrays: Arrays) -> float:
+    """Model FLOPs of one train step: see `flops_per_token`."""
+    active, trained = (arrays.active_count(config.model, trained) for trained in (False, True))
+    return flops_per_token(config.model, active, config.data.seq, trained) * config.data.batch * config.data.seq
 
 
 def keys_seen(model: Model, seq: int, *, last: bool = False) -> float:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import arrays as model_arrays
-from gspmd_lm.arrays import Activations, Arrays, attention_problems, experts_problems
+from gspmd_lm.arrays import Activations, Arrays, layer_problems
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.placement import Recorder, mark, record
@@ -103,8 +103,8 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
     segments = config.data.packing == "documents"
-    found = attention_problems(config, rules, platform, config.data.seq, segments=segments)
-    return [*found, *experts_problems(config, rules), *_balance_problems(config, rules)]
+    found = layer_problems(config, rules, platform, config.data.seq, segments=segments)
+    return [*found, *_balance_problems(config, rules)]
 
 
 def _balance_problems(config: Config, rules: Rules) -> list[Problem]:

@@ -154,9 +154,8 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
 
 def _longest(module: Module) -> int:
     """The keys of the longest splash attention: backward passes may go through them piece by piece."""
-    calls = (i for computation in module.computations.values() for i in computation.instructions.values())
     found = 0
-    for call in calls:
+    for call in module.kernels:
         if call.custom_call_target == "tpu_custom_call" and _SPLASH.search(call.op_name):
             arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
             found = max(found, [a for a in arrays if not a.dtype.startswith("s")][1].dimensions[-2])

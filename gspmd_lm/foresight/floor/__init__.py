@@ -13,7 +13,7 @@ from gspmd_lm.foresight.floor.traffic import Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Node, Traced
 from gspmd_lm.rules import Rules
-from gspmd_lm.train.metrics import flops_per_token, keys_seen
+from gspmd_lm.train.metrics import flops_of_step, keys_seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,7 @@ def floor(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, trace
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
-    tokens = config.data.batch * config.data.seq
-    active = [arrays.active_count(config.model, trained) for trained in (False, True)]
-    per_token = flops_per_token(config.model, active[0], config.data.seq, active[1])
-    flops = per_token * tokens / rules.devices
+    flops = flops_of_step(config, arrays) / rules.devices
     sent, wide = (Traffic(rules, arrays, traced, narrowest=narrowest).sent for narrowest in (0, FLOAT32_BYTES))
     return bounds(config, chip, flops, memory_bytes(rules, arrays, traced), sent, wide)
 

@@ -105,6 +105,12 @@ class Module:
         return {name: tuple(calls) for name, calls in found.items()}
 
     @functools.cached_property
+    def kernels(self) -> tuple[Instruction, ...]:
+        """All custom calls."""
+        instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
+        return tuple(i for i in instructions if i.custom_call_target)
+
+    @functools.cached_property
     def offloads(self) -> bool:
         """Whether the program keeps an array in the memory of the host."""
         instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
