@@ -15,13 +15,12 @@ from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.infer.text import Stops
 from gspmd_lm.verbs import session, weights
 
-EXAMPLE = "generate --workdir=DIR, the folder of a run or of a published model"
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # in arguments, Python shows bytes that are not UTF-8 so
 
 
 def run(values: flags.FlagValues) -> int:
     """Continues --prompt, or each line of --prompts, and returns the exit code."""
-    session.needs(values, "workdir", EXAMPLE)
+    folder = weights.needed(values, "generate --workdir=DIR, the folder of a run or of a published model")
     if bool(values.prompt) == bool(values.prompts):
         raise InputError("generate needs a prompt\n  fix   give either --prompt=TEXT or --prompts=FILE.jsonl")
     if values.output and not values.prompts:
@@ -31,7 +30,7 @@ def run(values: flags.FlagValues) -> int:
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
     if not values.temperature and sampling != Sampling(seed=values.seed):
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
-    here, read = weights.begin(values, EXAMPLE, stderr=True)
+    here, read = weights.begin(values, folder, stderr=True)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens)

@@ -12,12 +12,10 @@ from gspmd_lm.infer import generate, score
 from gspmd_lm.paths import read_text
 from gspmd_lm.verbs import session, weights
 
-EXAMPLE = "eval --workdir=DIR --text=FILE"
-
 
 def run(values: flags.FlagValues) -> int:
     """Scores a text, or each line of continuations, and returns the exit code."""
-    session.needs(values, "workdir", EXAMPLE)
+    folder = weights.needed(values, "eval --workdir=DIR --text=FILE")
     if values.text and values.continuations:
         raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
     if values.text and values.output:
@@ -25,7 +23,7 @@ def run(values: flags.FlagValues) -> int:
             f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
         )
     session.check_output(values.output, values.continuations)
-    here, read = weights.begin(values, EXAMPLE, stderr=not values.text)
+    here, read = weights.begin(values, folder, stderr=not values.text)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
     generate.check_tokenizer(config, tokens)

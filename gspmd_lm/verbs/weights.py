@@ -16,15 +16,24 @@ from gspmd_lm.verbs import given, session
 Read = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
 
 
+def is_published(folder: str) -> bool:
+    """Whether a folder is not that of a run, and has a config.json."""
+    if files.is_remote(folder):
+        return False
+    path = Path(folder).expanduser()
+    return not (path / "config.yaml").is_file() and (path / architecture.CONFIG).is_file()
+
+
 def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
     """The model of a folder that transformers wrote, checked; None for a run's folder, and for any other.
 
     overrides: section.key=value. Raises InputError if the model is not supported or has no tokenizer.
     """
-    path = Path(folder).expanduser()
-    if files.is_remote(folder) or (path / "config.yaml").is_file() or not (path / architecture.CONFIG).is_file():
+    if not is_published(folder):
         return None
-    found = pretrained.read(path, overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,")
+    found = pretrained.read(
+        Path(folder).expanduser(), overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,"
+    )
     if not found.reads_text:
         raise InputError(
             f"{folder}: there is no {architecture.TOKENIZER}, so the model cannot read text\n"
@@ -34,16 +43,19 @@ def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
     return found
 
 
-def begin(values: flags.FlagValues, example: str, stderr: bool) -> tuple[session.Session, Read]:
-    """The session of a verb that needs the weights of --workdir, and what reads them.
-
-    Raises InputError if there are none, or if they are not of the config's model.
-    """
+def needed(values: flags.FlagValues, example: str) -> str:
+    """--workdir, if it has checkpoints or is a published folder. Raises InputError if it is not."""
     folder = session.needs(values, "workdir", example)
+    return folder if is_published(folder) else session.needs_weights(values, example)
+
+
+def begin(values: flags.FlagValues, folder: str, stderr: bool) -> tuple[session.Session, Read]:
+    """The session of a verb that needs the weights of a folder, and what reads them.
+
+    Raises InputError if they are not of the config's model.
+    """
     found = published(folder, given.config_sets(values))
-    if not found:
-        session.needs_weights(values, example)
-    elif values.config:
+    if found and values.config:
         raise InputError(f"--config={values.config}: {folder} has a {architecture.CONFIG} of its own\n  fix   drop it")
     here = session.begin(values, found.config if found else None, stderr)
     return here, of(here, folder, values.step, found)
