@@ -134,6 +134,7 @@ class AxisOrder:
         if len(slices) == len(take):
             copy(view[slices], values)
         else:
+            view, values = _bits(view, values)
             numbers = zip(take, view.shape, strict=True)
             view[np.ix_(*(np.arange(size)[at] if isinstance(at, slice) else at for at, size in numbers))] = values
 
@@ -144,6 +145,7 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
     numpy would go through all of one array's rows for each row of the other one, and each step would miss the cache. So
     the array is cut where `into` has its neighbours, in pieces of a cache line.
     """
+    into, values = _bits(into, values)
     near, far = (min(range(x.ndim), key=lambda axis: abs(x.strides[axis]), default=0) for x in (into, values))
     if near == far:
         into[...] = values
@@ -153,6 +155,14 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
     cuts[far] = [slice(None)]
     for at in itertools.product(*cuts):
         into[at] = values[at]
+
+
+def _bits(into: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays of one dtype as arrays of whole numbers. numpy copies a bfloat16, which is not its own, one by one."""
+    if into.dtype != values.dtype:
+        return into, values
+    whole = f"u{into.dtype.itemsize}"
+    return into.view(whole), values.view(whole)
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:

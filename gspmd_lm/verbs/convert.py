@@ -128,8 +128,12 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     came = {} if values.adapter else beside.of_run(original, config.data.tokenizer)
     written, ends = beside.new(came, original, config.data.tokenizer, model.vocab)
     built = _placed(here, config)
+    wanted = built.abstract_state.params
+    if here.machine.platform == "cpu" and here.machine.process_count == 1 and not model.lora:
+        # Without a sharding they are read as numpy's arrays. A device on the CPU would hold a copy of them.
+        wanted = jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype), wanted)
     with checkpoint.of_run(workdir, config, here.say) as checkpoints:
-        restored = checkpoints.restore_weights(built.abstract_state.params, values.step)
+        restored = checkpoints.restore_weights(wanted, values.step)
     if restored is None:
         raise session.no_checkpoint(workdir)
     number, params = restored
