@@ -132,20 +132,18 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
     def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
         travel = _travel(how, chosen_BTk, used)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        rows_MD, weights_M1 = travel.out(x_nD), travel.out_each(weights_BTk)
-        sizes_E = travel.sizes_E
+        rows_MD, sizes_E = travel.out(x_nD), travel.sizes_E
         in_MF = []
         for w, w_EDF, b in zip(how.weights, used[: how.matrices - 1], _biases(how, used), strict=False):
             with scope("of", w.path):
                 x_MF = grouped(rows_MD, w_EDF, sizes_E)
                 in_MF.append(x_MF if b is None else x_MF + _of_rows(b, sizes_E, len(x_MF)))
         down, b_down = how.weights[how.matrices - 1], _biases(how, used)[-1]
-        hidden_MF = _weighted(how, in_MF, weights_M1)
         with scope("of", down.path):
-            y_MD = grouped(hidden_MF, used[how.matrices - 1], sizes_E)
+            y_MD = grouped(how.activated(*in_MF), used[how.matrices - 1], sizes_E)
             if b_down is not None:
-                y_MD += (weights_M1 * _first(how) * _of_rows(b_down, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return travel.home(y_MD).reshape(1, *x_BTD.shape), rows_MD, *in_MF
+                y_MD += (_first(how) * _of_rows(b_down, sizes_E, len(y_MD))).astype(y_MD.dtype)
+        return travel.home(y_MD, weights_BTk).reshape(1, *x_BTD.shape), rows_MD, *in_MF
 
     inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
     outputs = [(how.inner.over, *_x(how)), *[(how.local, ())] * how.matrices]
@@ -162,27 +160,27 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     def local(dy, weights_BTk, chosen_BTk, rows_MD, *rest: jax.Array):
         in_MF, used = rest[: how.matrices - 1], rest[how.matrices - 1 :]
         travel = _travel(how, chosen_BTk, used)
-        dy_MD, weights_M1 = travel.out(dy.reshape(-1, dy.shape[-1])), travel.out_each(weights_BTk)
+        dy_MD = travel.out(dy.reshape(-1, dy.shape[-1]), weights_BTk)
         sizes_E, down = travel.sizes_E, how.weights[how.matrices - 1]
         hidden_MF, back = jax.vjp(how.activated, *in_MF)
         with scope("of", down.path):
-            dweighted_MF = grouped(dy_MD, used[how.matrices - 1], sizes_E, transposed=True).astype(jnp.float32)
-        dweights_M1 = (hidden_MF * dweighted_MF).sum(1, keepdims=True)
-        din_MF = back((weights_M1 * dweighted_MF).astype(hidden_MF.dtype))
+            dhidden_MF = grouped(dy_MD, used[how.matrices - 1], sizes_E, transposed=True)
+        weighted_M1 = (hidden_MF * dhidden_MF.astype(jnp.float32)).sum(1, keepdims=True)
+        din_MF = back(dhidden_MF)
         drows, dused = [], []
         for w, w_EDF, d_MF in zip(how.weights, used, din_MF, strict=False):
             with scope("of", w.path):
                 drows.append(grouped(d_MF, w_EDF, sizes_E, transposed=True))
             dused.append(_gradient(w, rows_MD, d_MF, sizes_E))
-        dused.append(_gradient(down, _weighted(how, in_MF, weights_M1), dy_MD, sizes_E))
+        dused.append(_gradient(down, hidden_MF, dy_MD, sizes_E))
         if len(used) > how.matrices:
             b_down = _of_rows(used[-1], sizes_E, len(dy_MD))
-            dweights_M1 += _first(how) * (dy_MD * b_down).astype(jnp.float32).sum(1, keepdims=True)
+            weighted_M1 += _first(how) * (dy_MD * b_down).astype(jnp.float32).sum(1, keepdims=True)
             # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
-            dused += [_of_experts(d, sizes_E) for d in (*din_MF, (weights_M1 * dy_MD).astype(dy_MD.dtype))]
+            dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
         dx = travel.home(sum(drows[1:], drows[0])).reshape(dy.shape)
-        dweights = travel.home_each(dweights_M1).reshape(1, *weights_BTk.shape)
-        return dx, dweights, *(None if d is None else d[None] for d in dused)
+        weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
+        return dx, weighted, *(None if d is None else d[None] for d in dused)
 
     rows = [how.rows(w) for w in how.weights]
     places = [how.place(w.axes) for w in how.weights]
@@ -190,8 +188,11 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     inputs = [out, _x(how), _x(how), *[(how.local, ())] * how.matrices, *places]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
-    dx, dweights, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, *kept, *used)
-    dweights_BTk = how.sum.made(dweights, WEIGHTED) if how.inner.pieces > 1 else dweights[0]
+    dx, weighted, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, *kept, *used)
+    weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
+    # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
+    # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
+    dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
     found: Any = [
         None if d is None else _reduced(w.holding(array), over, d)
         for w, array, over, d in zip(how.weights, arrays, rows, dused, strict=True)
@@ -232,12 +233,6 @@ def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Trav
 def _biases(how: _How, used: Sequence[jax.Array]) -> Sequence[jax.Array | None]:
     """The bias of each matrix."""
     return used[how.matrices :] or [None] * how.matrices
-
-
-def _weighted(how: _How, in_MF: Sequence[jax.Array], weights_M1: jax.Array) -> jax.Array:
-    """The hidden layer, multiplied by the weight of each row, so that the gradient of a weight needs no output."""
-    hidden_MF = how.activated(*in_MF)
-    return (weights_M1 * hidden_MF).astype(hidden_MF.dtype)
 
 
 def _first(how: _How) -> jax.Array | float:
