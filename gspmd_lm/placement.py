@@ -115,7 +115,7 @@ class MeshPlacement:
         def local(x: jax.Array) -> jax.Array:
             x = x[0]
             for dimension, names in scatter:
-                x = jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+                x = _scattered(x, names, dimension, self.platform)
             return jax.lax.psum(x, summed) if summed else x
 
         out = [
@@ -256,6 +256,20 @@ class Recorder:
 
     def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
         return function
+
+
+def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
+    """The sum of `x` over mesh axes, of which each device keeps its piece of `dimension`. It runs inside of one device.
+
+    On a torus of three dimensions, TPU programs reduce the whole array, which is twice the traffic, where a piece of
+    the last dimension is an odd multiple of 256 bytes, such as 128 columns of bfloat16 (libtpu 0.0.42.1). So pieces of
+    columns are made blocks of an array first.
+    """
+    pieces = jax.lax.axis_size(tuple(names))
+    if platform == "tpu" and dimension == x.ndim - 1 > 0 and x.dtype.itemsize * x.shape[dimension] // pieces % 512:
+        apart = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
+        return jax.lax.psum_scatter(apart, names, scatter_dimension=0)
+    return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
 
 
 def mark(x: jax.Array, spec: Spec) -> jax.Array:
