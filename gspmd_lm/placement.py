@@ -261,9 +261,9 @@ class Recorder:
 def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
     """The sum of `x` over mesh axes, of which each device keeps its piece of `dimension`. It runs inside of one device.
 
-    On a torus of three dimensions, TPU programs reduce the whole array, which is twice the traffic, where a piece of
-    the last dimension is an odd multiple of 256 bytes, such as 128 columns of bfloat16 (libtpu 0.0.42.1). So pieces of
-    columns are made blocks of an array first.
+    TPU programs reduce the whole array, which is twice the traffic, where a piece of the last dimension is an odd
+    multiple of 256 bytes, such as 128 columns of bfloat16 (v5e and v5p, libtpu 0.0.42.1). So pieces of columns are made
+    blocks of an array first.
     """
     pieces = jax.lax.axis_size(tuple(names))
     if platform == "tpu" and dimension == x.ndim - 1 > 0 and x.dtype.itemsize * x.shape[dimension] // pieces % 512:

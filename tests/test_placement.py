@@ -61,6 +61,6 @@ for columns in (512, 1024, 1536, 2048, 3072):
 
 
 def test_a_tpu_sums_columns_as_it_sums_rows():
-    """No device of a three-dimensional torus gets more than its piece, however wide that is."""
+    """No device gets more than its piece, however wide that is."""
     printed, errors = output(launch(TOTAL, TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"))
     assert printed.splitlines() == [f"{columns} True False" for columns in (512, 1024, 1536, 2048, 3072)], errors
