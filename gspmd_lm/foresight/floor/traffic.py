@@ -272,7 +272,7 @@ class Traffic(Moves):
         if rows:
             self.gather(table, 0 if tied else itemsize)
             self.move(size_bytes, block_input, residual, rows)
-            if self.trains:
+            if table.trained:
                 self.move(size_bytes, residual, block_input)
         elif not (tied and self.trains):
             # Read where it rests, for which the ids of others are needed, or gathered, whichever is less.
