@@ -142,8 +142,7 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
     def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
         travel = _travel(how, chosen_BTk, used)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        rows_MD, weights_M1 = travel.out(x_nD), travel.out_each(weights_BTk)
-        sizes_E = travel.sizes_E
+        rows_MD, sizes_E = travel.out(x_nD), travel.sizes_E
         (*inward, down), (*b_in, b_down) = how.holding(used)
         in_MF, low_MR = [], []
         for matrix, b in zip(inward, b_in, strict=True):
@@ -151,12 +150,11 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
             with scope("of", matrix.weight.path):
                 in_MF.append(x_MF if b is None else x_MF + _of_rows(b.array, sizes_E, len(x_MF)))
             low_MR.append(low)
-        y_MD, *low = _product(down, _weighted(how, in_MF, weights_M1), sizes_E)
+        y_MD, *low = _product(down, how.activated(*in_MF), sizes_E)
         if b_down is not None:
             with scope("of", down.weight.path):
-                b_MD = _of_rows(b_down.array, sizes_E, len(y_MD))
-                y_MD += (weights_M1 * _first(how) * b_MD).astype(y_MD.dtype)
-        return travel.home(y_MD).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
+                y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
+        return travel.home(y_MD, weights_BTk).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
 
     inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
     y, kept = _each(local, inputs, [(how.inner.over, *_x(how)), (how.local, ())])(x_BTD, weights_BTk, chosen_BTk, *used)
@@ -173,14 +171,12 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
         rows_MD, in_MF, low_MR = kept
         travel = _travel(how, chosen_BTk, used)
-        dy_MD, weights_M1 = travel.out(dy.reshape(-1, dy.shape[-1])), travel.out_each(weights_BTk)
+        dy_MD = travel.out(dy.reshape(-1, dy.shape[-1]), weights_BTk)
         sizes_E, (matrices, (*_, b_down)) = travel.sizes_E, how.holding(used)
         hidden_MF, back = jax.vjp(how.activated, *in_MF)
-        weighted_MF = _weighted(how, in_MF, weights_M1)
-        dweighted_MF, *ddown = _derivatives(matrices[-1], [weighted_MF, *low_MR[-1]], dy_MD, sizes_E)
-        dweighted_MF = dweighted_MF.astype(jnp.float32)
-        dweights_M1 = (hidden_MF * dweighted_MF).sum(1, keepdims=True)
-        din_MF = back((weights_M1 * dweighted_MF).astype(hidden_MF.dtype))
+        dhidden_MF, *ddown = _derivatives(matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
+        weighted_M1 = (hidden_MF * dhidden_MF.astype(jnp.float32)).sum(1, keepdims=True)
+        din_MF = back(dhidden_MF)
         drows, dused = [], []
         for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
             d, *found = _derivatives(matrix, [rows_MD, *low], d_MF, sizes_E)
@@ -189,12 +185,12 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
         dused += ddown
         if b_down is not None:
             b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
-            dweights_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
+            weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
             # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
-            dused += [_of_experts(d, sizes_E) for d in (*din_MF, (weights_M1 * dy_MD).astype(dy_MD.dtype))]
+            dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
         dx = travel.home(sum(drows[1:], drows[0])).reshape(dy.shape)
-        dweights = travel.home_each(dweights_M1).reshape(1, *weights_BTk.shape)
-        return dx, dweights, *(None if w.frozen else d[None] for w, d in zip(how.weights, dused, strict=True))
+        weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
+        return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(how.weights, dused, strict=True))
 
     rows = [how.rows(w) for w in how.weights]
     places = [how.place(w.axes) for w in how.weights]
@@ -202,8 +198,11 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     inputs = [out, _x(how), _x(how), (how.local, ()), *places]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
-    dx, dweights, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
-    dweights_BTk = how.sum.made(dweights, WEIGHTED) if how.inner.pieces > 1 else dweights[0]
+    dx, weighted, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
+    weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
+    # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
+    # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
+    dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
     found: Any = [
         None if d is None else _reduced(w.holding(array), how.down, over, d)
         for w, array, over, d in zip(how.weights, arrays, rows, dused, strict=True)
@@ -240,12 +239,6 @@ def _each(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence
 def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Travel:
     """The way of a device's tokens."""
     return plan(chosen_BTk, len(used[0]), how.expert, how.travels, how.capacity)
-
-
-def _weighted(how: _How, in_MF: Sequence[jax.Array], weights_M1: jax.Array) -> jax.Array:
-    """The hidden layer, multiplied by the weight of each row, so that the gradient of a weight needs no output."""
-    hidden_MF = how.activated(*in_MF)
-    return (weights_M1 * hidden_MF).astype(hidden_MF.dtype)
 
 
 def _first(how: _How) -> jax.Array | float:

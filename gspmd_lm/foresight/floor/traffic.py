@@ -57,7 +57,7 @@ class Traffic(Moves):
         writes: dict[Node, list[Product]] = collections.defaultdict(list)
         self.read = {product.x for product in products}
         for product in products:
-            if self.traced.source(product.x):
+            if self.traced.source(product.x) and not (product.group and product.y):
                 reads[product.x].append(product)
             elif product.y and self.traced.home(product.y) is not product.y:
                 writes[product.y].append(product)
@@ -127,7 +127,7 @@ class Traffic(Moves):
         here = {"batch": tuple(tokens)}
         for _ in range(4 + again if self.trains else 2):
             self.move(rows * width * self.itemsize(x), here, {"batch": tuple(tokens - over), **there}, times=x.times)
-        for _ in range(2 if self.trains else 1):  # the weights of experts, and their gradients
+        if self.trains:  # for the gradients of the weights of a token's experts, one number for each of these
             self.move(rows * FLOAT32_BYTES, here, {"batch": tuple(tokens - over), **there}, times=x.times)
 
     def experts(self, product: Product) -> set[str]:
