@@ -95,7 +95,7 @@ def moved_by(built):
 
     def find(config, rules):
         rules = rules.fill(8)
-        key = repr((config, rules.rows, rules.remat, rules.microbatches, rules.mesh))
+        key = repr((config, rules.rows, rules.remat, rules.microbatches, rules.mesh, rules.context))
         if key not in known:
             step = built(config, rules)
             program = step.lower_train().compile(compiler_options={"xla_backend_optimization_level": 0})
