@@ -261,14 +261,16 @@ class Recorder:
 def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
     """The sum of `x` over mesh axes, of which each device keeps its piece of `dimension`. It runs inside of one device.
 
-    TPU programs reduce the whole array, which is twice the traffic, where a piece of the last dimension is an odd
-    multiple of 256 bytes, such as 128 columns of bfloat16 (v5e and v5p, libtpu 0.0.42.1). So pieces of columns are made
-    blocks of an array first.
+    TPU programs reduce the whole array, which is twice the traffic, where a piece does not end with a tile, such as 128
+    columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). Such pieces are made blocks of an array first. Any
+    dimension but the last may be that of the rows; fewer than 8 of them are laid out otherwise, and stay pieces.
     """
-    pieces = jax.lax.axis_size(tuple(names))
-    if platform == "tpu" and dimension == x.ndim - 1 > 0 and x.dtype.itemsize * x.shape[dimension] // pieces % 512:
-        apart = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
-        return jax.lax.psum_scatter(apart, names, scatter_dimension=0)
+    pieces, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
+    size = x.shape[dimension] // pieces
+    aligned = size * x.dtype.itemsize % (512 if last else 32) == 0 or (not last and size % 8)
+    if platform == "tpu" and x.ndim > 1 and not aligned:
+        apart = x.reshape(*x.shape[:dimension], pieces, -1, *x.shape[dimension + 1 :])
+        return jax.lax.psum_scatter(jnp.moveaxis(apart, dimension, 0), names, scatter_dimension=0)
     return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
 
 

@@ -51,16 +51,19 @@ rules = rules_file.from_dict({"mesh": {"fsdp": 8}, "optimizer": {"embed": "fsdp"
 placement = MeshPlacement(rules, mesh.build(rules, devices))
 options = runtime.compiler_options("tpu", {}, "here.yaml", devices[0].device_kind)
 sums = jax.sharding.NamedSharding(placement.mesh, jax.sharding.PartitionSpec("fsdp"))
-for columns in (512, 1024, 1536, 2048, 3072):
-    total = jax.jit(lambda x, y: placement.total(jnp.einsum("rtm,rtd->rmd", x, y), Split(("fsdp",), 8), home))
-    home = Spec("w_down", ("mlp", "embed"), "optimizer")
-    x, y = (jax.ShapeDtypeStruct((8, 256, size), "bfloat16", sharding=sums) for size in (512, columns))
+for axes, rows, columns in CASES:
+    home = Spec("w_down", axes, "optimizer")
+    total = jax.jit(lambda x, y: placement.total(jnp.einsum("retm,retd->remd", x, y), Split(("fsdp",), 8), home))
+    x, y = (jax.ShapeDtypeStruct((8, 4, 256, size), "bfloat16", sharding=sums) for size in (rows, columns))
     text = total.lower(x, y).compile(compiler_options=options).as_text()
-    print(columns, "reduce-scatter(" in text, "all-reduce(" in text)
+    print("reduce-scatter(" in text, "all-reduce(" in text)
 """
+COLUMNS, ROWS = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
 
 
-def test_a_tpu_sums_columns_as_it_sums_rows():
-    """No device gets more than its piece, however wide that is."""
-    printed, errors = output(launch(TOTAL, TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"))
-    assert printed.splitlines() == [f"{columns} True False" for columns in (512, 1024, 1536, 2048, 3072)], errors
+def test_a_tpu_gives_each_device_only_its_piece_of_a_sum():
+    """However long the piece is that a device keeps of an expert's columns, or of its rows."""
+    cases = [(COLUMNS, 512, 8 * size) for size in (64, 128, 384)] + [(ROWS, 8 * size, 512) for size in (8, 16, 24)]
+    launched = launch(TOTAL.replace("CASES", repr(cases)), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    printed, errors = output(launched)
+    assert printed.splitlines() == ["True False"] * len(cases), errors
