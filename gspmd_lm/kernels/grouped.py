@@ -116,14 +116,15 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
 def _triton(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool, interpret: bool = False):
     """`grouped` by Triton. The rows after those of the last expert are not written."""
     block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, 128)
-    padded_MD = _padded(rows_MD, block)
-    return grouped_gpu.product(padded_MD, w_EDF, blocks, block, transposed, interpret)[: len(rows_MD)]
+    padded_MD, columns = _padded(_wide(rows_MD, 1), block), w_EDF.shape[1 if transposed else 2]
+    y_MF = grouped_gpu.product(padded_MD, _wide(w_EDF, 2), blocks, block, transposed, interpret)
+    return y_MF[: len(rows_MD), :columns]
 
 
 def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
     """`outer` by Triton."""
-    padded_MD, padded_MF = (_padded(x, grouped_gpu.INNER) for x in (rows_MD, dy_MF))
-    return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)
+    padded_MD, padded_MF = (_padded(_wide(x, 1), grouped_gpu.INNER) for x in (rows_MD, dy_MF))
+    return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)[:, : rows_MD.shape[1], : dy_MF.shape[1]]
 
 
 def _tile(rows: float, inner: float, columns: float, itemsize: int) -> tuple[int, int, int]:
@@ -162,6 +163,12 @@ def _cut(rows_MD: jax.Array, sizes_E: jax.Array, least: int = 1, most: int = BLO
     start = (ends_E - sizes_E)[expert] + block * (number - (after_E - blocks_E)[expert])
     used = number < after_E[-1]
     return block, (expert, jnp.where(used, start, M), jnp.where(used, ends_E[expert], M))
+
+
+def _wide(x: jax.Array, sides: int) -> jax.Array:
+    """`x` with zeros where its last `sides` dimensions, such as the rank of an adapter, are too narrow for Triton."""
+    missing = [max(0, grouped_gpu.LEAST - size) for size in x.shape[-sides:]]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - sides) + [(0, count) for count in missing]) if any(missing) else x
 
 
 def _padded(x_MD: jax.Array, block: int) -> jax.Array:

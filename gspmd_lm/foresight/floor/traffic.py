@@ -71,8 +71,10 @@ class Traffic(Moves):
         for first, second in adapters:
             self.adapter(first, second)
         for path in {product.path for product in products if product.node not in adapted}:
-            for _ in range(2 if self.trains else 1):  # forward and backward
-                self.gather(self.weights[path], self.itemsize(self.traced.used[path][0]))
+            weight, used = self.weights[path], self.traced.used[path][0]
+            # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
+            for _ in range(2 if self.trains and (weight.trained or used.times > 1) else 1):
+                self.gather(weight, self.itemsize(used))
 
     def fan_out(self, x: Node, group: list[Product], products: list[Product]) -> None:
         """One input, read with several weights; forward and backward. `products` are those of no adapter."""
