@@ -199,26 +199,34 @@ def train(
 
 
 def load(
-    workdir: str | Path, rules: Rules | str | None = None, step: int | None = None, platform: str | None = None
+    folder: str | Path,
+    rules: Rules | str | None = None,
+    step: int | None = None,
+    platform: str | None = None,
+    overrides: str | Sequence[str] = (),
 ) -> "Model":
-    """The model of a run, with its weights on this program's devices: `load("runs/a").generate("Once upon")`.
+    """A model with its weights on this program's devices: `load("runs/a").generate("Once upon")`.
 
     Args:
-        workdir: a folder that train or convert left a checkpoint in.
-        rules: where the weights live; None: as the run's rules file says. A run of many devices can be loaded on one
-            with "none".
-        step: of the checkpoint; None: the newest that is not in doubt.
+        folder: that of a run, which train or convert left a checkpoint in; or of a published model, with its
+            config.json, *.safetensors and tokenizer.json, which are read as they are.
+        rules: where the weights live; None: as the run's rules file says, and one device for a published model. A run
+            of many devices can be loaded on one with "none".
+        step: of a run's checkpoint; None: the newest that is not in doubt.
         platform: cpu, gpu or tpu; None takes what is there.
+        overrides: `section.key=value`, or several of them, laid over the config, such as model.padded_vocab=50264 for a
+            published model whose vocabulary the rules do not divide.
 
     Raises:
-        InputError: the folder has no checkpoint of its config, or the rules do not fit the model or the devices.
+        InputError: the folder is neither, has no checkpoint of its config, or has a model that is not supported; or
+            the rules do not fit the model or the devices.
     """
     _import_jax()
     from gspmd_lm import loaded
 
-    folder = str(workdir) if files.is_remote(workdir) else str(Path(workdir).expanduser())
-    config, chosen = loaded.left(folder, rules)
-    return loaded.Model(config, chosen, start(chosen, platform), folder, step)
+    place = str(folder) if files.is_remote(folder) else str(Path(folder).expanduser())
+    config, found, chosen = loaded.left(place, rules, _several(overrides))
+    return loaded.Model(config, chosen, start(chosen, platform), place, step, found)
 
 
 def explain(task: "Task | Config | str", rules: Rules | str, target: str, phase: str = "train") -> "Explanation":

@@ -1,4 +1,4 @@
-"""A trained model with its weights on this program's devices, which continues texts."""
+"""A model with its weights on this program's devices, which continues texts."""
 
 import html
 from collections.abc import Sequence
@@ -7,29 +7,41 @@ from pathlib import Path
 from gspmd_lm import compile_cache, files, rules_file
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
+from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate as generation
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.rules import Rules
 from gspmd_lm.runtime import Runtime
-from gspmd_lm.verbs import generate as verb
-from gspmd_lm.verbs import given, session
+from gspmd_lm.verbs import given, session, weights
 
 ROWS = 8  # prompts that are continued at a time
 
 
-def left(workdir: str, rules: Rules | str | None) -> tuple[Config, Rules]:
-    """The config of a run, and `rules` or those that the run left. Raises InputError if there is no run."""
-    folder = Path(workdir)
-    if not files.is_remote(workdir) and not (folder / "config.yaml").is_file():
-        bring = f"convert --from={workdir} --workdir=DIR" if (folder / "config.json").is_file() else "train there first"
-        raise InputError(f"{workdir}: not the folder of a run\n  fix   {bring}")
-    config = given.with_tokenizer(configs.load(f"{workdir}/config.yaml"), workdir)
+def left(
+    folder: str, rules: Rules | str | None, overrides: Sequence[str] = ()
+) -> tuple[Config, Pretrained | None, Rules]:
+    """The config of a run or of a published model, the latter itself, and `rules` or those that the run left.
+
+    overrides: section.key=value, laid over the config. Raises InputError if the folder is neither.
+    """
+    path = Path(folder)
+    if found := weights.published(folder, overrides):
+        config = found.config
+    elif files.is_remote(folder) or (path / "config.yaml").is_file():
+        config = given.with_tokenizer(configs.load(f"{folder}/config.yaml", overrides), folder)
+    else:
+        what = "neither a config.yaml nor a config.json in it" if path.is_dir() else "no such folder here"
+        raise InputError(
+            f"{folder}: {what}\n"
+            "  fix   give the folder of a run, which train or convert left, or of a published model with its "
+            "config.json, *.safetensors and tokenizer.json; nothing is fetched"
+        )
     if isinstance(rules, Rules):
-        return config, rules
-    kept = folder / "rules.yaml"
-    return config, rules_file.load(rules or (str(kept) if kept.is_file() else "none"))
+        return config, found, rules
+    kept = path / "rules.yaml"
+    return config, found, rules_file.load(rules or (str(kept) if kept.is_file() and not found else "none"))
 
 
 class Text(str):
@@ -55,14 +67,23 @@ class Texts(list[Text]):
 
 
 class Model:
-    """The model of a run, with its weights. `config` says what it computes, and `rules` where its weights live."""
+    """A model with its weights. `config` says what it computes, and `rules` where its weights live."""
 
-    def __init__(self, config: Config, rules: Rules, machine: Runtime, workdir: str, step: int | None):
-        self._here = session.of(config, rules, machine, workdir)
-        verb.check_weights(self._here, workdir, step)
+    def __init__(
+        self,
+        config: Config,
+        rules: Rules,
+        machine: Runtime,
+        folder: str,
+        step: int | None = None,
+        found: Pretrained | None = None,
+    ):
+        """`found`: what the folder holds if it is not that of a run. No weights are read yet."""
+        self._here = session.of(config, rules, machine, folder)
+        self._read = weights.of(self._here, folder, step, found)
         self.config, self.rules = config, self._here.rules
         self.tokenizer = tokenizer.load(config.data.tokenizer)
-        self._workdir, self._step = workdir, step
+        self._folder = folder
         self._generator: generation.Generator | None = None
         compile_cache.enable(None)
 
@@ -129,9 +150,8 @@ class Model:
         )  # fmt: skip
         for note in notes:
             self._here.say(note)
-        params = verb.restored(self._here, self._workdir, built.abstract_params, self._step)
-        self._generator = generation.Generator(built, params, self.tokenizer)
+        self._generator = generation.Generator(built, self._read(built.abstract_params), self.tokenizer)
         return self._generator
 
     def __repr__(self) -> str:
-        return f"{self.config.name} of {self._workdir} under {self.rules.path}"
+        return f"{self.config.name} of {self._folder} under {self.rules.path}"

@@ -12,6 +12,7 @@ from gspmd_lm import cli, results
 from gspmd_lm.foresight.show import page
 from gspmd_lm.runs import history
 from gspmd_lm.runs import page as run_page
+from tests.convert import references
 from tests.convert.ours import QUICK
 
 SMALL = [
@@ -165,16 +166,77 @@ def test_programs_and_weights_are_used_again_where_they_suffice(model, monkeypat
 
 def test_a_model_under_other_rules(trained, model):
     split = g.load(trained.workdir, rules("tp8"))
+    assert g.load(trained.workdir, "none", overrides=["data.seq=8"]).config.data.seq == 8
     assert g.load(trained.workdir, "dp8").rules.name == "dp8" and model.rules.devices == 1
     assert split.rules.devices == 8 and repr(split).endswith("under rules/tp8.yaml")
     assert split.generate("def f(", max_new_tokens=5) == model.generate("def f(", max_new_tokens=5)
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder as transformers writes it, with a tokenizer of the words 0 to 95, and its golden file."""
+    golden = references.load("llama")
+    folder = golden.folder(tmp_path_factory.mktemp("published") / "llama")
+    end = {"id": 2, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+           "normalized": False}  # fmt: skip
+    words = {"</s>" if i == end["id"] else str(i): i for i in range(96)}
+    tokens = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": [end],
+              "model": {"type": "WordLevel", "vocab": words, "unk_token": "0"}}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    return folder, golden
+
+
+def test_a_published_folder_is_loaded_as_it_is(published, capsys):
+    """It writes what transformers does, from Python and from the command line, and nothing is left beside it."""
+    folder, golden = published
+    kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+    prompt = " ".join(map(str, golden.about["prompts"][1]))
+    model = g.load(folder, rules("tp8"))
+    text = model.generate(prompt, max_new_tokens=8)
+    assert text.split() == [str(token) for token in golden.about["tokens"][1][:8]]
+    assert model.rules.devices == 8 and g.load(folder).rules.devices == 1
+    assert g.load(folder, overrides="model.padded_vocab=104").config.model.vocab_rows == 104
+    sets = [f"--set={one}" for one in QUICKLY]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", "generate", f"--workdir={folder}", "--rules=tp8", f"--prompt={prompt}",
+                  "--max-new-tokens=8", *sets])  # fmt: skip
+    assert end.value.code == 0 and capsys.readouterr().out == f"{text}\n"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
+
+
+def test_what_a_published_folder_cannot_be_asked_for(published, tmp_path, capsys):
+    folder, golden = published
+    with pytest.raises(g.InputError, match=r"step 3: .* is a published model, which has no steps\n  fix   drop it"):
+        g.load(folder, step=3)
+    for verb, said in (
+        (["generate", "--prompt=1", "--config=tiny"], r"--config=tiny: .* has a config.json of its own"),
+        (["eval"], rf"no checkpoint; it is the folder of a published model\n  fix   convert --from={folder} --w"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["main.py", *verb, f"--workdir={folder}"])
+        assert re.search(said, capsys.readouterr().err)
+    wordless = golden.folder(tmp_path / "wordless")
+    with pytest.raises(g.InputError, match=r"no tokenizer\.json, so the model cannot read text\n  fix .*AutoTokenizer"):
+        g.load(wordless)
+    about = json.loads((wordless / "config.json").read_text())
+    (wordless / "config.json").write_text(json.dumps(about | {"some_feature": 1}))
+    with pytest.raises(g.InputError, match=r"fix   convert --from=.*wordless --workdir=W --ignore=some_feature, then"):
+        g.load(wordless)
+    (wordless / "model.safetensors").unlink()
+    (wordless / "config.json").write_text(json.dumps(about))
+    with pytest.raises(g.InputError, match=r"no weights: neither model\.safetensors nor"):
+        g.load(wordless)
+
+
 def test_what_cannot_be_loaded(tmp_path, model):
-    with pytest.raises(g.InputError, match=r"not the folder of a run\n  fix   train there first"):
+    with pytest.raises(
+        g.InputError, match=r"nothing: no such folder here\n  fix   give the folder of a run, .*nothing is"
+    ):
         g.load(tmp_path / "nothing")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(g.InputError, match=r"fix   convert --from=.* --workdir=DIR"):
+    with pytest.raises(g.InputError, match=r"neither a config\.yaml nor a config\.json in it\n  fix   give the folder"):
+        g.load(tmp_path)
+    (tmp_path / "config.yaml").write_text((Path(model._folder) / "config.yaml").read_text())
+    with pytest.raises(g.InputError, match=r"no checkpoint\n  fix   train there first, or bring one: convert --from"):
         g.load(tmp_path)
     with pytest.raises(g.InputError, match="prompt 2"):
         model.generate(["a", "b" * 1000], max_new_tokens=5)

@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "verbs": "runs plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint "
     "data runtime compile_cache processes lock files versions core_yaml config",
     "results": "runs plan foresight task rules config",
-    "loaded": "verbs files infer data compile_cache rules_file rules runtime config",
+    "loaded": "verbs files infer convert data compile_cache rules_file rules runtime config",
     "cli": "verbs processes config_keys config __version__",
     "__main__": "cli",
     "api": "results loaded files verbs plan foresight train task checkpoint runtime rules_file rules axes config",

@@ -19,6 +19,7 @@ from gspmd_lm.convert import architecture, multimodal, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy
 from gspmd_lm.convert.safetensors import Stored
+from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
 from gspmd_lm.placement import Named
@@ -101,13 +102,21 @@ class Pretrained:
     places: Any  # the tree of parameters, with a Place for each
     left_out: int = 0  # tensors of other parts than the text
 
-    def load(self, shardings: Any) -> Any:
-        """The parameters, placed as a tree of shardings says.
+    @property
+    def reads_text(self) -> bool:
+        """Whether there is a tokenizer: the folder's, one that was named, or bytes for a model of bytes."""
+        named = self.config.data.tokenizer != Bytes.fingerprint
+        return named or self.tokenizer is not None or self.config.model.vocab == Bytes.vocab_size
+
+    def load(self, shardings: Any, dtypes: Any = None) -> Any:
+        """The parameters, placed as a tree of shardings says, and cast as a tree of dtypes says.
 
         Each process reads the parts that its devices hold, one part at a time. The host holds nothing but these parts
         and the part that is being read.
         """
-        return jax.tree.map(self._array, self.places, shardings)
+        dtypes = dtypes or jax.tree.map(lambda place: place.dtype, self.places)
+        places = jax.tree.map(lambda place, dtype: dataclasses.replace(place, dtype=dtype), self.places, dtypes)
+        return jax.tree.map(self._array, places, shardings)
 
     def _array(self, place: Place, sharding: jax.sharding.Sharding) -> jax.Array:
         devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -162,27 +171,30 @@ def _rows(take: slice | np.ndarray, start: int, count: int) -> slice | np.ndarra
     return take[start : start + count]
 
 
-def read(folder: Path, overrides: Sequence[str] = (), ignored: Collection[str] = ()) -> Pretrained:
+def read(
+    folder: Path, overrides: Sequence[str] = (), ignored: Collection[str] = (), fix: str = "{flags}"
+) -> Pretrained:
     """The model of a folder that transformers wrote, checked against its files.
 
     overrides: section.key=value. ignored: fields of config.json that may be set although their meaning is not known.
+    fix: what to do about such a field, with the flags of `convert` that name it.
     Raises an InputError that lists every field of config.json that is not supported, or every tensor that is
     unexpected, missing or of another shape; or that names a file that cannot be read.
     """
     try:
-        return _read(folder, overrides, ignored)
+        return _read(folder, overrides, ignored, fix)
     except OSError as error:
         raise InputError(
             f"{error.filename or folder}: cannot be read ({error.strerror})\n  fix   make it readable, then try again"
         ) from error
 
 
-def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str]) -> Pretrained:
+def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix: str) -> Pretrained:
     whole, place = architecture.load(folder), str(folder / architecture.CONFIG)
     raw = multimodal.text_config(whole, place)
     row = architecture.family(raw, place)
     architecture.check_ignored(row, raw, place, ignored)
-    values = architecture.settings(row, raw, place, ignored)
+    values = architecture.settings(row, raw, place, ignored, fix)
     every = stored = safetensors.stored(folder)
     if raw is not whole:
         stored = multimodal.text_tensors(stored)

@@ -1,5 +1,6 @@
 """Tokenizers, from bytes to token ids and back: plain bytes, or a Hugging Face tokenizer.json."""
 
+import functools
 import hashlib
 import json
 import re
@@ -93,7 +94,7 @@ class HuggingFace:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"data.tokenizer: {path}: cannot be read ({error})") from error
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(raw)
+            self._tokenizer, self.vocab_size = _parsed(path.absolute(), hashlib.sha256(raw.encode()).hexdigest())
         except Exception as error:  # the library raises nothing more precise
             raise InputError(
                 f"data.tokenizer: {path}: not a Hugging Face tokenizer.json ({error})\n"
@@ -103,7 +104,6 @@ class HuggingFace:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.end = self._find_end(path)
@@ -194,6 +194,17 @@ class HuggingFace:
             f"  fix   add a special token named {END_OF_TEXT} to its added_tokens, or name one of its special tokens\n"
             '        as "eos_token" in a tokenizer_config.json beside it'
         )
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed(path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, int]:
+    """The tokenizer of a file with this content, and its largest id plus one.
+
+    It is kept, because a run asks for it several times: for the size of the vocabulary, for its data, for its samples.
+    A tokenizer of 128,000 tokens takes half a second to parse.
+    """
+    found = tokenizers.Tokenizer.from_file(str(path))
+    return found, max(found.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def load(name: str) -> Tokenizer:

@@ -13,7 +13,7 @@ from gspmd_lm import arrays, checkpoint, core_yaml, files, paths
 from gspmd_lm import config as configs
 from gspmd_lm.convert import architecture, beside, export, peft, pretrained
 from gspmd_lm.convert.strict_json import parse
-from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.data import chat
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state, step
@@ -22,8 +22,6 @@ from gspmd_lm.verbs import given, session
 
 ORIGINAL = "hugging_face"  # a folder in the workdir: the files that came with the weights
 IGNORED = "ignored.json"  # the fields of config.json that --ignore named
-
-BYTES = tokenizer.Bytes()
 
 
 def run(values: flags.FlagValues) -> int:
@@ -62,8 +60,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
             here.say(f"{source}: only the text part is read; {found.left_out:,} tensors of other parts are left out")
         if values.ignore:
             here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
-        if (found.config.data.tokenizer == "bytes" and not found.tokenizer
-            and found.config.model.vocab != BYTES.vocab_size):  # fmt: skip
+        if not found.reads_text:
             here.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
                      f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
                      "what there is; then --set data.tokenizer=T")  # fmt: skip

@@ -7,20 +7,20 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from gspmd_lm import checkpoint, compile_cache
+from gspmd_lm import compile_cache
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, lines
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.infer.text import Stops
-from gspmd_lm.verbs import session
+from gspmd_lm.verbs import session, weights
 
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # in arguments, Python shows bytes that are not UTF-8 so
 
 
 def run(values: flags.FlagValues) -> int:
     """Continues --prompt, or each line of --prompts, and returns the exit code."""
-    workdir = session.needs_weights(values, "generate --workdir=DIR, where convert or train left a checkpoint")
+    folder = weights.needed(values, "generate --workdir=DIR, the folder of a run or of a published model")
     if bool(values.prompt) == bool(values.prompts):
         raise InputError("generate needs a prompt\n  fix   give either --prompt=TEXT or --prompts=FILE.jsonl")
     if values.output and not values.prompts:
@@ -30,8 +30,7 @@ def run(values: flags.FlagValues) -> int:
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
     if not values.temperature and sampling != Sampling(seed=values.seed):
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
-    here = session.begin(values, stderr=True)
-    check_weights(here, workdir, values.step)
+    here, read = weights.begin(values, folder, stderr=True)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens)
@@ -48,8 +47,7 @@ def run(values: flags.FlagValues) -> int:
     began = time.perf_counter()
     _ = built.compiled  # whether the program fits is known before the weights are read
     here.say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
-    params = restored(here, workdir, built.abstract_params, values.step)
-    generator = generate.Generator(built, params, tokens)
+    generator = generate.Generator(built, read(built.abstract_params), tokens)
     pieces = generator.generate(
         [line.tokens for line in prompts],
         new_tokens=values.max_new_tokens,
@@ -63,21 +61,6 @@ def run(values: flags.FlagValues) -> int:
         here.deliver(pieces, None, lambda found, out: _stream(found, len(prompts), out))
     here.say(str(generator.figures))
     return 0
-
-
-def check_weights(here: session.Session, workdir: str, step: int | None) -> None:
-    """Raises InputError if a workdir has no weights of the config's model. No weights are read."""
-    with checkpoint.of_run(workdir, here.config) as checkpoints:
-        if not checkpoints.candidates(step):
-            raise session.no_checkpoint(workdir)
-
-
-def restored(here: session.Session, workdir: str, abstract_params: Any, step: int | None) -> Any:
-    """The weights of a workdir that `check_weights` has seen, placed."""
-    with checkpoint.of_run(workdir, here.config, here.say) as checkpoints:
-        found = checkpoints.restore_weights(abstract_params, step)
-    assert found is not None, "check_weights() has seen a checkpoint"
-    return found[1]
 
 
 def _prompts(values: flags.FlagValues, name: str, tokens: tokenizer.Tokenizer) -> list[lines.Line]:

@@ -10,13 +10,12 @@ from gspmd_lm.data import corpus, formats, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, score
 from gspmd_lm.paths import read_text
-from gspmd_lm.verbs import session
-from gspmd_lm.verbs.generate import check_weights, restored
+from gspmd_lm.verbs import session, weights
 
 
 def run(values: flags.FlagValues) -> int:
     """Scores a text, or each line of continuations, and returns the exit code."""
-    workdir = session.needs_weights(values, "eval --workdir=DIR --text=FILE")
+    folder = weights.needed(values, "eval --workdir=DIR --text=FILE")
     if values.text and values.continuations:
         raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
     if values.text and values.output:
@@ -24,8 +23,7 @@ def run(values: flags.FlagValues) -> int:
             f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
         )
     session.check_output(values.output, values.continuations)
-    here = session.begin(values, stderr=not values.text)
-    check_weights(here, workdir, values.step)
+    here, read = weights.begin(values, folder, stderr=not values.text)
     config = here.config
     tokens = tokenizer.load(config.data.tokenizer)
     generate.check_tokenizer(config, tokens)
@@ -50,7 +48,7 @@ def run(values: flags.FlagValues) -> int:
         here.say(f"warning: {warning}")
     compile_cache.enable(values.compile_cache)
     _ = built.compiled  # whether the program fits is known before the weights are read
-    scorer = score.Scorer(built, restored(here, workdir, built.abstract_params, values.step), tokens)
+    scorer = score.Scorer(built, read(built.abstract_params), tokens)
     if values.text:
         found = scorer.text(ids, len(text))
         here.say(

@@ -181,6 +181,11 @@ def needs_weights(values: flags.FlagValues, example: str) -> str:
 
 def no_checkpoint(workdir: str) -> InputError:
     """The error for a workdir without weights."""
+    if not files.is_remote(workdir) and (path_of(workdir) / "config.json").exists():
+        return InputError(
+            f"{workdir}: no checkpoint; it is the folder of a published model\n"
+            f"  fix   convert --from={workdir} --workdir=W, then --workdir=W"
+        )
     return InputError(
         f"{workdir}: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR --workdir={workdir}"
     )

@@ -4,6 +4,12 @@ pytest tests/convert tests/infer/test_references.py --junit-xml=default.xml
 pytest -m parity --junit-xml=parity.xml
 pytest -m slow tests/convert tests/infer/test_references.py --junit-xml=slow.xml
 python -m tests.convert.table default.xml parity.xml slow.xml
+
+A row is kept as it is if none of its tests is in the results. So the rows of a new family are made by
+
+pytest -m "slow or not slow" -k FAMILY tests/convert/test_families.py tests/convert/test_live.py \
+    tests/infer/test_references.py --junit-xml=new.xml
+python -m tests.convert.table new.xml
 """
 
 import re
@@ -44,8 +50,12 @@ def results(paths: list[Path]) -> dict[str, bool]:
     return found
 
 
-def table(passed: dict[str, bool]) -> str:
-    """One row for each case: the family, and for each column whether its tests passed."""
+def table(passed: dict[str, bool], page: str = "") -> str:
+    """One row for each case: the family, and for each column whether its tests passed.
+
+    A row of `page` stays if none of its tests was run.
+    """
+    before = {line.split(" | ")[2]: line for line in page.splitlines() if line.count(" | ") > len(COLUMNS)}
     lines = [
         f"| family | `model_type` | case | {' | '.join(COLUMNS)} |",
         f"|---|---|---|{'---|' * len(COLUMNS)}",
@@ -53,8 +63,9 @@ def table(passed: dict[str, bool]) -> str:
     for family in FAMILIES:
         for case, (kind, _) in references.CASES.items():
             if kind == family.model_type:
-                said = [_said([passed.get(test.format(case)) for test in tests]) for tests in COLUMNS.values()]
-                lines.append(f"| {family.name} | `{kind}` | {case} | {' | '.join(said)} |")
+                ran = [[passed.get(test.format(case)) for test in tests] for tests in COLUMNS.values()]
+                made = f"| {family.name} | `{kind}` | {case} | {' | '.join(map(_said, ran))} |"
+                lines.append(made if any({*one} != {None} for one in ran) else before.get(case, made))
     versions = {tuple(sorted(references.load(case).about["versions"].items())) for case in references.CASES}
     told = "; ".join(", ".join(f"{name} {version}" for name, version in pairs) for pairs in sorted(versions))
     return "\n".join([*lines, "", f"Reference: {told}, CPU, float32, eager attention (for falcon-rw: sdpa)."])
@@ -70,4 +81,5 @@ def rewritten(page: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text(), table(results([Path(path) for path in sys.argv[1:]]))))
+    now = PAGE.read_text()
+    PAGE.write_text(rewritten(now, table(results([Path(path) for path in sys.argv[1:]]), now)))

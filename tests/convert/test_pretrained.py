@@ -161,6 +161,16 @@ def test_a_tied_table_that_stands_twice(folder):
     assert not found.config.model.tied_embeddings and "lm_head.weight" in found.files
 
 
+def test_weights_are_cast_while_they_are_read(folder):
+    found = pretrained.read(folder("llama"))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places, plain = found.places, jax.device_get(ours.on_one_device(found))
+    dtypes = jax.tree.map(lambda place: jax.numpy.bfloat16 if place.letters == "DNH" else place.dtype, places)
+    cast = jax.device_get(found.load(jax.tree.map(lambda place: one, places), dtypes))
+    jax.tree.map(lambda x, kept, dtype: np.testing.assert_array_equal(x, kept.astype(dtype)), cast, plain, dtypes)
+    assert {str(x.dtype) for x in jax.tree.leaves(cast)} == {"bfloat16", "float32"}
+
+
 def test_export_refuses_what_it_cannot_do(folder, tmp_path):
     found = pretrained.read(folder("llama"))
     params = ours.on_one_device(found)

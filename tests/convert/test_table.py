@@ -22,6 +22,10 @@ def test_a_row_says_what_passed(tmp_path):
     row = next(line for line in made.splitlines() if "falcon-7b" in line)
     assert row == "| Falcon | `falcon` | falcon-7b | yes | **no** | not run | not run | not run | not run |"
     assert made.count("\n| ") == len(references.CASES)
+    # Without results, a row of the page stays; with any, it is made anew.
+    kept, old = "| BLOOM | `bloom` | bloom |" + " yes |" * 6, "| Falcon | `falcon` | falcon-7b |" + " yes |" * 6
+    again = table.table(table.results([tmp_path / "results.xml"]), f"{kept}\n{old}\n").splitlines()
+    assert kept in again and row in again and old not in again
 
 
 def test_the_page_holds_the_table_of_every_case_and_all_passed():

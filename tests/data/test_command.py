@@ -2,15 +2,18 @@
 
 import io
 import json
+import types
 
 import pytest
+import tokenizers
 import yaml
 from rich.console import Console
 
 from gspmd_lm import cli
-from gspmd_lm.data import tokenizer
+from gspmd_lm import config as configs
+from gspmd_lm.data import chat, loader, tokenizer
 from gspmd_lm.errors import InputError
-from gspmd_lm.verbs import session, train
+from gspmd_lm.verbs import given, session, train
 
 SMALL = ("model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
          "data.batch=8", "data.seq=16", "train.steps=4", "train.trackers=[]", "data.held_out=0.0")  # fmt: skip
@@ -74,11 +77,23 @@ def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, fol
     assert code == 2 and "that is enough" in said and seen == [300]
 
 
-def test_a_tokenizer_alone(run, folder):
+def test_a_tokenizer_alone(run, folder, monkeypatch):
     code, said = run("--rules=fsdp8", "--train_tokenizer=mine.json", *FLAGS, *OWN)
     assert code == 0 and "use it with --set data.tokenizer=mine.json --set model.vocab=0" in said
-    code, said = run("--rules=fsdp8", "--dry_run", *FLAGS, "--set=data.tokenizer=mine.json", "--set=model.vocab=0")
+    (folder / "mine.json").rename("yours.json")
+    parsed, parse = [], tokenizers.Tokenizer.from_file
+    counting = types.SimpleNamespace(from_file=lambda path: parsed.append(path) or parse(path))
+    monkeypatch.setattr(tokenizers, "Tokenizer", counting)
+    code, said = run("--rules=fsdp8", "--dry_run", *FLAGS, "--set=data.tokenizer=yours.json", "--set=model.vocab=0")
     assert code == 0 and "384" in said
+    sets = [*SMALL, "data.source=my texts", "data.tokenizer=yours.json", "model.vocab=0"]
+    config = given.with_tokenizer(configs.load("tiny", sets))
+    assert loader.open(config)[0].tokens_per_epoch and config.model.vocab == 300
+    assert chat.stop_ids("yours.json") == (tokenizer.load("yours.json").end,)
+    assert parsed == [str(folder / "yours.json")]  # once for the size, the data and the end of a text
+    (folder / "yours.json").write_text((folder / "yours.json").read_text().replace("<|endoftext|>", "</s>"))
+    changed = tokenizer.load("yours.json")
+    assert changed.decode([changed.end]) == b"</s>"
 
 
 def test_what_is_wrong_is_told_before_anything_starts(run, folder, monkeypatch):
