@@ -115,7 +115,7 @@ class MeshPlacement:
         def local(x: jax.Array) -> jax.Array:
             x = x[0]
             for dimension, names in scatter:
-                x = jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+                x = _scattered(x, names, dimension, self.platform)
             return jax.lax.psum(x, summed) if summed else x
 
         out = [
@@ -256,6 +256,22 @@ class Recorder:
 
     def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
         return function
+
+
+def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
+    """The sum of `x` over mesh axes, of which each device keeps its piece of `dimension`. It runs inside of one device.
+
+    TPU programs reduce the whole array, which is twice the traffic, where a piece does not end with a tile, such as 128
+    columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). Such pieces are made blocks of an array first. Any
+    dimension but the last may be that of the rows; fewer than 8 of them are laid out otherwise, and stay pieces.
+    """
+    pieces, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
+    size = x.shape[dimension] // pieces
+    aligned = size * x.dtype.itemsize % (512 if last else 32) == 0 or (not last and size % 8)
+    if platform == "tpu" and x.ndim > 1 and not aligned:
+        apart = x.reshape(*x.shape[:dimension], pieces, -1, *x.shape[dimension + 1 :])
+        return jax.lax.psum_scatter(jnp.moveaxis(apart, dimension, 0), names, scatter_dimension=0)
+    return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
 
 
 def mark(x: jax.Array, spec: Spec) -> jax.Array:

@@ -1,5 +1,7 @@
 """Products of rows, sorted by expert, with the weights of their experts."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -95,7 +97,8 @@ def _megablox(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transpos
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    tile = _tile(rows_MD, w_EDF.shape[2 if transposed else 1], w_EDF.shape[1 if transposed else 2])
+    inner, columns = w_EDF.shape[:0:-1] if transposed else w_EDF.shape[1:]
+    tile = _tile(len(rows_MD), inner, columns, rows_MD.dtype.itemsize)
     padded_MD = _padded(rows_MD, -len(rows_MD) % tile[0])
     y_MF = gmm(padded_MD, w_EDF, sizes_E, rows_MD.dtype, tile, transpose_rhs=transposed, interpret=interpret)
     return y_MF[: len(rows_MD)]
@@ -105,7 +108,7 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     """`outer` by megablox."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tile = _tile(rows_MD, rows_MD.shape[1], dy_MF.shape[1])
+    tile = _tile(len(rows_MD), rows_MD.shape[1], dy_MF.shape[1], rows_MD.dtype.itemsize)
     padded_MD, padded_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
     return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
@@ -124,10 +127,22 @@ def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, inte
     return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)[:, : rows_MD.shape[1], : dy_MF.shape[1]]
 
 
-def _tile(rows_MD: jax.Array, inner: int, columns: int) -> tuple[int, int, int]:
-    """The rows, inner columns and columns of a tile: 9 MB in the 16 MB of on-chip memory that a kernel gets."""
-    side = 2048 // rows_MD.dtype.itemsize
-    return 512 if len(rows_MD) >= 512 else 128, min(side, inner), min(side, columns)
+def _tile(rows: float, inner: float, columns: float, itemsize: int) -> tuple[int, int, int]:
+    """The rows, inner columns and columns of megablox's tile: 9 MB in the 16 MB of on-chip memory of a kernel."""
+    side = 2048 // itemsize
+    return 512 if rows >= 512 else 128, int(min(side, inner)), int(min(side, columns))
+
+
+def used_share(rows: float, experts: float, inner: float, columns: float, itemsize: int) -> float:
+    """The share of what megablox computes that was asked for, of `grouped` or `outer`.
+
+    Its tiles reach past the last column. The rows of experts begin anywhere in a tile, so each expert but the first
+    computes a tile of rows again that the expert before it has ended in.
+    """
+    tile_rows, *sides = _tile(rows, inner, columns, itemsize)
+    of_rows = rows / (rows + (experts - 1) * tile_rows)
+    pairs = zip((inner, columns), sides, strict=True)
+    return of_rows * math.prod(size / (side * math.ceil(size / side)) for size, side in pairs)
 
 
 def _cut(rows_MD: jax.Array, sizes_E: jax.Array, least: int = 1, most: int = BLOCK) -> tuple[int, grouped_gpu.Blocks]:

@@ -86,6 +86,14 @@ def test_blocks_compute_little_more_than_the_chosen_experts(M, E, most):
     assert len(expert) <= M
 
 
+@pytest.mark.parametrize(
+    ("sizes", "share"),
+    [((1024, 1, 1024, 1024), 1), ((1024, 3, 1024, 1024), 0.5), ((1024, 1, 1536, 2048), 0.75), ((128, 1, 64, 1024), 1)],
+)  # fmt: skip
+def test_what_megablox_computes_in_vain_is_counted(sizes, share):
+    assert kernels.used_share(*sizes, itemsize=2) == share
+
+
 def scored(p, x_BTD, cfg):
     logits = x_BTD @ p["router"] + p.get("router_bias", 0)
     return jax.nn.softmax(logits) if cfg.routing == "softmax" else jax.nn.sigmoid(logits)
