@@ -270,11 +270,10 @@ def test_the_longest_name_wins(read):
 
 
 def test_a_row_of_a_weight_places_its_adapter_too(read):
-    text = "mesh: {data: 2, tensor: 4}\nrules: {mlp: tensor, layers.mlp.w_up.mlp: null, w_up_b.rank: data}\n"
+    text = "mesh: {data: 2, tensor: 4}\nrules: {mlp: tensor, layers.mlp.w_up.mlp: null, w_up_b.mlp: data}\n"
     found = read(text + "weights: {w_up.mlp: data, w_up_b.mlp: [data, tensor]}\n")
-    for name, splits in {"w_gate_b": ("tensor",), "w_up": (), "w_up_b": (), "w_down_a": ("tensor",)}.items():
+    for name, splits in {"w_gate_b": ("tensor",), "w_up": (), "w_up_b": ("data",), "w_down_a": ("tensor",)}.items():
         assert found.split("rules", f"layers.mlp.{name}", "mlp") == splits, name
-    assert found.split("rules", "layers.mlp.w_up_b", "rank") == ("data",)
     assert found.split("weights", "layers.mlp.w_up", "mlp") == ("data",)
     assert found.split("weights", "layers.mlp.w_up_b", "mlp") == ("data", "tensor")
 

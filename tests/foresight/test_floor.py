@@ -201,7 +201,7 @@ def test_what_must_be_multiplied(llama):
         ("tp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))}),
         pytest.param(
             "fsdp2_tp4",
-            {},
+            {"remat": Remat("none")},
             {"experts": 8, "experts_per_token": 2, "balance": "row", "lora": MLPS},
             marks=pytest.mark.slow,
         ),

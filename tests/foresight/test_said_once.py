@@ -61,6 +61,7 @@ def test_every_array_of_every_family_is_known(small, family, layout):
         both = path in found.looked_up and path in found.multiplied
         assert both == (config.model.tied_embeddings and path == "embedding"), path
         assert path in found.looked_up or path in found.multiplied or found.applied_to(path), path
+        assert path in found.multiplied or not path.rpartition(".")[2].startswith("w"), path
         assert found.around(path), path
     modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
     assert len(modules) >= 2 and all(found.around(modules=names) for names in modules)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.kernels import grouped as kernels
+from gspmd_lm.kernels import grouped_gpu
 from gspmd_lm.kernels.grouped import grouped, outer
 from gspmd_lm.model.experts import Experts, balanced
 from gspmd_lm.model.transformer import decode, empty_cache, extend, init
@@ -51,8 +52,19 @@ def test_grouped_products(rows, kernel, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns"), [(20, 48), (200, 48), (200, 4)])
-def test_grouped_products_of_triton(rows, columns):
-    """In Pallas's interpreter, against the loop that CPUs run, which the test above compares with plain products."""
+def test_grouped_products_of_triton(rows, columns, monkeypatch):
+    """In Pallas's interpreter, against the loop that CPUs run, which the test above compares with plain products.
+
+    The interpreter has tiles of any width, a GPU has none below 16.
+    """
+
+    def checked(kernel, x, y, *given):
+        assert min(x.shape[-1], *y.shape[1:]) >= grouped_gpu.LEAST
+        return kernel(x, y, *given)
+
+    for name in ("product", "outer"):
+        monkeypatch.setattr(grouped_gpu, name, functools.partial(checked, getattr(grouped_gpu, name)))
+    assert grouped_gpu.takes(jnp.bfloat16, 96, columns) and not grouped_gpu.takes(jnp.bfloat16, 96, 24)
     rng = np.random.default_rng(rows)
     x, w, dy = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((rows, 96), (4, 96, columns), (rows, columns)))
     sizes = jnp.asarray([rows // 2, 0, rows // 3, 1], jnp.int32)  # and rows of no expert behind them
