@@ -41,6 +41,16 @@ LAYOUTS = {
         "mesh": {"expert": 4, "context": 2},
         "rules": {"batch": "expert", "seq": "context", "expert": ["expert", "context"]},
     },
+    "four axes of 16 devices": {
+        "mesh": {"fsdp": 2, "expert": 2, "context": 2, "tensor": 2}, "remat": "block",
+        "weights": {"embed": ["fsdp", "context"]},
+        "rules": {"batch": ["fsdp", "expert"], "seq": "context", "expert": "expert", **TENSOR},
+    },
+    "all axes but one of 16 devices": {
+        "mesh": {"data": 2, "fsdp": 2, "expert": 2, "tensor": 2}, "optimizer": {"embed": ["fsdp", "data"]},
+        "weights": {"embed": "fsdp"},
+        "rules": {"batch": ["data", "fsdp", "expert"], "expert": "expert", "residual.seq": "tensor", **TENSOR},
+    },
     "microbatches of replicas": {"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2},
 }  # fmt: skip
 FIRST, *OTHERS = LAYOUTS
