@@ -23,6 +23,10 @@ from gspmd_lm.rules import Remat
 MODEL = ("model.embed=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp=2048",
          "model.vocab=8192", "model.padded_vocab=8192", "model.context=512", "model.compute_dtype=bfloat16",
          "data.batch=32", "data.seq=512")  # fmt: skip
+# Wide enough that an eighth of each matrix fills the 128 lanes of a TPU.
+WIDE = ("model.embed=1024", "model.head_dim=128")
+EXPERTS = (*WIDE, "model.experts=8", "model.experts_per_token=2", "model.expert_mlp=1024")
+LONG = (*WIDE, "model.context=4096", "data.seq=4096", "data.batch=8")
 # A rules file, what is changed in it, and more of the model.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     **{name: (name, {}, ()) for name in ("dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp")},
@@ -32,10 +36,13 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tp8, parallel": ("tp8", {}, ("model.block=parallel",)),
     "fsdp2_tp4, lora": ("fsdp2_tp4", {}, ("model.lora={rank: 8, alpha: 16, targets: [wq, wk, wv, wo, w_up, w_down]}",)),
     **{f"{name}, 4 microbatches": (name, {"microbatches": 4}, ()) for name in ("dp8", "zero1_8", "dp2_tp4", "fsdp8")},
+    **{f"{name}, experts": (name, {}, EXPERTS) for name in ("fsdp8", "dp2_tp4", "expert4")},
+    **{f"{name}, long": (name, {}, LONG) for name in ("cp8", "cp8_ring", "cp8_ulysses")},
 }
 GENERATION = ("decode_tp8",)
 TARGETS = ("cpu:8", "v5p:2x2x2", "v5e:2x4", "v6e:2x4", "h100:8")
-COLUMNS = {"layout": "layout", "target": "target", "sent_mb": "sent, MB", "kinds": "of which, MB",
+COLUMNS = {"layout": "layout", "target": "target", "sent_mb": "sent, MB",
+           "over_floor": "over the floor", "kinds": "of which, MB",
            "temporaries_mb": "temporaries, MB", "step_ms": "predicted step, ms"}  # fmt: skip
 
 
@@ -55,6 +62,9 @@ def row(case: str, where: str, phase: Any = "train") -> dict[str, Any]:
         "layout": case if phase == "train" else f"{case}, {phase}",
         "target": where,
         "sent_mb": round(sum(kinds.values()) / 1e6, 3),
+        "over_floor": round(sum(kinds.values()) / least, 3)
+        if told and (least := found.floor.communication_bytes)
+        else None,
         "kinds": ", ".join(f"{kind} {size / 1e6:.3f}" for kind, size in sorted(kinds.items())),
         "temporaries_mb": round(program.memory["temp_size_in_bytes"] / 1e6, 3),
         "step_ms": told and round(told.step_time_s * 1e3, 4),

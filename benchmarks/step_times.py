@@ -126,6 +126,8 @@ class Row:
     experts: int = 0  # of F hidden units each
     experts_per_token: int = 0
     capacity_factor: float = 0.0  # 0: no token was dropped
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys of `model` that have no name here
+    weight_rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the rules' table, besides embed's
     context: str = ""  # how keys reach the queries of a sequence that is split over context: gather, ring or ulysses
     weights: str = "float32"
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -175,6 +177,7 @@ class Row:
                 "layer_pattern": ["sliding"] * 5 + ["full"] if self.sliding_window else [],
                 "experts": self.experts, "experts_per_token": self.experts_per_token,
                 "capacity_factor": self.capacity_factor, "balance": "batch" if self.experts else "none",
+                **self.more,
             },
             "data": {"packing": "stream", "batch": round(self.per_device_batch * self.devices), "seq": self.seq},
             "train": {"steps": 1000},
@@ -193,7 +196,7 @@ class Row:
         raw = {
             "mesh": dict(self.mesh),
             "rules": rows,
-            "weights": {"embed": [axis for axis in ("fsdp", "context") if axis in self.mesh]},
+            "weights": {"embed": [axis for axis in ("fsdp", "context") if axis in self.mesh], **self.weight_rows},
             "remat": self._remat(),
             "attention": {platform: _KERNELS[self.attention]},
             "microbatches": self.microbatches,

@@ -53,12 +53,11 @@ WEIGHTS = {
 }
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
-ADAPTERS = {
-    f"{name}_{part}": f"{which} matrix of the adapter of {name}"
-    for name in ADAPTED
-    for part, which in (("a", "first"), ("b", "second"))
+ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
+WEIGHTS |= {
+    name: f"{'first' if name.endswith('_a') else 'second'} matrix of the adapter of {of}"
+    for name, of in ADAPTERS.items()
 }
-WEIGHTS |= ADAPTERS
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
@@ -82,6 +81,7 @@ IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name
 DECODER = Vocabulary(
     axes=AXES,
     weights=WEIGHTS,
+    adapters=ADAPTERS,
     activations=ACTIVATIONS,
     remat=IN_BLOCKS,
     settings={"batch": "data.batch", "vocab": "model.padded_vocab"},

@@ -210,9 +210,6 @@ class Model:
             wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
         if self.shared_gate and not self.shared_mlp:
             wrong.append("shared_gate: there are no shared experts: set shared_mlp")
-        targets = [name for name in (self.lora.targets if self.lora else ()) if name.startswith("w_")]
-        if targets:
-            wrong.append(f"lora.targets: experts cannot have adapters: leave out {', '.join(targets)}")
         return wrong
 
     @property

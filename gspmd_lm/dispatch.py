@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd_lm.exchange import Travel, plan
 from gspmd_lm.kernels.grouped import grouped, outer
 from gspmd_lm.placing import Spec, Split, Weight, placement, remat, scope, split, use
-from gspmd_lm.products import TOKENS, Addends, Partial, Read, Sum, gradient
+from gspmd_lm.products import TOKENS, Adapted, Addends, Partial, Read, Sum, gradient
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 
@@ -28,8 +28,8 @@ def mixed(
     x_BTD: Any,
     chosen_BTk: jax.Array,
     weights_BTk: jax.Array,
-    inward: Sequence[tuple[Weight, Weight | None]],
-    down: tuple[Weight, Weight | None],
+    inward: Sequence[tuple[Adapted, Weight | None]],
+    down: tuple[Adapted, Weight | None],
     activated: Callable[..., jax.Array],
     capacity: int = 0,
 ) -> Any:
@@ -39,9 +39,8 @@ def mixed(
     inward: matrices [E, D, F] and their biases, whose products `activated` turns into one. down: [E, F, D] and its
     bias. capacity: what an expert computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers.
     """
-    matrices, biases = zip(*inward, down, strict=True)
-    weights = (*matrices, *(b for b in biases if b))
-    how = _how(tuple(w.holding(None) for w in weights), len(matrices), activated, capacity, chosen_BTk.shape)
+    weights, tree = jax.tree.flatten(tuple(zip(*inward, down, strict=True)))
+    how = _how(tuple(w.holding(None) for w in weights), tree, activated, capacity, chosen_BTk.shape)
     arrays = [w.array for w in weights]
     alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
     x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
@@ -66,8 +65,8 @@ def _tokens(length: int) -> tuple[Split, Split]:
 class _How(NamedTuple):
     """How a mixture is computed under the rules."""
 
-    weights: tuple[Weight, ...]  # without their arrays: the matrices, the last one being w_down; then their biases
-    matrices: int
+    weights: tuple[Weight, ...]  # without their arrays
+    tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
     activated: Callable[..., jax.Array]
     capacity: int
     batch: Split
@@ -78,9 +77,17 @@ class _How(NamedTuple):
     inner: Split  # over devices that compute parts of the same outputs
 
     @property
+    def down(self) -> Weight:
+        return self.holding(self.weights)[0][-1].weight
+
+    def holding(self, arrays: Sequence[Any]) -> tuple[Sequence[Adapted], Sequence[Weight | None]]:
+        """The matrices and the biases with the arrays that a device has of them."""
+        return jax.tree.unflatten(self.tree, [w.holding(array) for w, array in zip(self.weights, arrays, strict=True)])
+
+    @property
     def sum(self) -> Sum:
-        down = self.weights[self.matrices - 1].path
-        names = [f"{down}.{axis}" for axis, over in (("mlp", self.mlp), ("expert", self.expert)) if over.pieces > 1]
+        axes = ("mlp", self.mlp), ("expert", self.expert)
+        names = [f"{self.down.path}.{axis}" for axis, over in axes if over.pieces > 1]
         return Sum(self.inner, tuple(names), tuple(w.path for w in self.weights))
 
     @property
@@ -100,13 +107,16 @@ class _How(NamedTuple):
 
     def rows(self, weight: Weight) -> Split:
         """The devices whose addends of the weight's gradient are added up."""
+        axes = set(weight.axes)
         own = {name for names in self.place(weight.axes) for name in names}
-        place, over = placement(), tuple(name for name in self.tokens if name not in own)
+        # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
+        local = self.tokens + (self.mlp.over if "rank" in axes else ())
+        place, over = placement(), tuple(name for name in local if name not in own)
         return place.over(over) if place else Split()
 
 
-def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: int, shape: tuple[int, ...]) -> _How:
-    down = weights[matrices - 1]
+def _how(weights: tuple[Weight, ...], tree: Any, activated: Any, capacity: int, shape: tuple[int, ...]) -> _How:
+    down = jax.tree.unflatten(tree, weights)[0][-1].weight
     batch, seq = _tokens(shape[1])
     expert, mlp = split(down.path, "expert"), split(down.path, "mlp")
     tokens = {*batch.over, *seq.over}
@@ -115,7 +125,7 @@ def _how(weights: tuple[Weight, ...], matrices: int, activated: Any, capacity: i
     travels = bool(expert.over) and {*expert.over} <= tokens
     place, inner = placement(), mlp.over + (() if travels else expert.over)
     return _How(
-        weights, matrices, activated, capacity, batch, seq, expert, mlp, travels,
+        weights, tree, activated, capacity, batch, seq, expert, mlp, travels,
         place.over(inner) if place else Split(),
     )  # fmt: skip
 
@@ -132,25 +142,24 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
     def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
         travel = _travel(how, chosen_BTk, used)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        rows_MD, weights_M1 = travel.out(x_nD), travel.out_each(weights_BTk)
-        sizes_E = travel.sizes_E
-        in_MF = []
-        for w, w_EDF, b in zip(how.weights, used[: how.matrices - 1], _biases(how, used), strict=False):
-            with scope("of", w.path):
-                x_MF = grouped(rows_MD, w_EDF, sizes_E)
-                in_MF.append(x_MF if b is None else x_MF + _of_rows(b, sizes_E, len(x_MF)))
-        down, b_down = how.weights[how.matrices - 1], _biases(how, used)[-1]
-        hidden_MF = _weighted(how, in_MF, weights_M1)
-        with scope("of", down.path):
-            y_MD = grouped(hidden_MF, used[how.matrices - 1], sizes_E)
-            if b_down is not None:
-                y_MD += (weights_M1 * _first(how) * _of_rows(b_down, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return travel.home(y_MD).reshape(1, *x_BTD.shape), rows_MD, *in_MF
+        rows_MD, sizes_E = travel.out(x_nD), travel.sizes_E
+        (*inward, down), (*b_in, b_down) = how.holding(used)
+        in_MF, low_MR = [], []
+        for matrix, b in zip(inward, b_in, strict=True):
+            x_MF, *low = _product(matrix, rows_MD, sizes_E)
+            with scope("of", matrix.weight.path):
+                in_MF.append(x_MF if b is None else x_MF + _of_rows(b.array, sizes_E, len(x_MF)))
+            low_MR.append(low)
+        y_MD, *low = _product(down, how.activated(*in_MF), sizes_E)
+        if b_down is not None:
+            with scope("of", down.weight.path):
+                y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
+        return travel.home(y_MD, weights_BTk).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
 
     inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
-    outputs = [(how.inner.over, *_x(how)), *[(how.local, ())] * how.matrices]
-    y, rows_MD, *in_MF = _each(local, inputs, outputs)(x_BTD, weights_BTk, chosen_BTk, *used)
-    kept = checkpoint_name(rows_MD, "dispatched"), *(checkpoint_name(x_MF, "hidden") for x_MF in in_MF)
+    y, kept = _each(local, inputs, [(how.inner.over, *_x(how)), (how.local, ())])(x_BTD, weights_BTk, chosen_BTk, *used)
+    names = ("dispatched", "hidden", "low_rank")
+    kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
     # As in products.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
     return y, (kept, slot is None, weights_BTk, chosen_BTk, arrays, used if remat() else None)
 
@@ -159,41 +168,43 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     kept, whole, weights_BTk, chosen_BTk, arrays, used = saved
     used = used or [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
 
-    def local(dy, weights_BTk, chosen_BTk, rows_MD, *rest: jax.Array):
-        in_MF, used = rest[: how.matrices - 1], rest[how.matrices - 1 :]
+    def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
+        rows_MD, in_MF, low_MR = kept
         travel = _travel(how, chosen_BTk, used)
-        dy_MD, weights_M1 = travel.out(dy.reshape(-1, dy.shape[-1])), travel.out_each(weights_BTk)
-        sizes_E, down = travel.sizes_E, how.weights[how.matrices - 1]
+        dy_MD = travel.out(dy.reshape(-1, dy.shape[-1]), weights_BTk)
+        sizes_E, (matrices, (*_, b_down)) = travel.sizes_E, how.holding(used)
         hidden_MF, back = jax.vjp(how.activated, *in_MF)
-        with scope("of", down.path):
-            dweighted_MF = grouped(dy_MD, used[how.matrices - 1], sizes_E, transposed=True).astype(jnp.float32)
-        dweights_M1 = (hidden_MF * dweighted_MF).sum(1, keepdims=True)
-        din_MF = back((weights_M1 * dweighted_MF).astype(hidden_MF.dtype))
+        dhidden_MF, *ddown = _derivatives(matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
+        weighted_M1 = (hidden_MF * dhidden_MF.astype(jnp.float32)).sum(1, keepdims=True)
+        din_MF = back(dhidden_MF)
         drows, dused = [], []
-        for w, w_EDF, d_MF in zip(how.weights, used, din_MF, strict=False):
-            with scope("of", w.path):
-                drows.append(grouped(d_MF, w_EDF, sizes_E, transposed=True))
-            dused.append(_gradient(w, rows_MD, d_MF, sizes_E))
-        dused.append(_gradient(down, _weighted(how, in_MF, weights_M1), dy_MD, sizes_E))
-        if len(used) > how.matrices:
-            b_down = _of_rows(used[-1], sizes_E, len(dy_MD))
-            dweights_M1 += _first(how) * (dy_MD * b_down).astype(jnp.float32).sum(1, keepdims=True)
+        for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
+            d, *found = _derivatives(matrix, [rows_MD, *low], d_MF, sizes_E)
+            drows.append(d)
+            dused += found
+        dused += ddown
+        if b_down is not None:
+            b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
+            weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
             # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
-            dused += [_of_experts(d, sizes_E) for d in (*din_MF, (weights_M1 * dy_MD).astype(dy_MD.dtype))]
+            dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
         dx = travel.home(sum(drows[1:], drows[0])).reshape(dy.shape)
-        dweights = travel.home_each(dweights_M1).reshape(1, *weights_BTk.shape)
-        return dx, dweights, *(None if d is None else d[None] for d in dused)
+        weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
+        return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(how.weights, dused, strict=True))
 
     rows = [how.rows(w) for w in how.weights]
     places = [how.place(w.axes) for w in how.weights]
     out = (how.inner.over, *_x(how))
-    inputs = [out, _x(how), _x(how), *[(how.local, ())] * how.matrices, *places]
+    inputs = [out, _x(how), _x(how), (how.local, ()), *places]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
-    dx, dweights, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, *kept, *used)
-    dweights_BTk = how.sum.made(dweights, WEIGHTED) if how.inner.pieces > 1 else dweights[0]
+    dx, weighted, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
+    weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
+    # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
+    # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
+    dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
     found: Any = [
-        None if d is None else _reduced(w.holding(array), over, d)
+        None if d is None else _reduced(w.holding(array), how.down, over, d)
         for w, array, over, d in zip(how.weights, arrays, rows, dused, strict=True)
     ]
     if not how.weights[0].scanned:
@@ -204,12 +215,13 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
 _mixed.defvjp(_forward, _backward)
 
 
-def _reduced(weight: Weight, over: Split, addends: jax.Array) -> jax.Array:
-    """The sum of the addends of a weight's gradient."""
+def _reduced(weight: Weight, down: Weight, over: Split, addends: jax.Array) -> jax.Array:
+    """The sum of the addends of a weight's gradient. `down` is split as what experts compute."""
     with scope("of", weight.path):
         if over.pieces == 1:
             return gradient(addends[0], weight)
         axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
+        axes += [f"{down.path}.mlp"] if {*over.over} & {*split(down.path, "mlp").over} else []
         return gradient(Partial((Addends(addends, Sum(over, tuple(axes))),)), weight)
 
 
@@ -229,20 +241,39 @@ def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Trav
     return plan(chosen_BTk, len(used[0]), how.expert, how.travels, how.capacity)
 
 
-def _biases(how: _How, used: Sequence[jax.Array]) -> Sequence[jax.Array | None]:
-    """The bias of each matrix."""
-    return used[how.matrices :] or [None] * how.matrices
-
-
-def _weighted(how: _How, in_MF: Sequence[jax.Array], weights_M1: jax.Array) -> jax.Array:
-    """The hidden layer, multiplied by the weight of each row, so that the gradient of a weight needs no output."""
-    hidden_MF = how.activated(*in_MF)
-    return (weights_M1 * hidden_MF).astype(hidden_MF.dtype)
-
-
 def _first(how: _How) -> jax.Array | float:
     """1 on one of the devices that compute parts of the same outputs, 0 on the others."""
     return 1.0 if how.mlp.pieces == 1 else jnp.where(jax.lax.axis_index(how.mlp.over) == 0, 1.0, 0.0)
+
+
+def _product(matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[jax.Array]:
+    """The product of each row with its expert's matrix; with an adapter, also what lies between its two matrices."""
+    with scope("of", matrix.weight.path):
+        y_MF = grouped(rows_MD, matrix.weight.array, sizes_E)
+    if not matrix.adapter:
+        return [y_MF]
+    a, b = matrix.adapter
+    with scope("of", a.path, b.path):
+        low_MR = matrix.scale * grouped(rows_MD, a.array, sizes_E)
+        added_MF = grouped(low_MR, b.array, sizes_E)
+    return [y_MF + added_MF, low_MR]
+
+
+def _derivatives(matrix: Adapted, given: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array) -> list[Any]:
+    """The gradients of what `_product` was given: the rows, the matrix, and those of an adapter.
+
+    given: the rows and, with an adapter, what lies between its two matrices.
+    """
+    with scope("of", matrix.weight.path):
+        drows_MD = grouped(dy_MF, matrix.weight.array, sizes_E, transposed=True)
+    found = [_gradient(matrix.weight, given[0], dy_MF, sizes_E)]
+    if matrix.adapter:
+        (a, b), (rows_MD, low_MR) = matrix.adapter, given
+        with scope("of", a.path, b.path):
+            dlow_MR = matrix.scale * grouped(dy_MF, b.array, sizes_E, transposed=True)
+            drows_MD += grouped(dlow_MR, a.array, sizes_E, transposed=True)
+        found += [_gradient(a, rows_MD, dlow_MR, sizes_E), _gradient(b, low_MR, dy_MF, sizes_E)]
+    return [drows_MD, *found]
 
 
 def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array | None:

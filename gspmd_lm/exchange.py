@@ -19,27 +19,25 @@ class Travel(NamedTuple):
     there: "Segments | None" = None  # how rows travel to other devices, and back; None: they stay
     back: "Segments | None" = None
 
-    def out(self, x_nD: jax.Array) -> jax.Array:
-        """[M, D]: the tokens, once for each of their experts, where these compute."""
-        return self._sent(x_nD[self.order_N // self.k])
+    def out(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[M, D]: the tokens, once for each of their experts, where these compute.
 
-    def out_each(self, x_BTk: jax.Array) -> jax.Array:
-        """[M, 1]: one number for each row, where experts compute."""
-        return self._sent(x_BTk.reshape(-1)[self.order_N][:, None])
-
-    def home(self, y_MD: jax.Array) -> jax.Array:
-        """[n, D]: for each token, the sum of its rows. It is the transpose of `out`."""
-        y_nkD = self._returned(y_MD).reshape(-1, self.k, y_MD.shape[1])
-        return y_nkD.astype(jnp.float32).sum(1).astype(y_MD.dtype)
-
-    def home_each(self, y_M1: jax.Array) -> jax.Array:
-        """[N]: the transpose of `out_each`."""
-        return self._returned(y_M1)[:, 0]
-
-    def _sent(self, rows_ND: jax.Array) -> jax.Array:
+        With weights, a row is multiplied by its own before it leaves.
+        """
+        rows_ND = x_nD[self.order_N // self.k]
+        if weights_BTk is not None:
+            rows_ND = (weights_BTk.reshape(-1, 1)[self.order_N] * rows_ND).astype(rows_ND.dtype)
         return self.there.exchanged(rows_ND, self.rows) if self.there else rows_ND[: self.rows]
 
-    def _returned(self, y_MD: jax.Array) -> jax.Array:
+    def home(self, y_MD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `out`."""
+        y_nkD = self.each_home(y_MD).reshape(-1, self.k, y_MD.shape[1]).astype(jnp.float32)
+        if weights_BTk is not None:
+            y_nkD *= weights_BTk.reshape(-1, self.k, 1)
+        return y_nkD.sum(1).astype(y_MD.dtype)
+
+    def each_home(self, y_MD: jax.Array) -> jax.Array:
+        """[N, D]: the rows of each token, in the order of tokens."""
         y_ND = self.back.exchanged(y_MD, len(self.order_N)) if self.back else y_MD
         return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm import mesh as meshes
@@ -115,7 +116,7 @@ class MeshPlacement:
         def local(x: jax.Array) -> jax.Array:
             x = x[0]
             for dimension, names in scatter:
-                x = jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+                x = _scattered(x, names, dimension, self.platform)
             return jax.lax.psum(x, summed) if summed else x
 
         out = [
@@ -256,6 +257,29 @@ class Recorder:
 
     def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
         return function
+
+
+def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
+    """The sum of `x` over mesh axes, of which each device keeps its piece of `dimension`. It runs inside of one device.
+
+    TPU programs reduce the whole array, which is twice the traffic, where a piece does not end with a tile, such as 128
+    columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). The pieces are then made blocks of rows, one behind
+    the other in memory. Any dimension but the last may be that of the rows; fewer than 8 of them stay pieces.
+    """
+    pieces, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
+    size = x.shape[dimension] // pieces
+    aligned = size * x.dtype.itemsize % (512 if last else 32) == 0 or (not last and size % 8)
+    if platform != "tpu" or x.ndim == 1 or aligned:
+        return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+    if last:
+        return jnp.swapaxes(_blocks(jnp.swapaxes(x, -2, -1), names, dimension - 1, pieces), -2, -1)
+    return _blocks(x, names, dimension, pieces)
+
+
+def _blocks(x: jax.Array, names: Sequence[str], dimension: int, pieces: int) -> jax.Array:
+    apart = x.reshape(*x.shape[:dimension], pieces, -1, *x.shape[dimension + 1 :])
+    apart = with_layout_constraint(jnp.moveaxis(apart, dimension, 0), Layout(tuple(range(apart.ndim))))
+    return jax.lax.psum_scatter(apart, names, scatter_dimension=0)
 
 
 def mark(x: jax.Array, spec: Spec) -> jax.Array:

@@ -155,12 +155,15 @@ class Rules:
     def row(self, table: str, path: str, axis: str) -> Row | None:
         """The row that places one axis of an array, or None.
 
-        A finer table is asked first. In one table, a row that names the array beats one that does not.
+        A finer table is asked first. In one table, a row that names the array beats one that does not. A row that names
+        a weight places its adapter too, unless a row names the adapter's matrix.
         """
+        weight = self.vocabulary.adapted(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]):
-            found = [row for row in self.rows if row.table == name and row.axis == axis and row.speaks_of(path)]
+            rows = [row for row in self.rows if row.table == name and row.axis == axis]
+            found = [row for row in rows if row.speaks_of(path) or row.speaks_of(weight)]
             if found:
-                return max(found, key=lambda row: len(row.array))
+                return max(found, key=lambda row: (row.array != "" and row.speaks_of(path), len(row.array)))
         return None
 
     def split(self, table: str, path: str, axis: str) -> tuple[str, ...]:

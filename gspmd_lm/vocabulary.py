@@ -14,11 +14,17 @@ class Vocabulary:
     rows: str = "batch"  # the axis of the rows of a batch, along which microbatches are cut
     remat: tuple[str, ...] | None = None  # what `remat: {save: ...}` has a choice about; None: every activation
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # axis -> the setting of its size, for errors
+    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)  # weight -> the one whose rows place it too
 
     @property
     def arrays(self) -> dict[str, str]:
         """Weights and activations -> their meaning."""
         return {**self.weights, **self.activations}
+
+    def adapted(self, path: str) -> str:
+        """The path of the weight that an adapter's matrix belongs to; of another array its own."""
+        module, dot, name = path.rpartition(".")
+        return f"{module}{dot}{self.adapters.get(name, name)}"
 
     @property
     def kept(self) -> tuple[str, ...]:

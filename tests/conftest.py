@@ -1,4 +1,7 @@
-"""Eight simulated devices for every test in this process, and small configs, steps and batches to test with."""
+"""Eight simulated devices for every test in this process, and small configs, steps and batches to test with.
+
+SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
+"""
 
 import dataclasses
 import os
@@ -13,7 +16,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import rules_file, runtime
 from gspmd_lm.train import state, step
 
-runtime.prepare_cpu(8)
+runtime.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +55,9 @@ def built():
     def make(config, rules, **changes):
         rules = rules_file.load(rules) if isinstance(rules, str) else rules
         rules = dataclasses.replace(rules, **changes)
-        devices = jax.devices()[: 1 if rules.devices == 1 else 8]
+        if rules.devices > jax.device_count():
+            pytest.skip(f"needs SIMULATED_DEVICES={rules.devices}")
+        devices = jax.devices()[: rules.devices or 8]
         rules = rules.fill(len(devices))
         arrays, _ = state.checked(config, rules, "cpu")
         return step.build(config, rules, arrays, devices)

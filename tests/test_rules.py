@@ -269,6 +269,15 @@ def test_the_longest_name_wins(read):
     assert found.split("rules", "layers.mlp.w_up", "embed") == ()
 
 
+def test_a_row_of_a_weight_places_its_adapter_too(read):
+    text = "mesh: {data: 2, tensor: 4}\nrules: {mlp: tensor, layers.mlp.w_up.mlp: null, w_up_b.mlp: data}\n"
+    found = read(text + "weights: {w_up.mlp: data, w_up_b.mlp: [data, tensor]}\n")
+    for name, splits in {"w_gate_b": ("tensor",), "w_up": (), "w_up_b": ("data",), "w_down_a": ("tensor",)}.items():
+        assert found.split("rules", f"layers.mlp.{name}", "mlp") == splits, name
+    assert found.split("weights", "layers.mlp.w_up", "mlp") == ("data",)
+    assert found.split("weights", "layers.mlp.w_up_b", "mlp") == ("data", "tensor")
+
+
 def test_a_name_matches_whole_words_only(read):
     found = read("mesh: {tensor: 8}\nrules: {q.heads: tensor}\n")
     assert found.split("rules", "layers.attention.wq", "heads") == ()

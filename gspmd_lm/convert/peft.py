@@ -33,8 +33,8 @@ def write_adapter(
     config.json that the base model came with, which decides its family.
 
     If a family keeps several weights in one tensor, their adapters become one adapter of a higher rank that computes
-    the same: the `a` side by side, the `b` in blocks. Raises InputError if there are no adapters, if the folder holds
-    something, or if no family of transformers can express the model.
+    the same: the `a` side by side, the `b` in blocks. Raises InputError if there are no adapters, if experts have some,
+    if the folder holds something, or if no family of transformers can express the model.
     """
     row, plain = described(folder, model, like)
     assert model.lora
@@ -60,6 +60,12 @@ def described(folder: Path, model: config.Model, like: Mapping[str, Any] | None 
     """
     if model.lora is None:
         raise InputError("the model has no adapters (model.lora)\n  fix   convert --to=DIR without --adapter")
+    of_experts = [name for name in model.lora.targets if name.startswith("w_") and model.experts]
+    if of_experts:
+        raise InputError(
+            f"--adapter: adapters of experts ({', '.join(of_experts)}) cannot be written for PEFT, which has them for "
+            "modules of one matrix each\n  fix   convert --to=DIR without --adapter, which merges them into the weights"
+        )
     safetensors.check_new(folder)
     _, plain = lora.merged({}, model)
     row, _ = architecture.describe(plain, like)

@@ -174,6 +174,8 @@ class Traced:
             factors = node.inputs[:2] if node.primitive in PRODUCTS else []
             for operand, weight in zip(reversed(factors), map(self._weight, factors), strict=True):
                 before = [operand] if self.is_activation(operand) else self.before([operand])
+                if not before and found and node.primitive == "ragged_dot_general":
+                    before = [found[-1].x]  # nothing is placed between the products of the same groups
                 if weight and before:
                     found.append(Product(weight, before[0], next(iter(self.after([node])), None), node))
         return found

@@ -21,6 +21,7 @@ K = "k: batch kv_seq kv_heads head_dim"
 V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
+HEAD = "q: heads"
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -63,21 +64,25 @@ def attend(
         return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, of_heads(cfg, sinks_N), cfg), OUT)
     local = functools.partial(fused, kernel=kernel, cfg=cfg)
     keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
-    return per_device(local, (Q, *keys, *[SEGMENTS for _ in segments]), OUT)(q_BTNH, k_BSKH, v_BSKH, *segments)
+    inputs = Q, *keys, HEAD, *[SEGMENTS for _ in segments]
+    return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, of_heads(cfg, sinks_N), *segments)
 
 
 def fused(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array | None = None, *, kernel: str,
-    cfg: config.Model, interpret: bool = False,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, segments_BT: jax.Array | None = None,
+    *, kernel: str, cfg: config.Model, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel."""
+    """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
+
+    heads_N: see `of_heads`.
+    """
     if kernel == "splash":
         from gspmd_lm.kernels import splash
 
         T = q_BTNH.shape[1]
         made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
         segments = None if segments_BT is None else (segments_BT, segments_BT)
-        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
     options: Any = {"is_causal": True, "implementation": "cudnn", "scale": scores_scale(cfg)}
     return _keeping(lambda *qkv: jax.nn.dot_product_attention(*qkv, **options))(q_BTNH, k_BSKH, v_BSKH)
 
@@ -101,9 +106,9 @@ def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -
     """What a config asks for that `kernel` cannot do, or None."""
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
-    if kernel != "xla" and model.attention_sinks:
-        return "model.attention_sinks: true"
     if kernel == "cudnn":
+        if model.attention_sinks:
+            return "model.attention_sinks: true"
         if segments:
             return "data.packing: documents (it has no segments, only whole rows)"
         if model.attention_softcap:

@@ -19,13 +19,12 @@ import numpy as np
 
 from gspmd_lm import config
 from gspmd_lm.kernels import attention
-from gspmd_lm.kernels.attention import OUT, Tokens
+from gspmd_lm.kernels.attention import HEAD, OUT, Tokens
 from gspmd_lm.placing import Split, attention_kernel, context, per_device, shard, split
 
-# Arrays as each device has them within attention: of heads, of tokens, and of one number for each head.
+# Arrays as each device has them within attention: of heads, and of tokens.
 HEADS = "q: batch seq heads whole"
 TOKENS = "q: batch seq"
-HEAD = "q: heads"
 ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
 
 
@@ -130,7 +129,8 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, 
         piece = T // over.pieces // (2 if dealt else 1)
         named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
         made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.pieces, **named)
-        return splash.attend(splash.of_device(made, over.pieces, device), q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+        made = splash.of_device(made, over.pieces, device)
+        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
     own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.pieces, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
     queries = Tokens(own_1T, segments and segments[0], None)
@@ -174,12 +174,12 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *,
 
     q_BTNH, k_BSKH, v_BSKH = (exchanged(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments_BT = None if segments_BT is None else whole(segments_BT)
+    device = jax.lax.axis_index(over.over)
+    own_N = jax.lax.dynamic_index_in_dim(heads_N.reshape(over.pieces, -1), device, keepdims=False)
     if kernel != "xla":
-        out_BTNH = attention.fused(q_BTNH, k_BSKH, v_BSKH, *([] if segments_BT is None else [segments_BT]),
-                                   kernel=kernel, cfg=cfg, interpret=interpret)  # fmt: skip
+        fused = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
+        out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_N, segments_BT)
     else:
-        device = jax.lax.axis_index(over.over)
-        own_N = jax.lax.dynamic_index_in_dim(heads_N.reshape(over.pieces, -1), device, keepdims=False)
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
         tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
         out_BTNH = attention.masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_N, cfg)

@@ -1,5 +1,7 @@
 """Products of rows, sorted by expert, with the weights of their experts."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -95,7 +97,8 @@ def _megablox(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transpos
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    tile = _tile(rows_MD, w_EDF.shape[2 if transposed else 1], w_EDF.shape[1 if transposed else 2])
+    inner, columns = w_EDF.shape[:0:-1] if transposed else w_EDF.shape[1:]
+    tile = _tile(len(rows_MD), inner, columns, rows_MD.dtype.itemsize)
     padded_MD = _padded(rows_MD, -len(rows_MD) % tile[0])
     y_MF = gmm(padded_MD, w_EDF, sizes_E, rows_MD.dtype, tile, transpose_rhs=transposed, interpret=interpret)
     return y_MF[: len(rows_MD)]
@@ -105,7 +108,7 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     """`outer` by megablox."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tile = _tile(rows_MD, rows_MD.shape[1], dy_MF.shape[1])
+    tile = _tile(len(rows_MD), rows_MD.shape[1], dy_MF.shape[1], rows_MD.dtype.itemsize)
     padded_MD, padded_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
     return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
@@ -113,20 +116,33 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
 def _triton(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool, interpret: bool = False):
     """`grouped` by Triton. The rows after those of the last expert are not written."""
     block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, 128)
-    padded_MD = _padded(rows_MD, block)
-    return grouped_gpu.product(padded_MD, w_EDF, blocks, block, transposed, interpret)[: len(rows_MD)]
+    padded_MD, columns = _padded(_wide(rows_MD, 1), block), w_EDF.shape[1 if transposed else 2]
+    y_MF = grouped_gpu.product(padded_MD, _wide(w_EDF, 2), blocks, block, transposed, interpret)
+    return y_MF[: len(rows_MD), :columns]
 
 
 def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
     """`outer` by Triton."""
-    padded_MD, padded_MF = (_padded(x, grouped_gpu.INNER) for x in (rows_MD, dy_MF))
-    return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)
+    padded_MD, padded_MF = (_padded(_wide(x, 1), grouped_gpu.INNER) for x in (rows_MD, dy_MF))
+    return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)[:, : rows_MD.shape[1], : dy_MF.shape[1]]
 
 
-def _tile(rows_MD: jax.Array, inner: int, columns: int) -> tuple[int, int, int]:
-    """The rows, inner columns and columns of a tile: 9 MB in the 16 MB of on-chip memory that a kernel gets."""
-    side = 2048 // rows_MD.dtype.itemsize
-    return 512 if len(rows_MD) >= 512 else 128, min(side, inner), min(side, columns)
+def _tile(rows: float, inner: float, columns: float, itemsize: int) -> tuple[int, int, int]:
+    """The rows, inner columns and columns of megablox's tile: 9 MB in the 16 MB of on-chip memory of a kernel."""
+    side = 2048 // itemsize
+    return 512 if rows >= 512 else 128, int(min(side, inner)), int(min(side, columns))
+
+
+def used_share(rows: float, experts: float, inner: float, columns: float, itemsize: int) -> float:
+    """The share of what megablox computes that was asked for, of `grouped` or `outer`.
+
+    Its tiles reach past the last column. The rows of experts begin anywhere in a tile, so each expert but the first
+    computes a tile of rows again that the expert before it has ended in.
+    """
+    tile_rows, *sides = _tile(rows, inner, columns, itemsize)
+    of_rows = rows / (rows + (experts - 1) * tile_rows)
+    pairs = zip((inner, columns), sides, strict=True)
+    return of_rows * math.prod(size / (side * math.ceil(size / side)) for size, side in pairs)
 
 
 def _cut(rows_MD: jax.Array, sizes_E: jax.Array, least: int = 1, most: int = BLOCK) -> tuple[int, grouped_gpu.Blocks]:
@@ -147,6 +163,12 @@ def _cut(rows_MD: jax.Array, sizes_E: jax.Array, least: int = 1, most: int = BLO
     start = (ends_E - sizes_E)[expert] + block * (number - (after_E - blocks_E)[expert])
     used = number < after_E[-1]
     return block, (expert, jnp.where(used, start, M), jnp.where(used, ends_E[expert], M))
+
+
+def _wide(x: jax.Array, sides: int) -> jax.Array:
+    """`x` with zeros where its last `sides` dimensions, such as the rank of an adapter, are too narrow for Triton."""
+    missing = [max(0, grouped_gpu.LEAST - size) for size in x.shape[-sides:]]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - sides) + [(0, count) for count in missing]) if any(missing) else x
 
 
 def _padded(x_MD: jax.Array, block: int) -> jax.Array:

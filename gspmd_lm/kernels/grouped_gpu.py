@@ -13,8 +13,8 @@ Blocks = tuple[jax.Array, jax.Array, jax.Array]  # of each block of rows: its ex
 
 
 def takes(dtype: jnp.dtype, *sides: int) -> bool:
-    """Whether the kernels here can multiply matrices of experts with these sides."""
-    return dtype == jnp.bfloat16 and all(math.gcd(side, COLUMNS) >= LEAST for side in sides)
+    """Whether the kernels here can multiply matrices of experts with these sides, narrow ones made as wide as LEAST."""
+    return dtype == jnp.bfloat16 and all(math.gcd(max(side, LEAST), COLUMNS) >= LEAST for side in sides)
 
 
 def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, transposed: bool, interpret=False):

@@ -103,12 +103,12 @@ def of_device(made: Any, devices: int, device: jax.Array) -> Any:
 
 
 def attend(
-    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
+    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, cfg: config.Model,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:  # fmt: skip
-    """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys."""
-    if k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
-        return _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments)
+    """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_N: the sinks, if any."""
+    if cfg.attention_sinks or k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
+        return _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments)
     out_BNTH = _called(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
 
@@ -127,21 +127,28 @@ def _sees(cfg: config.Model) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments):
-    """`attend` to many blocks of keys, with `backward` as its derivative."""
-    return _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments)[0]
+def _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments):
+    """`attend` to many blocks of keys, or with sinks, with `backward` as its derivative."""
+    return _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments)[0]
 
 
-def _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, segments):
+def _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments):
     out_BTNH, lse_BTN = forward(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+    if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
+        total_BTN = jnp.logaddexp(lse_BTN, heads_N.astype(jnp.float32))
+        out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
     out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
-    return out_BTNH, (made, q_BTNH, k_BSKH, v_BSKH, segments, out_BTNH, lse_BTN)
+    return out_BTNH, (made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments, out_BTNH, lse_BTN)
 
 
 def _long_backward(cfg, saved, dout_BTNH):
-    made, q_BTNH, k_BSKH, v_BSKH, segments, out_BTNH, lse_BTN = saved
+    made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments, out_BTNH, lse_BTN = saved
     dq, dk, dv = backward(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments, out_BTNH, lse_BTN, dout_BTNH)
-    return None, dq.astype(q_BTNH.dtype), dk, dv, None
+    dheads_N = None
+    if cfg.attention_sinks:
+        along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)
+        dheads_N = -(jnp.exp(heads_N.astype(jnp.float32) - lse_BTN) * along_BTN).sum((0, 1)).astype(heads_N.dtype)
+    return None, dq.astype(q_BTNH.dtype), dk, dv, dheads_N, None
 
 
 _long.defvjp(_long_forward, _long_backward)

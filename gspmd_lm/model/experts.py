@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from gspmd_lm import config
 from gspmd_lm.dispatch import mixed, per_token
 from gspmd_lm.model.layers import Mlp, activated
-from gspmd_lm.model.weights import bias, matrix, weight
+from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.placing import like, shard
 from gspmd_lm.products import einsum
 
@@ -43,13 +43,14 @@ class Experts(nn.Module):
             at_rest = dataclasses.replace(exact, weight_dtype="float32")
             self.balance_bias = bias(self, "balance_bias", "scores", (E,), at_rest)
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
-        self.w_in = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
-        self.w_down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
+        inward = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
+        down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
         self.b_in, self.b_down = [None] * len(names), None
         if cfg.mlp_bias:
             zeros = nn.initializers.zeros
             self.b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
             self.b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
+        self.w_in, self.w_down = [adapted(self, w, cfg) for w in inward], adapted(self, down, cfg)
         if cfg.shared_mlp:
             self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.shared_mlp))
         if cfg.shared_gate:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ import jax
 from gspmd_lm import config
 from gspmd_lm.axes import ADAPTERS
 from gspmd_lm.placing import Weight, parameter, use
-from gspmd_lm.products import einsum, read
+from gspmd_lm.products import Adapted, einsum, read
 
 LOW_RANK = "low_rank: batch seq rank"
 
@@ -37,14 +37,6 @@ def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg:
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 
-class Adapted(NamedTuple):
-    """A matrix, and the two matrices of its low-rank adapter if it has one (arXiv 2106.09685)."""
-
-    weight: Weight
-    adapter: tuple[Weight, ...] = ()
-    scale: float = 1.0
-
-
 def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
     """The matrix, with an adapter if the config gives it one. An adapter adds nothing at first.
 
@@ -54,10 +46,12 @@ def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
     lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
     if lora is None or name not in lora.targets:
         return Adapted(weight_)
-    inner, rank = 1 if names[0] == "embed" else len(names) - 1, lora.rank  # how many of the weight's axes are inputs
-    start, zeros = nn.initializers.normal(math.prod(sizes[:inner]) ** -0.5), nn.initializers.zeros
+    first, rank = names.count("expert"), lora.rank  # each expert has an adapter of its own
+    inner = first + 1 if names[first] == "embed" else len(names) - 1  # where the weight's outputs begin
+    start, zeros = nn.initializers.normal(math.prod(sizes[first:inner]) ** -0.5), nn.initializers.zeros
     a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
-    b = weight(module, f"{name}_b", " ".join(("rank", *names[inner:])), (rank, *sizes[inner:]), cfg, zeros)
+    b_names, b_sizes = (*names[:first], "rank", *names[inner:]), (*sizes[:first], rank, *sizes[inner:])
+    b = weight(module, f"{name}_b", " ".join(b_names), b_sizes, cfg, zeros)
     return Adapted(weight_, (a, b), lora.scale)
 
 

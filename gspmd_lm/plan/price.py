@@ -20,6 +20,7 @@ from gspmd_lm.foresight.floor.own import OwnTraffic
 from gspmd_lm.foresight.floor.traffic import Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.kernels import grouped
 from gspmd_lm.kernels.attention import splash_block
 from gspmd_lm.plan.links import Links
 from gspmd_lm.plan.traces import Trace, Traces
@@ -177,8 +178,13 @@ class Pricer:
             peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
             # The product, and the gradients of what is multiplied: of the activation, then of the weight.
             x, w, y = map(operator.truediv, local, operation.widths)
+            used = 1.0
+            if operation.grouped and chip.platform == "tpu":
+                inner, columns = flops / (2 * y), flops / (2 * x)
+                sizes = x / inner, w / (inner * columns), inner, columns
+                used = grouped.used_share(*sizes, operation.widths[1])
             forward_s, *backward_s = (
-                longer * max(moving_s, flops / (share * self._tiled(chip, elements, flops, operation) * peak))
+                longer * max(moving_s, flops / (share * used * self._tiled(chip, elements, flops, operation) * peak))
                 + launch_s
                 for elements in (y, x, w)[: 1 + round(operation.backward)]
             )

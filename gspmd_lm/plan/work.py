@@ -50,6 +50,11 @@ class Operation:
     in_block: bool  # in what remat speaks of
 
     @property
+    def grouped(self) -> bool:
+        """Whether it is a product of rows with the matrices of their groups, such as experts."""
+        return any(node.primitive == "ragged_dot_general" for node in self.nodes)
+
+    @property
     def only_casts(self) -> bool:
         """Whether it changes nothing but the dtype, as of a weight before its product."""
         return not self.flops and all(node.primitive in (*_FREE, "convert_element_type") for node in self.nodes)

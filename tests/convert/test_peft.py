@@ -81,6 +81,35 @@ def test_what_is_refused(tmp_path):
     model, params = adapted(found, ("wq",))
     with pytest.raises(InputError, match="holds something already"):
         peft.write_adapter(tmp_path / "llama", model, params)
+    mixture = dataclasses.replace(model, experts=4, experts_per_token=2, lora=Lora(targets=("wq", "w_up", "w_down")))
+    with pytest.raises(
+        InputError, match=r"experts \(w_up, w_down\) cannot be .* PEFT[^`]*without --adapter, which merges"
+    ):
+        peft.described(tmp_path / "adapter", mixture)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("mixtral", {"w_gate": ("block_sparse_moe.experts.2.w1.weight", np.transpose),
+                     "w_down": ("block_sparse_moe.experts.2.w2.weight", np.transpose)}),
+        ("gpt-oss", {"w_gate": ("mlp.experts.gate_up_proj", lambda w: w[2, :, ::2]),
+                     "w_down": ("mlp.experts.down_proj", lambda w: w[2])}),
+    ],
+)  # fmt: skip
+def test_adapters_of_experts_are_merged_into_what_is_written(name, tensors, tmp_path):
+    """Of expert 2 in layer 1."""
+    found = ours.read(references.load(name), tmp_path / name)
+    model, params = adapted(found, ("w_gate", "w_down"))
+    merged, plain = lora.merged(params, model)
+    export.write(tmp_path / "merged", plain, merged, found.like)
+    before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "merged")
+    layers = params["layers"]  # layer 1 is the second of one stack, or the first of the second stack
+    mlp, at = (layers["mlp"], 1) if name == "mixtral" else (layers["block_1"]["mlp"], 0)
+    for weight, (tensor, view) in tensors.items():
+        added = model.lora.scale * np.matmul(mlp[f"{weight}_a"][at, 2], mlp[f"{weight}_b"][at, 2], dtype=np.float64)
+        changed = after[f"model.layers.1.{tensor}"].astype(np.float64) - before[f"model.layers.1.{tensor}"]
+        np.testing.assert_allclose(view(changed), added, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parity

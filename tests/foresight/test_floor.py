@@ -20,6 +20,7 @@ B, T, D, L, V = 8, 8192, 4096, 32, 128256
 TOKENS = B * T
 ACTIVATION_BYTES = 2 * TOKENS * D  # [B, T, D] in bfloat16
 HEADS, KV, MLP = D * 32 * 128, D * 8 * 128, D * 14336
+MLPS = Lora(rank=4, alpha=8.0, targets=("w_gate", "w_up", "w_down"))
 LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
 
 
@@ -198,6 +199,15 @@ def test_what_must_be_multiplied(llama):
         ("fsdp2_tp4", {}, {"tied_embeddings": True, "qk_norm": True}),
         ("fsdp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wo", "w_down"))}),
         ("tp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))}),
+        pytest.param(
+            "fsdp2_tp4",
+            {"remat": Remat("none")},
+            {"experts": 8, "experts_per_token": 2, "balance": "row", "lora": MLPS},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp8", {}, {"experts": 8, "experts_per_token": 2, "mlp_bias": True, "lora": MLPS}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_compiled_programs_move_no_less_and_little_more(small, built, rules, changes, model):

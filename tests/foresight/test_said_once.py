@@ -38,6 +38,8 @@ FAMILIES = {
     "mixtral": {"experts": 8, "experts_per_token": 2, "kv_heads": 2, "balance": "batch"},
     "qwen2_moe": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "shared_gate": True, "dense_layers": 1,
                   "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3},
+    "mixtral_lora": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "mlp_bias": True,
+                     "lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_up", "w_down"))},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
 }  # fmt: skip
 
@@ -59,6 +61,7 @@ def test_every_array_of_every_family_is_known(small, family, layout):
         both = path in found.looked_up and path in found.multiplied
         assert both == (config.model.tied_embeddings and path == "embedding"), path
         assert path in found.looked_up or path in found.multiplied or found.applied_to(path), path
+        assert path in found.multiplied or not path.rpartition(".")[2].startswith("w"), path
         assert found.around(path), path
     modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
     assert len(modules) >= 2 and all(found.around(modules=names) for names in modules)
@@ -93,7 +96,7 @@ def moved_by(built):
 
     def find(config, rules):
         rules = rules.fill(8)
-        key = repr((config, rules.rows, rules.remat, rules.microbatches, rules.mesh))
+        key = repr((config, rules.rows, rules.remat, rules.microbatches, rules.mesh, rules.context))
         if key not in known:
             step = built(config, rules)
             program = step.lower_train().compile(compiler_options={"xla_backend_optimization_level": 0})
@@ -162,10 +165,17 @@ def mixed(form):
     return rules_file.from_dict(raw, "here.yaml")
 
 
-@pytest.mark.parametrize("form", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in CONTEXTS)])
-def test_a_mixture_names_its_rows(small, moved_by, form):
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("mixtral", ""),
+        pytest.param("mixtral_lora", "", marks=pytest.mark.slow),
+        *(pytest.param("mixtral", form, marks=pytest.mark.slow) for form in CONTEXTS),
+    ],
+)
+def test_a_mixture_names_its_rows(small, moved_by, family, form):
     """Those of tokens that travel to experts, and of a split sequence; and the floor is not beaten."""
-    config, rules = small(**FAMILIES["mixtral"]), mixed(form)
+    config, rules = small(**FAMILIES[family]), mixed(form)
     moved = moved_by(config, rules)
     assert all(one.rules and one.op != "step" for one in moved)
     for one in moved:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count
+from gspmd_lm.config import Lora
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, programs
@@ -36,6 +37,19 @@ LAYOUTS = {
             "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "seq": "context", "cache.kv_seq": "context",
         },
     }),
+}  # fmt: skip
+
+
+MIXTURE = dict(experts=8, experts_per_token=2, expert_mlp=16, shared_mlp=8, dense_layers=1)
+ADAPTED = MIXTURE | dict(lora=Lora(rank=4, alpha=8.0, targets=("wo", "w_gate", "w_up", "w_down")))
+MIXTURES = {
+    "tokens travel": (MIXTURE, "expert4"),
+    "experts split in use": (MIXTURE, {
+        "mesh": {"tensor": 8},
+        "rules": {"heads": "tensor", "kv_heads": "tensor", "vocab": "tensor", "expert": "tensor"},
+    }),
+    "tokens travel, adapters": (ADAPTED, "expert4"),
+    "mlp split, adapters": (ADAPTED, "dp2_tp4"),
 }  # fmt: skip
 
 
@@ -87,9 +101,9 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     assert len({token for result in results for token in result.tokens}) > 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)])
 def test_a_layout_never_changes_a_token(layout, made, prompts):
-    model, rules = LAYOUTS[layout]
+    model, rules = {**LAYOUTS, **MIXTURES}[layout]
     one, split = alone(made, model), made(layout, model, rules)
     for sampling in (Sampling(), DRAWN):
         wanted = one.results(prompts, new_tokens=NEW, sampling=sampling, ends=())

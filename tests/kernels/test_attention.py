@@ -17,6 +17,7 @@ def settings(**changes):
 
 
 PLAIN = settings()
+SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +36,22 @@ def segments():
 def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     segments, cfg = segments if packed else None, settings(**changes)
     want = attention.attend(*qkv, segments, cfg)
-    got = attention.fused(*qkv, segments, kernel="splash", cfg=cfg, interpret=True)
+    got = attention.fused(*qkv, SINKS, segments, kernel="splash", cfg=cfg, interpret=True)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_splash_has_the_gradients_of_xla(qkv, segments):
+@pytest.mark.parametrize("cfg", [PLAIN, settings(attention_sinks=True, sliding_window=20)])
+def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
     weigh = jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
 
     def of(function):
-        return jax.grad(lambda q, k, v: (function(q, k, v) * weigh).sum(), (0, 1, 2))(*qkv)
+        return jax.vjp(lambda *a: (function(*a) * weigh).sum(), *qkv, SINKS)[1](1.0)
 
-    got = of(lambda *a: attention.fused(*a, segments, kernel="splash", cfg=PLAIN, interpret=True))
-    want = of(lambda *qkv: attention.attend(*qkv, segments, PLAIN))
+    got = of(lambda *a: attention.fused(*a, segments, kernel="splash", cfg=cfg, interpret=True))
+    want = of(lambda q, k, v, sinks_N: attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
+    assert got[3].any() == cfg.attention_sinks
 
 
 def test_a_large_softcap_is_none(qkv, segments):
@@ -65,6 +68,7 @@ def test_a_large_softcap_is_none(qkv, segments):
         ("cudnn", {"head_dim": 256}, "head_dim: 256"),
         ("cudnn", {"sliding_window": 64}, "sliding_window: 64"),
         ("cudnn", {"positions": "alibi"}, "positions: alibi"),
+        ("cudnn", {"attention_sinks": True}, "attention_sinks: true"),
         ("splash", {"positions": "alibi"}, "positions: alibi"),
         ("splash", {"seq": 100}, "seq: 100"),
     ],

@@ -15,13 +15,13 @@ from gspmd_lm.placing import placed_by
 WITH = dataclasses.replace(settings(8), attention_sinks=True)
 
 
-def inputs():
-    (q, k, v), weigh, batch = arrays(2, 32, 8)
+def inputs(T=32, H=8):
+    (q, k, v), weigh, batch = arrays(2, T, H)
     return (q, k, v, jax.random.normal(jax.random.key(5), q.shape[2:3])), weigh, batch
 
 
-def one_device(q, k, v, sinks_N, batch):
-    return attention.attend(q, k, v, batch["segment_ids"], WITH, batch["positions"], sinks_N)
+def one_device(q, k, v, sinks_N, batch, cfg=WITH):
+    return attention.attend(q, k, v, batch["segment_ids"], cfg, batch["positions"], sinks_N)
 
 
 def test_a_sink_takes_its_share_of_the_softmax():
@@ -38,21 +38,25 @@ def test_a_sink_takes_its_share_of_the_softmax():
 
 
 @pytest.mark.parametrize("form", ["gather", "ulysses"])
-def test_a_split_sequence_gives_the_same_results_and_gradients(form):
-    arguments, weigh, batch = inputs()
-    out, pull = jax.vjp(functools.partial(one_device, batch=batch), *arguments)
+@pytest.mark.parametrize(
+    ("kernel", "T", "H"), [("xla", 32, 8), pytest.param("splash", 512, 128, marks=pytest.mark.slow)]
+)
+def test_a_split_sequence_gives_the_same_results_and_gradients(form, kernel, T, H):
+    arguments, weigh, batch = inputs(T, H)
+    cfg = dataclasses.replace(WITH, head_dim=H)
+    out, pull = jax.vjp(functools.partial(one_device, batch=batch, cfg=cfg), *arguments)
     want = (out, *pull(weigh))
 
     @jax.jit
     def split(arguments, weigh, batch):
-        with placed_by(placement(form, "xla")):
+        with placed_by(placement(form, kernel)):
             B, T = batch["tokens"].shape
             batch = context.dealt(batch)
             order = batch.get("places", jnp.broadcast_to(jnp.arange(T), (B, T)))[0]
             back = jnp.argsort(order)
             *qkv, sinks_N = arguments
             out, pull = jax.vjp(
-                lambda q, k, v, sinks_N: context.attend(q, k, v, batch, WITH, sinks_N),
+                lambda q, k, v, sinks_N: context.attend(q, k, v, batch, cfg, sinks_N, interpret=True),
                 *(x[:, order] for x in qkv), sinks_N,
             )  # fmt: skip
             *found, dsinks_N = (out, *pull(weigh[:, order]))
@@ -62,9 +66,3 @@ def test_a_split_sequence_gives_the_same_results_and_gradients(form):
         got = split(arguments, weigh, batch)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-def test_fused_kernels_refuse_sinks():
-    for kernel in ("splash", "cudnn"):
-        assert attention.unsupported(kernel, WITH, seq=128, segments=False) == "model.attention_sinks: true"
-    assert attention.unsupported("xla", WITH, seq=128, segments=True) is None

@@ -57,8 +57,10 @@ def loss(params, cfg):
         {"block": "parallel", "kv_heads": 4, "tied_embeddings": True, "padded_heads": 10},
         {"mlp_kind": "plain", "targets": (*ATTENTION, *PLAIN), "unembedding_bias": True, "layers": 3,
          "sliding_window": 4, "layer_pattern": ("sliding", "full")},
+        {"targets": ("w_gate", *PLAIN), "experts": 4, "experts_per_token": 2, "expert_mlp": 16, "mlp_bias": True,
+         "shared_mlp": 8, "layers": 1},
     ],
-    ids=["sequential", "parallel", "pattern"],
+    ids=["sequential", "parallel", "pattern", "mixture"],
 )  # fmt: skip
 def test_merging_computes_the_same_and_so_do_gradients(small, fields):
     cfg = model(small, **fields)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.kernels import grouped as kernels
+from gspmd_lm.kernels import grouped_gpu
 from gspmd_lm.kernels.grouped import grouped, outer
 from gspmd_lm.model.experts import Experts, balanced
 from gspmd_lm.model.transformer import decode, empty_cache, extend, init
@@ -50,11 +51,22 @@ def test_grouped_products(rows, kernel, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [20, 200])
-def test_grouped_products_of_triton(rows):
-    """In Pallas's interpreter, against the loop that CPUs run, which the test above compares with plain products."""
+@pytest.mark.parametrize(("rows", "columns"), [(20, 48), (200, 48), (200, 4)])
+def test_grouped_products_of_triton(rows, columns, monkeypatch):
+    """In Pallas's interpreter, against the loop that CPUs run, which the test above compares with plain products.
+
+    The interpreter has tiles of any width, a GPU has none below 16.
+    """
+
+    def checked(kernel, x, y, *given):
+        assert min(x.shape[-1], *y.shape[1:]) >= grouped_gpu.LEAST
+        return kernel(x, y, *given)
+
+    for name in ("product", "outer"):
+        monkeypatch.setattr(grouped_gpu, name, functools.partial(checked, getattr(grouped_gpu, name)))
+    assert grouped_gpu.takes(jnp.bfloat16, 96, columns) and not grouped_gpu.takes(jnp.bfloat16, 96, 24)
     rng = np.random.default_rng(rows)
-    x, w, dy = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((rows, 96), (4, 96, 48), (rows, 48)))
+    x, w, dy = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((rows, 96), (4, 96, columns), (rows, columns)))
     sizes = jnp.asarray([rows // 2, 0, rows // 3, 1], jnp.int32)  # and rows of no expert behind them
     kept = jnp.arange(rows)[:, None] < sizes.sum()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=0.3)  # bfloat16, of sums up to 60
@@ -72,6 +84,14 @@ def test_blocks_compute_little_more_than_the_chosen_experts(M, E, most):
     block, (expert, _, _) = kernels._cut(jnp.zeros((M, 4)), jnp.full(E, M // E))
     assert block * len(expert) <= most * M
     assert len(expert) <= M
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share"),
+    [((1024, 1, 1024, 1024), 1), ((1024, 3, 1024, 1024), 0.5), ((1024, 1, 1536, 2048), 0.75), ((128, 1, 64, 1024), 1)],
+)  # fmt: skip
+def test_what_megablox_computes_in_vain_is_counted(sizes, share):
+    assert kernels.used_share(*sizes, itemsize=2) == share
 
 
 def scored(p, x_BTD, cfg):

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm import rules_file
+from gspmd_lm.config import Lora
 from gspmd_lm.rules import ShardingError
 from gspmd_lm.train import state
 
@@ -14,6 +15,8 @@ SIZES = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "init_std": 0.3
 TENSOR = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
 ALL = {"shared_mlp": 8, "shared_gate": True, "mlp_bias": True, "balance": "batch", "router_z_loss": 0.1}
 WITHOUT_MLP = {f"{name}.mlp": None for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up")}
+
+LORA = Lora(rank=4, alpha=8.0, targets=("w_gate", "w_up", "w_down"))
 
 # Every pair of an axis of the experts (fsdp at rest, tensor in use, an axis of their own, an old axis) with the others.
 LAYOUTS = {
@@ -38,6 +41,16 @@ LAYOUTS = {
         "mesh": {"expert": 4, "context": 2},
         "rules": {"batch": "expert", "seq": "context", "expert": ["expert", "context"]},
     },
+    "four axes of 16 devices": {
+        "mesh": {"fsdp": 2, "expert": 2, "context": 2, "tensor": 2}, "remat": "block",
+        "weights": {"embed": ["fsdp", "context"]},
+        "rules": {"batch": ["fsdp", "expert"], "seq": "context", "expert": "expert", **TENSOR},
+    },
+    "all axes but one of 16 devices": {
+        "mesh": {"data": 2, "fsdp": 2, "expert": 2, "tensor": 2}, "optimizer": {"embed": ["fsdp", "data"]},
+        "weights": {"embed": "fsdp"},
+        "rules": {"batch": ["data", "fsdp", "expert"], "expert": "expert", "residual.seq": "tensor", **TENSOR},
+    },
     "microbatches of replicas": {"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2},
 }  # fmt: skip
 FIRST, *OTHERS = LAYOUTS
@@ -53,6 +66,17 @@ def copies_agree(x):
     for shard in x.addressable_shards:
         first = seen.setdefault(str(shard.index), np.asarray(shard.data))
         np.testing.assert_allclose(shard.data, first, rtol=1e-5, atol=1e-5)
+
+
+def learned(path, x):
+    """The parameter, or what might have become of it if it began at zero: a bias, or an adapter's second matrix."""
+    name = path[-1].key
+    if name.startswith("b_"):
+        return x + 0.1
+    if name.endswith("_b"):
+        drawn = 0.3 * np.random.default_rng(len(name)).standard_normal(x.shape)
+        return jax.device_put(drawn.astype(x.dtype), x.sharding)
+    return x
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +95,7 @@ def computed(small, built, batch_of):
                     return step._gradients(state, frozen, trained, batch, step.task.counted(batch))
 
             start = step.lower_init().compile()()
-            biased = jax.tree_util.tree_map_with_path(
-                lambda path, x: x + 0.1 * (".b_" in jax.tree_util.keystr(path, simple=True, separator=".")),
-                start.params,
-            )
-            given = start._replace(params=biased), batch_of(step)
+            given = start._replace(params=jax.tree_util.tree_map_with_path(learned, start.params)), batch_of(step)
             program = jax.jit(gradients).lower(*given).compile()
             result = program(*given)
             jax.tree.map(copies_agree, result)
@@ -87,8 +107,20 @@ def computed(small, built, batch_of):
 
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_losses_and_gradients_do_not_depend_on_the_layout(computed, name):
-    model = {"balance": "row"} if "microbatches" in name else {}
-    (sums, gradients), _ = computed(name, rules_of(name), **model)
+    agree(computed, name, {"balance": "row"} if "microbatches" in name else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_those_of_adapters_do_not_either(computed, name):
+    """A row for a weight, such as `w_gate.mlp: null`, places its adapter too."""
+    (_, gradients), _ = agree(computed, name, {"balance": "row", "lora": LORA})
+    assert len(jax.tree.leaves(gradients)) == 2 * 3 * 2  # two matrices; gate, up and down; experts and shared ones
+
+
+def agree(computed, name, model):
+    """What was computed, after a comparison with one device."""
+    found = (sums, gradients), _ = computed(name, rules_of(name), **model)
     (want, wanted), _ = computed("single", "single", **model)
     assert abs(sums.loss / want.loss - 1) < 1e-5
     np.testing.assert_array_equal(sums.load_LC, want.load_LC)
@@ -96,7 +128,8 @@ def test_losses_and_gradients_do_not_depend_on_the_layout(computed, name):
         other = gradients
         for key in path:
             other = other[key.key]
-        assert abs(other - one).max() <= 1e-5 * abs(one).max(), path
+        assert abs(one).max() > 0 and abs(other - one).max() <= 1e-5 * abs(one).max(), path
+    return found
 
 
 def test_what_an_expert_axis_sends(computed):

@@ -112,13 +112,31 @@ def test_a_resumed_run_is_bitwise_the_straight_one(run, straight, tmp_path):
     assert losses_of(tmp_path) == losses_of(workdir)
 
 
-def test_a_checkpoint_restores_under_another_layout(run, straight, tmp_path):
-    workdir, _ = straight
-    run(tmp_path, "fsdp8").train(5)
-    run(tmp_path, "tp8").train(9)
-    run(tmp_path, "dp2_tp4").train(12)
-    want, got = losses_of(workdir), losses_of(tmp_path)
-    assert got.keys() == want.keys()
+MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 8, "init_std": 0.2}
+ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_down"))}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "model"),
+    [
+        (("fsdp8", "tp8", "dp2_tp4"), {}),
+        *(
+            pytest.param(("expert4", "fsdp8", "dp2_tp4"), {**MIXTURE, **more}, marks=pytest.mark.slow)
+            for more in ({"balance": "batch"}, {"balance": "bias", "balance_rate": 0.05}, ADAPTED)
+        ),
+    ],
+    ids=["dense", "mixture", "mixture balanced by a bias", "mixture with adapters"],
+)
+def test_a_checkpoint_restores_under_another_layout(run, straight, small, tmp_path, layouts, model):
+    config, workdir = None, straight[0]
+    if model:
+        config = small(layers=1, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN), **model)
+        workdir = tmp_path / "straight"
+        run(workdir, config=config).train(12)
+    for layout, stop in zip(layouts, (5, 9, 12), strict=True):
+        run(tmp_path / "resumed", layout, config).train(stop)
+    want, got = losses_of(workdir), losses_of(tmp_path / "resumed")
+    assert got.keys() == want.keys() and want[12] < want[1]
     assert max(abs(got[step] - want[step]) for step in want) < 1e-5
 
 

@@ -4,10 +4,12 @@ import math
 import re
 
 from gspmd_lm.foresight.cost import memory_traffic
-from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.hlo import Array, Instruction, Module
+from gspmd_lm.foresight.hlo.instruction import bits
+from gspmd_lm.kernels import grouped
 
 _FIELD = re.compile(r"(\w+)=([\d_x\-]+)")
-_GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
+GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
 
 
@@ -30,17 +32,30 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
 
     Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
     """
-    arrays = [array for n in range(len(call.operands)) for array in module.operand(call, n).shape.arrays]
-    arrays = [array for array in (*arrays, *call.shape.arrays) if not array.dtype.startswith(("s", "u"))]
+    arrays, found = _arrays(module, call), call.cost_estimate
     rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
-    found = call.cost_estimate
-    if found is None and _GROUPED in call.op_name:
+    if found is None and GROUPED in call.op_name:
         # Of [M, D], [E, D, F] and [M, F], any two give the third.
         matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
         moved = memory_traffic.of(module, call).hbm_bytes
         found = (2.0 * rows * math.prod(matrices), float(moved)) if rows and matrices else None
     share = module.buffers.get(rows, 1.0)
     return found and (found[0] * share, found[1] * share)
+
+
+def used_share(module: Module, call: Instruction, operations: float) -> float:
+    """The share of what a TPU's kernel computes that its `operations` are: of a grouped matmul less than 1."""
+    matrices = next((array for array in _arrays(module, call) if len(array.dimensions) == 3), None)
+    if GROUPED not in call.op_name or matrices is None or not operations:
+        return 1.0
+    experts, inner, columns = matrices.dimensions
+    return grouped.used_share(operations / (2 * inner * columns), experts, inner, columns, bits(matrices.dtype) // 8)
+
+
+def _arrays(module: Module, call: Instruction) -> list[Array]:
+    """The operands and results of a kernel that are no whole numbers."""
+    arrays = [array for n in range(len(call.operands)) for array in module.operand(call, n).shape.arrays]
+    return [array for array in (*arrays, *call.shape.arrays) if not array.dtype.startswith(("s", "u"))]
 
 
 def _dot(module: Module, instruction: Instruction, contracted: tuple[int, ...]) -> float:

@@ -110,6 +110,8 @@ def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
     if (known := flops.stated(module, call)) is None:
         return None
     operations, moved_bytes = known
+    if chip.platform == "tpu":
+        operations /= flops.used_share(module, call, operations)
     moving_s = moved_bytes / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)
     return Price(max(_multiplying_s(module, call, chip, operations), moving_s), "matmul" if operations else "other")
 

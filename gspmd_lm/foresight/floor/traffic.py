@@ -57,7 +57,7 @@ class Traffic(Moves):
         writes: dict[Node, list[Product]] = collections.defaultdict(list)
         self.read = {product.x for product in products}
         for product in products:
-            if self.traced.source(product.x):
+            if self.traced.source(product.x) and not (product.group and product.y):
                 reads[product.x].append(product)
             elif product.y and self.traced.home(product.y) is not product.y:
                 writes[product.y].append(product)
@@ -71,8 +71,10 @@ class Traffic(Moves):
         for first, second in adapters:
             self.adapter(first, second)
         for path in {product.path for product in products if product.node not in adapted}:
-            for _ in range(2 if self.trains else 1):  # forward and backward
-                self.gather(self.weights[path], self.itemsize(self.traced.used[path][0]))
+            weight, used = self.weights[path], self.traced.used[path][0]
+            # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
+            for _ in range(2 if self.trains and (weight.trained or used.times > 1) else 1):
+                self.gather(weight, self.itemsize(used))
 
     def fan_out(self, x: Node, group: list[Product], products: list[Product]) -> None:
         """One input, read with several weights; forward and backward. `products` are those of no adapter."""
@@ -101,11 +103,16 @@ class Traffic(Moves):
             self.mixed(product, y) if product.group else self.product(product, y, product.x)
 
     def mixed(self, product: Product, near: Node) -> None:
-        """The gradient of experts' weights: each device has a sum over its own tokens."""
+        """The gradient of experts' weights: each device has a sum over its own tokens.
+
+        If a matrix of an adapter lacks the axis along which the weight is split, that of the other matrix is a sum over
+        it, and the gradient is one too.
+        """
         weight, tokens = self.weights[product.path], axes_of(self.place(near), "batch", "seq")
+        far = {axis: names for axis, names in self.far(product, near).items() if axis not in weight.sizes}
         if weight.trained and self.trains:
             matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
-            self.move(matrix_bytes, weight.use, weight.gradient, tokens, near.times, "gradients")
+            self.move(matrix_bytes, weight.use, weight.gradient, tokens | axes_of(far), near.times, "gradients")
 
     def travel(self, x: Node, products: list[Product]) -> None:
         """Tokens on their way to the experts that `products` read them with, and back, if both are split alike."""
@@ -122,7 +129,7 @@ class Traffic(Moves):
         here = {"batch": tuple(tokens)}
         for _ in range(4 + again if self.trains else 2):
             self.move(rows * width * self.itemsize(x), here, {"batch": tuple(tokens - over), **there}, times=x.times)
-        for _ in range(2 if self.trains else 1):  # the weights of experts, and their gradients
+        if self.trains:  # for the gradients of the weights of a token's experts, one number for each of these
             self.move(rows * FLOAT32_BYTES, here, {"batch": tuple(tokens - over), **there}, times=x.times)
 
     def experts(self, product: Product) -> set[str]:
@@ -201,6 +208,16 @@ class Traffic(Moves):
         assert product.weight.placed and near.placed
         return [axis for axis in product.weight.placed.axes if axis not in near.placed.axes]
 
+    def far(self, product: Product, near: Node) -> Place:
+        """How experts' weights are split along the axes that their end at the residual stream has not.
+
+        For an adapter it is how its weight is.
+        """
+        path = self.rules.vocabulary.adapted(product.path)
+        used = self.traced.used[path][0].placed
+        assert used and near.placed
+        return {axis: self.weights[path].use[axis] for axis in used.axes if axis not in near.placed.axes}
+
     def queries(self, keys: Node) -> Place:
         """Where the queries live that read keys or values; nowhere for other activations."""
         if not keys.placed or "kv_seq" not in keys.placed.axes:
@@ -235,7 +252,7 @@ class Traffic(Moves):
         tokens, partials = axes_of(self.place(near), "batch", "seq"), set()
         for product, end in zip(products, far, strict=True):
             if product.group:  # where tokens travel to experts, their results are whole
-                over = axes_of(self.weights[product.path].use, *self.wide(product, near))
+                over = axes_of(self.far(product, near))
                 partials.add(frozenset(over - self.experts(product) if self.experts(product) <= tokens else over))
             elif end:
                 partials.add(frozenset(axes_of(self.place(end), *self.wide(product, near))))
@@ -257,7 +274,7 @@ class Traffic(Moves):
         if rows:
             self.gather(table, 0 if tied else itemsize)
             self.move(size_bytes, block_input, residual, rows)
-            if self.trains:
+            if table.trained:
                 self.move(size_bytes, residual, block_input)
         elif not (tied and self.trains):
             # Read where it rests, for which the ids of others are needed, or gathered, whichever is less.
