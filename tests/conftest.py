@@ -57,7 +57,7 @@ def built():
         rules = dataclasses.replace(rules, **changes)
         if rules.devices > jax.device_count():
             pytest.skip(f"needs SIMULATED_DEVICES={rules.devices}")
-        devices = jax.devices()[: rules.devices or 8]
+        devices = jax.devices()[: rules.devices if rules.devices > 0 else 8]
         rules = rules.fill(len(devices))
         arrays, _ = state.checked(config, rules, "cpu")
         return step.build(config, rules, arrays, devices)

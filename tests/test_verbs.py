@@ -14,7 +14,7 @@ from gspmd_lm import cli, config, errors, processes, runtime
 from gspmd_lm.convert import beside, export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
-from gspmd_lm.verbs import convert, generate, session
+from gspmd_lm.verbs import convert, session, weights
 
 MODEL = config.Model(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
@@ -169,7 +169,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
     monkeypatch.setattr(runtime, "_free_bytes", lambda: 1000)
-    monkeypatch.setattr(generate, "restored", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(weights, "_restored", lambda *_: pytest.fail("the weights were read"))
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
     assert "GB, and this machine has 1e-06 GB free\n  fix   --batch=1" in err
