@@ -193,11 +193,13 @@ def test_what_must_be_multiplied(llama):
     ("rules", "changes", "model"),
     [
         ("fsdp8", {"microbatches": 2}, {}),
-        ("dp8", {"microbatches": 2}, {}),
+        pytest.param("dp8", {"microbatches": 2}, {}, marks=pytest.mark.slow),
         ("zero1_8", {}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
         ("dp2_tp4", {}, {"block": "parallel"}),
         ("fsdp2_tp4", {}, {"tied_embeddings": True, "qk_norm": True}),
-        ("fsdp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wo", "w_down"))}),
+        pytest.param(
+            "fsdp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wo", "w_down"))}, marks=pytest.mark.slow
+        ),
         ("tp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))}),
         pytest.param(
             "fsdp2_tp4",

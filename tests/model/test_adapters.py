@@ -53,7 +53,7 @@ def loss(params, cfg):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"block": "parallel", "kv_heads": 4, "tied_embeddings": True, "padded_heads": 10},
         {"mlp_kind": "plain", "targets": (*ATTENTION, *PLAIN), "unembedding_bias": True, "layers": 3,
          "sliding_window": 4, "layer_pattern": ("sliding", "full")},
