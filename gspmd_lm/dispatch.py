@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.exchange import Travel, plan
 from gspmd_lm.kernels.grouped import grouped, outer
-from gspmd_lm.placing import Spec, Split, Weight, placement, remat, scope, split, use
-from gspmd_lm.products import TOKENS, Adapted, Addends, Partial, Read, Sum, gradient
+from gspmd_lm.placing import Adapted, Spec, Split, Weight, placement, remat, scope, split, use
+from gspmd_lm.products import TOKENS, Addends, Partial, Read, Sum, gradient
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 
@@ -40,7 +40,8 @@ def mixed(
     bias. capacity: what an expert computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers.
     """
     weights, tree = jax.tree.flatten(tuple(zip(*inward, down, strict=True)))
-    how = _how(tuple(w.holding(None) for w in weights), tree, activated, capacity, chosen_BTk.shape)
+    path = down[0].weight.path
+    how = _how(tuple(w.holding(None) for w in weights), tree, path, activated, capacity, chosen_BTk.shape)
     arrays = [w.array for w in weights]
     alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
     x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
@@ -67,6 +68,7 @@ class _How(NamedTuple):
 
     weights: tuple[Weight, ...]  # without their arrays
     tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
+    down: str  # the path of w_down, which is split as what experts compute
     activated: Callable[..., jax.Array]
     capacity: int
     batch: Split
@@ -76,10 +78,6 @@ class _How(NamedTuple):
     travels: bool  # tokens travel to their experts
     inner: Split  # over devices that compute parts of the same outputs
 
-    @property
-    def down(self) -> Weight:
-        return self.holding(self.weights)[0][-1].weight
-
     def holding(self, arrays: Sequence[Any]) -> tuple[Sequence[Adapted], Sequence[Weight | None]]:
         """The matrices and the biases with the arrays that a device has of them."""
         return jax.tree.unflatten(self.tree, [w.holding(array) for w, array in zip(self.weights, arrays, strict=True)])
@@ -87,7 +85,7 @@ class _How(NamedTuple):
     @property
     def sum(self) -> Sum:
         axes = ("mlp", self.mlp), ("expert", self.expert)
-        names = [f"{self.down.path}.{axis}" for axis, over in axes if over.pieces > 1]
+        names = [f"{self.down}.{axis}" for axis, over in axes if over.pieces > 1]
         return Sum(self.inner, tuple(names), tuple(w.path for w in self.weights))
 
     @property
@@ -115,17 +113,18 @@ class _How(NamedTuple):
         return place.over(over) if place else Split()
 
 
-def _how(weights: tuple[Weight, ...], tree: Any, activated: Any, capacity: int, shape: tuple[int, ...]) -> _How:
-    down = jax.tree.unflatten(tree, weights)[0][-1].weight
+def _how(
+    weights: tuple[Weight, ...], tree: Any, down: str, activated: Any, capacity: int, shape: tuple[int, ...]
+) -> _How:
     batch, seq = _tokens(shape[1])
-    expert, mlp = split(down.path, "expert"), split(down.path, "mlp")
+    expert, mlp = split(down, "expert"), split(down, "mlp")
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
     travels = bool(expert.over) and {*expert.over} <= tokens
     place, inner = placement(), mlp.over + (() if travels else expert.over)
     return _How(
-        weights, tree, activated, capacity, batch, seq, expert, mlp, travels,
+        weights, tree, down, activated, capacity, batch, seq, expert, mlp, travels,
         place.over(inner) if place else Split(),
     )  # fmt: skip
 
@@ -215,13 +214,13 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
 _mixed.defvjp(_forward, _backward)
 
 
-def _reduced(weight: Weight, down: Weight, over: Split, addends: jax.Array) -> jax.Array:
-    """The sum of the addends of a weight's gradient. `down` is split as what experts compute."""
+def _reduced(weight: Weight, down: str, over: Split, addends: jax.Array) -> jax.Array:
+    """The sum of the addends of a weight's gradient. `down`: see `_How`."""
     with scope("of", weight.path):
         if over.pieces == 1:
             return gradient(addends[0], weight)
         axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
-        axes += [f"{down.path}.mlp"] if {*over.over} & {*split(down.path, "mlp").over} else []
+        axes += [f"{down}.mlp"] if {*over.over} & {*split(down, "mlp").over} else []
         return gradient(Partial((Addends(addends, Sum(over, tuple(axes))),)), weight)
 
 

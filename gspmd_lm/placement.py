@@ -277,6 +277,7 @@ def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str
 
 
 def _blocks(x: jax.Array, names: Sequence[str], dimension: int, pieces: int) -> jax.Array:
+    """The piece of the sum that a device keeps, summed as one of several blocks of an array."""
     apart = x.reshape(*x.shape[:dimension], pieces, -1, *x.shape[dimension + 1 :])
     apart = with_layout_constraint(jnp.moveaxis(apart, dimension, 0), Layout(tuple(range(apart.ndim))))
     return jax.lax.psum_scatter(apart, names, scatter_dimension=0)

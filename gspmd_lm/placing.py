@@ -35,6 +35,19 @@ class Weight:
         return dataclasses.replace(self, array=array)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A matrix, and the two matrices of its low-rank adapter if it has one (arXiv 2106.09685).
+
+    They are of class Weight, or anything else that a tree may have.
+    """
+
+    weight: Any
+    adapter: tuple[Any, ...] = ()
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+
 class Split(NamedTuple):
     """How an axis is split. A model compares splits and counts pieces; it never reads the mesh axes."""
 

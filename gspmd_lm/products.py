@@ -23,19 +23,6 @@ from gspmd_lm.placing import Placement, Spec, Split, Weight, like, parse, placem
 TOKENS = "block_input"  # the activation whose tokens, along batch and seq, weights are multiplied with
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Adapted:
-    """A matrix, and the two matrices of its low-rank adapter if it has one (arXiv 2106.09685).
-
-    They are of class Weight, or anything else that a tree may have.
-    """
-
-    weight: Any
-    adapter: tuple[Any, ...] = ()
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-
-
 # The words
 
 

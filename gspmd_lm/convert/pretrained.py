@@ -109,13 +109,14 @@ class Pretrained:
         return named or self.tokenizer is not None or self.config.model.vocab == Bytes.vocab_size
 
     def load(self, shardings: Any, dtypes: Any = None) -> Any:
-        """The parameters, placed as a tree of shardings says, and cast as a tree of dtypes says.
+        """The parameters, placed as a tree of shardings says, and cast as a tree of dtypes says if there is one.
 
         Each process reads the parts that its devices hold, one part at a time. The host holds nothing but these parts
         and the part that is being read.
         """
-        dtypes = dtypes or jax.tree.map(lambda place: place.dtype, self.places)
-        places = jax.tree.map(lambda place, dtype: dataclasses.replace(place, dtype=dtype), self.places, dtypes)
+        places = self.places
+        if dtypes is not None:
+            places = jax.tree.map(lambda place, dtype: dataclasses.replace(place, dtype=dtype), places, dtypes)
         return jax.tree.map(self._array, places, shardings)
 
     def _array(self, place: Place, sharding: jax.sharding.Sharding) -> jax.Array:

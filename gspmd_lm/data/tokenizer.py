@@ -93,8 +93,9 @@ class HuggingFace:
             raw = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"data.tokenizer: {path}: cannot be read ({error})") from error
+        sha256 = hashlib.sha256(raw.encode()).hexdigest()
         try:
-            self._tokenizer, self.vocab_size = _parsed(path.absolute(), hashlib.sha256(raw.encode()).hexdigest())
+            self._tokenizer, self.vocab_size = _parsed(path.absolute(), sha256)
         except Exception as error:  # the library raises nothing more precise
             raise InputError(
                 f"data.tokenizer: {path}: not a Hugging Face tokenizer.json ({error})\n"
@@ -107,7 +108,7 @@ class HuggingFace:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.end = self._find_end(path)
-        self.fingerprint = f"{hashlib.sha256(raw.encode()).hexdigest()}-{self.end}"
+        self.fingerprint = f"{sha256}-{self.end}"
         self.replaced_bytes = 0
         self._byte_ids = self._find_byte_ids(raw)
 

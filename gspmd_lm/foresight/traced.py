@@ -17,7 +17,8 @@ from gspmd_lm.foresight.names import Name, read
 from gspmd_lm.placement import Recorder, Spec, marked
 
 _SAME = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
-PRODUCTS = ("dot_general", "ragged_dot_general")  # of matrices; the second has a matrix for each group of rows
+GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows
+PRODUCTS = ("dot_general", GROUPED)  # of matrices
 _TOKENS = Spec("tokens", ("batch", "seq"))  # where the rules place the integers that a program is given
 
 
@@ -68,7 +69,7 @@ class Product:
     def group(self) -> str:
         """The axis of the weight that has a matrix for each group of rows, such as the experts; "" without groups."""
         assert self.weight.placed
-        return self.weight.placed.axes[0] if self.node.primitive == "ragged_dot_general" else ""
+        return self.weight.placed.axes[0] if self.node.primitive == GROUPED else ""
 
 
 class Traced:
@@ -174,7 +175,7 @@ class Traced:
             factors = node.inputs[:2] if node.primitive in PRODUCTS else []
             for operand, weight in zip(reversed(factors), map(self._weight, factors), strict=True):
                 before = [operand] if self.is_activation(operand) else self.before([operand])
-                if not before and found and node.primitive == "ragged_dot_general":
+                if not before and found and node.primitive == GROUPED:
                     before = [found[-1].x]  # nothing is placed between the products of the same groups
                 if weight and before:
                     found.append(Product(weight, before[0], next(iter(self.after([node])), None), node))
@@ -337,7 +338,7 @@ def flops(equation: Any) -> float:
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2.0 * equation.outvars[0].aval.size * math.prod(left[dimension] for dimension in contracted)
-    if equation.primitive.name == "ragged_dot_general":
+    if equation.primitive.name == GROUPED:
         # Each row meets the matrix of its own group alone, or rows meet within their group.
         numbers = equation.params["ragged_dot_dimension_numbers"]
         (_, contracted), (_, batch) = numbers.dot_dimension_numbers

@@ -9,8 +9,8 @@ import jax
 
 from gspmd_lm import config
 from gspmd_lm.axes import ADAPTERS
-from gspmd_lm.placing import Weight, parameter, use
-from gspmd_lm.products import Adapted, einsum, read
+from gspmd_lm.placing import Adapted, Weight, parameter, use
+from gspmd_lm.products import einsum, read
 
 LOW_RANK = "low_rank: batch seq rank"
 

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable
 
-from gspmd_lm.foresight.traced import PRODUCTS, Node, Traced
+from gspmd_lm.foresight.traced import GROUPED, PRODUCTS, Node, Traced
 from gspmd_lm.kernels import attention
 from gspmd_lm.rules import Remat
 
@@ -52,7 +52,7 @@ class Operation:
     @property
     def grouped(self) -> bool:
         """Whether it is a product of rows with the matrices of their groups, such as experts."""
-        return any(node.primitive == "ragged_dot_general" for node in self.nodes)
+        return any(node.primitive == GROUPED for node in self.nodes)
 
     @property
     def only_casts(self) -> bool:

@@ -16,8 +16,8 @@ from gspmd_lm.verbs import given, session
 Read = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
 
 
-def is_published(folder: str) -> bool:
-    """Whether a folder is not that of a run, and has a config.json."""
+def _holds_published(folder: str) -> bool:
+    """Whether a folder has a config.json and is not that of a run."""
     if files.is_remote(folder):
         return False
     path = Path(folder).expanduser()
@@ -29,7 +29,7 @@ def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
 
     overrides: section.key=value. Raises InputError if the model is not supported or has no tokenizer.
     """
-    if not is_published(folder):
+    if not _holds_published(folder):
         return None
     found = pretrained.read(
         Path(folder).expanduser(), overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,"
@@ -46,7 +46,7 @@ def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
 def needed(values: flags.FlagValues, example: str) -> str:
     """--workdir, if it has checkpoints or is a published folder. Raises InputError if it is not."""
     folder = session.needs(values, "workdir", example)
-    return folder if is_published(folder) else session.needs_weights(values, example)
+    return folder if _holds_published(folder) else session.needs_weights(values, example)
 
 
 def begin(values: flags.FlagValues, folder: str, stderr: bool) -> tuple[session.Session, Read]:

@@ -140,9 +140,7 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
     kernels = [i for i in module.entry.instructions.values() if i.custom_call_target == "tpu_custom_call"]
     assert len(kernels) == 6 and all(call.cost_estimate[0] == 4 * operations for call in kernels)
     for call in kernels:
-        computed = (
-            operations * (4096 + 512) / 4096
-        )  # the second of a device's two experts begins in a tile of the first
+        computed = operations * (4096 + 512) / 4096  # a device's second expert begins in a tile of its first one
         seconds = V5P.matmul_slowdown * computed / (prices.MATMUL_SHARE["tpu"] * 459e12)
         assert prices.price(module, call, V5P) == prices.Price(pytest.approx(seconds), "matmul")
     moved = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]

@@ -9,7 +9,7 @@ from gspmd_lm.foresight.hlo.instruction import bits
 from gspmd_lm.kernels import grouped
 
 _FIELD = re.compile(r"(\w+)=([\d_x\-]+)")
-GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
+_GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
 
 
@@ -34,7 +34,7 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
     """
     arrays, found = _arrays(module, call), call.cost_estimate
     rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
-    if found is None and GROUPED in call.op_name:
+    if found is None and _GROUPED in call.op_name:
         # Of [M, D], [E, D, F] and [M, F], any two give the third.
         matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
         moved = memory_traffic.of(module, call).hbm_bytes
@@ -46,7 +46,7 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
 def used_share(module: Module, call: Instruction, operations: float) -> float:
     """The share of what a TPU's kernel computes that its `operations` are: of a grouped matmul less than 1."""
     matrices = next((array for array in _arrays(module, call) if len(array.dimensions) == 3), None)
-    if GROUPED not in call.op_name or matrices is None or not operations:
+    if _GROUPED not in call.op_name or matrices is None or not operations:
         return 1.0
     experts, inner, columns = matrices.dimensions
     return grouped.used_share(operations / (2 * inner * columns), experts, inner, columns, bits(matrices.dtype) // 8)
