@@ -119,8 +119,8 @@ def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segment
     if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
     if over and rules.context != "ulysses":
-        if kernel == "cudnn":
-            return f"context: {rules.context} (only ulysses)"
+        if kernel == "cudnn" and rules.context == "gather":
+            return "context: gather (only ring and ulysses)"
         pieces = rules.piece_count(over)
         piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
     lacking = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in config.model.layer_kinds)
@@ -154,7 +154,7 @@ def attention_problems(
     place = rules.place(f"attention.{platform}", kernel)
     fix = f"--set rules.attention.{platform}=xla, or change the config"
     if reason.startswith("context"):
-        fix = f"--set rules.context=ulysses, or --set rules.attention.{platform}=xla"
+        fix = f"--set rules.context=ring, or --set rules.attention.{platform}=xla"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 

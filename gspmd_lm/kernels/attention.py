@@ -83,8 +83,13 @@ def fused(
         made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
         segments = None if segments_BT is None else (segments_BT, segments_BT)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
-    options: Any = {"is_causal": True, "implementation": "cudnn", "scale": scores_scale(cfg)}
-    return _keeping(lambda *qkv: jax.nn.dot_product_attention(*qkv, **options))(q_BTNH, k_BSKH, v_BSKH)
+    return _keeping(cudnn(cfg))(q_BTNH, k_BSKH, v_BSKH)
+
+
+def cudnn(cfg: config.Model, causal: bool = True) -> Callable[..., jax.Array]:
+    """Attention of queries to keys and values by cuDNN's kernel."""
+    options: Any = {"is_causal": causal, "implementation": "cudnn", "scale": scores_scale(cfg)}
+    return functools.partial(jax.nn.dot_product_attention, **options)
 
 
 def attend_to_cache(

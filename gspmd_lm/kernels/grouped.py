@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm.kernels import grouped_gpu
+from gspmd_lm.kernels.attention import LANES
 from gspmd_lm.placing import platform
 
 BLOCK = 256  # the most rows of a block of the plain form
@@ -108,7 +109,7 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     """`outer` by megablox."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tile = _tile(len(rows_MD), rows_MD.shape[1], dy_MF.shape[1], rows_MD.dtype.itemsize)
+    tile = _tile(len(rows_MD), rows_MD.shape[1], dy_MF.shape[1], rows_MD.dtype.itemsize, outer=True)
     padded_MD, padded_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
     return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
@@ -127,22 +128,47 @@ def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, inte
     return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)[:, : rows_MD.shape[1], : dy_MF.shape[1]]
 
 
-def _tile(rows: float, inner: float, columns: float, itemsize: int) -> tuple[int, int, int]:
-    """The rows, inner columns and columns of megablox's tile: 9 MB in the 16 MB of on-chip memory of a kernel."""
-    side = 2048 // itemsize
-    return 512 if rows >= 512 else 128, int(min(side, inner)), int(min(side, columns))
+def _tile(rows: float, inner: float, columns: float, itemsize: int, outer: bool = False) -> tuple[int, int, int]:
+    """The rows, inner columns and columns of megablox's tile, which needs 13 MB of the 16 MB of memory on the chip.
+
+    Of `grouped`, where a tile holds all inner columns, an expert's weights stay there while its rows pass by. So few
+    rows are enough: 256, the width of the widest matrix units, as for `outer`, which reads no weights. Otherwise
+    weights are read again for each tile of rows. Tiles then have twice the rows.
+    """
+    most, least = 2048 // itemsize, 256
+    whole, weights = -(-int(inner) // LANES) * LANES, 2**22 // itemsize
+    sides = _side(inner, most), _side(columns, most)
+    if not outer and whole * most // 2 <= weights:
+        sides = whole, _side(columns, min(most, weights // whole))
+    elif not outer:
+        least = 512
+    return least if rows >= least else LANES, min(sides[0], int(inner)), min(sides[1], int(columns))
 
 
-def used_share(rows: float, experts: float, inner: float, columns: float, itemsize: int) -> float:
-    """The share of what megablox computes that was asked for, of `grouped` or `outer`.
+def _side(size: float, most: int) -> int:
+    """A side of a tile, at least half of `most`: the one with the least beyond the last column, then the largest."""
+    sides = range(most // LANES * LANES, max(most // 2, 1) - 1, -LANES)
+    return min(sides, key=lambda side: -(-size // side) * side)
+
+
+def work(
+    rows: float, experts: float, inner: float, columns: float, itemsize: int, outer: bool = False
+) -> tuple[float, float]:
+    """The share of what megablox computes that was asked for, and the bytes that it moves, of `grouped` or `outer`.
 
     Its tiles reach past the last column. The rows of experts begin anywhere in a tile, so each expert but the first
     computes a tile of rows again that the expert before it has ended in.
     """
-    tile_rows, *sides = _tile(rows, inner, columns, itemsize)
-    of_rows = rows / (rows + (experts - 1) * tile_rows)
-    pairs = zip((inner, columns), sides, strict=True)
-    return of_rows * math.prod(size / (side * math.ceil(size / side)) for size, side in pairs)
+    tile_rows, *sides = _tile(rows, inner, columns, itemsize, outer)
+    visited = rows / tile_rows + experts - 1
+    inner_tiles, column_tiles = math.ceil(inner / sides[0]), math.ceil(columns / sides[1])
+    computed = visited * tile_rows * inner_tiles * sides[0] * column_tiles * sides[1]
+    if outer:
+        moved = inner_tiles * column_tiles * visited * tile_rows * sum(sides) + experts * inner * columns
+    else:
+        read = column_tiles * inner_tiles * sides[0] * sides[1] * (experts if inner_tiles == 1 else visited)
+        moved = read + column_tiles * visited * tile_rows * inner_tiles * sides[0] + rows * columns
+    return rows * inner * columns / computed, moved * itemsize
 
 
 def _cut(rows_MD: jax.Array, sizes_E: jax.Array, least: int = 1, most: int = BLOCK) -> tuple[int, grouped_gpu.Blocks]:

@@ -178,16 +178,23 @@ class Pricer:
             peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
             # The product, and the gradients of what is multiplied: of the activation, then of the weight.
             x, w, y = map(operator.truediv, local, operation.widths)
-            used = 1.0
+            passes = [(1.0, 0.0)] * 3
             if operation.grouped and chip.platform == "tpu":
                 inner, columns = flops / (2 * y), flops / (2 * x)
-                sizes = x / inner, w / (inner * columns), inner, columns
-                used = grouped.used_share(*sizes, operation.widths[1])
+                rows, experts, width = x / inner, w / (inner * columns), operation.widths[1]
+                sides = (inner, columns, False), (columns, inner, False), (inner, columns, True)
+                passes = [grouped.work(rows, experts, *side, width, outer) for *side, outer in sides]
             forward_s, *backward_s = (
-                longer * max(moving_s, flops / (share * used * self._tiled(chip, elements, flops, operation) * peak))
+                longer
+                * max(
+                    moving_s,
+                    kernel_bytes / self._bandwidth(chip),
+                    flops / (share * used * self._tiled(chip, elements, flops, operation) * peak),
+                )
                 + launch_s
-                for elements in (y, x, w)[: 1 + round(operation.backward)]
+                for elements, (used, kernel_bytes) in zip((y, x, w), passes, strict=True)
             )
+            backward_s = backward_s[: round(operation.backward)]
             yield _Timed(operation.kind, forward_s, sum(backward_s), operation.times, operation)
         for kernel in work.kernels:
             forward_s, backward_s = self._kernel_s(chip, rules, kernel, pieces)

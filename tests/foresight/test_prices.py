@@ -14,6 +14,7 @@ from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.cost import prices, schedule
 from gspmd_lm.foresight.hlo.instruction import bits
 from gspmd_lm.foresight.machine.hardware import CHIPS
+from gspmd_lm.kernels import grouped
 
 PROGRAMS = Path(__file__).parent / "programs"
 V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))
@@ -140,7 +141,7 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
     kernels = [i for i in module.entry.instructions.values() if i.custom_call_target == "tpu_custom_call"]
     assert len(kernels) == 6 and all(call.cost_estimate[0] == 4 * operations for call in kernels)
     for call in kernels:
-        computed = operations * (4096 + 512) / 4096  # a device's second expert begins in a tile of its first one
+        computed = operations * (4096 + 256) / 4096  # a device's second expert begins in a tile of its first one
         seconds = V5P.matmul_slowdown * computed / (prices.MATMUL_SHARE["tpu"] * 459e12)
         assert prices.price(module, call, V5P) == prices.Price(pytest.approx(seconds), "matmul")
     moved = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]
@@ -151,6 +152,18 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
     assert found.unpriced_share < 1e-4 and found.missing_flops_share == 0.0  # sorts of the order alone
     alike = links.time_s("all-to-all", 2 * 4096 * 1024, there_and_back[0].groups)
     assert found.communication_s == pytest.approx(4 * alike, rel=0.2)  # beside sizes and the loss
+
+
+@pytest.mark.parametrize("w", ["[8,6144,2048]", "[8,2048,6144]"])  # or as its transpose
+def test_on_a_tpu_a_grouped_matmul_costs_what_its_kernel_computes_and_reads(w):
+    op = "jit(f)/jvp(D)/layers/of.layers.mlp.w_up/grouped/pallas_call"
+    module = called(estimate(flops := 2 * 4096 * 6144 * 2048, 8), x="bf16[4096,6144]", w=f"bf16{w}", op=op)
+    share, read = grouped.work(4096, 8, 6144, 2048, itemsize=2)
+    assert share == 4096 / (4096 + 7 * 512)
+    multiplying = V5P.matmul_slowdown * flops / share / (prices.MATMUL_SHARE["tpu"] * 459e12)
+    assert price(module, V5P).seconds == pytest.approx(multiplying)
+    slow = dataclasses.replace(V5P, hbm_bytes_per_s=1e9)
+    assert price(module, slow).seconds == pytest.approx(read / (prices.HBM_SHARE["tpu"] * 1e9))
 
 
 @pytest.mark.parametrize("shapes", [("[4096,1024]", "[8,1024,2048]", "[4096,2048]"),

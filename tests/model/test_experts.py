@@ -87,11 +87,25 @@ def test_blocks_compute_little_more_than_the_chosen_experts(M, E, most):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "share"),
-    [((1024, 1, 1024, 1024), 1), ((1024, 3, 1024, 1024), 0.5), ((1024, 1, 1536, 2048), 0.75), ((128, 1, 64, 1024), 1)],
+    ("sizes", "tile", "share", "read"),
+    [
+        ((1024, 1, 1024, 1024), (256, 1024, 1024), 1, 1024 * (1024 + 1024 + 1024)),
+        ((1024, 5, 1024, 1024), (256, 1024, 1024), 0.5, 1024 * (2 * 1024 + 5 * 1024 + 1024)),
+        ((1024, 1, 4096, 1500), (256, 4096, 512), 1500 / 1536, 1024 * (3 * 4096 + 1500) + 4096 * 1536),
+        ((1024, 3, 6144, 2048), (512, 1024, 1024), 0.5, 6144 * (2 * 2048 + 4 * 2048) + 1024 * 2048),
+        ((128, 1, 64, 1024), (128, 64, 1024), 1, 128 * (64 + 1024) + 64 * 1024),
+    ],
 )  # fmt: skip
-def test_what_megablox_computes_in_vain_is_counted(sizes, share):
-    assert kernels.used_share(*sizes, itemsize=2) == share
+def test_what_megablox_computes_and_reads_in_vain_is_counted(sizes, tile, share, read):
+    """Weights are read once where a tile has all inner columns, and otherwise for each of 4 visited tiles of rows."""
+    rows, _, inner, columns = sizes
+    assert kernels._tile(rows, inner, columns, 2) == tile
+    assert kernels.work(*sizes, itemsize=2) == (share, 2 * read)
+
+
+def test_an_outer_product_reads_its_rows_for_each_tile_of_its_result():
+    share, read = kernels.work(1024, 5, 2048, 3072, itemsize=2, outer=True)
+    assert (share, read) == (0.5, 2 * (2 * 3 * 2048 * (1024 + 1024) + 5 * 2048 * 3072))
 
 
 def scored(p, x_BTD, cfg):

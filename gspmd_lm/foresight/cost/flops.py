@@ -43,13 +43,19 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
     return found and (found[0] * share, found[1] * share)
 
 
-def used_share(module: Module, call: Instruction, operations: float) -> float:
-    """The share of what a TPU's kernel computes that its `operations` are: of a grouped matmul less than 1."""
-    matrices = next((array for array in _arrays(module, call) if len(array.dimensions) == 3), None)
+def computed(module: Module, call: Instruction, operations: float, moved_bytes: float) -> tuple[float, float]:
+    """The FLOPs and bytes of a TPU's kernel whose result needs so many: of a grouped matmul, more than those."""
+    arrays = _arrays(module, call)
+    matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
     if _GROUPED not in call.op_name or matrices is None or not operations:
-        return 1.0
+        return operations, moved_bytes
     experts, inner, columns = matrices.dimensions
-    return grouped.used_share(operations / (2 * inner * columns), experts, inner, columns, bits(matrices.dtype) // 8)
+    outer = matrices is arrays[-1]
+    if not outer and arrays[0].dimensions[-1] != inner:  # given as its transpose
+        inner, columns = columns, inner
+    rows = operations / (2 * inner * columns)
+    share, kernel_bytes = grouped.work(rows, experts, inner, columns, bits(matrices.dtype) // 8, outer)
+    return operations / share, max(moved_bytes, kernel_bytes)
 
 
 def _arrays(module: Module, call: Instruction) -> list[Array]:
