@@ -113,6 +113,9 @@ WRONG = {
     "cudnn and soft-cap": Case(
         DP + "attention: {gpu: cudnn}\n", ("data.packing=stream", "model.attention_softcap=50.0"), platform="gpu"
     ),
+    "cudnn and gathered keys": Case(
+        "mesh: {context: 8}\nrules: {seq: context}\nattention: {gpu: cudnn}\n", ("data.packing=stream",), platform="gpu"
+    ),
     "splash and a short sequence": Case(DP + "attention: {tpu: splash}\n", ("data.seq=96",), platform="tpu"),
     "compiler options of no platform": Case(DP + "compiler_options: {cuda: {a: 1}, gpu: true}\n"),
     "dcn of no axis": Case(DP + "dcn: {dat: 2}\n"),

@@ -85,9 +85,11 @@ class Blocks:
 
     def _scores(self, q_BTKGH, segments: Segments, causal: bool, chunk) -> tuple[jax.Array, Any]:
         """[B, K, G, T, S]: the masked scores of a chunk of keys, and their derivative by q k."""
-        k_BSKH, _, at_S, *ids_BS = chunk
+        k_BSKH, _, *known = chunk
         scale, cap, T = scores_scale(self.cfg), self.cfg.attention_softcap, q_BTKGH.shape[1]
         s, slope = _einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) * scale, scale
+        # Otherwise the masks, which all layers share, are made for all chunks at once: [T, S].
+        s, at_S, *ids_BS = jax.lax.optimization_barrier((s, *known))
         if cap:
             bent = jnp.tanh(s / cap)
             s, slope = cap * bent, scale * (1 - bent**2)

@@ -88,19 +88,23 @@ def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, block
 
 
 def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
-    """Twice the length takes twice the memory, and with gathered keys and XLA's scores four times."""
+    """Twice the length takes less than twice the memory, and with gathered keys and XLA's scores four times.
+
+    In a loop over layers, a compiler may make once what all layers share, such as masks.
+    """
     taken = {}
     for form in ("ring", "gather"):
         for T in (2048, 4096):
             qkv, weigh, batch = arrays(1, T, 8)
             place = placement(form)
 
-            def loss(qkv, batch, place=place, weigh=weigh):
+            def loss(qkv, layers, batch, place=place, weigh=weigh):
                 with placed_by(place):
-                    batch = context.dealt(batch)
-                    return (context.attend(*qkv, batch, settings(8)) * weigh).sum()
+                    batch, (q, k, v) = context.dealt(batch), qkv
+                    layer = jax.checkpoint(lambda q, w: (context.attend(w * q, k, v, batch, settings(8)), None))
+                    return (jax.lax.scan(layer, q, layers)[0] * weigh).sum()
 
-            one = jax.jit(jax.grad(loss)).lower(qkv, batch).compile()
+            one = jax.jit(jax.grad(loss)).lower(qkv, jnp.ones(3), batch).compile()
             taken[form, T] = one.memory_analysis().temp_size_in_bytes
-    assert taken["ring", 4096] < 2.2 * taken["ring", 2048]
+    assert taken["ring", 4096] < 1.9 * taken["ring", 2048]
     assert taken["gather", 4096] > 3.5 * taken["gather", 2048]
