@@ -44,6 +44,10 @@ class MeshPlacement:
         return meshes.platform(self.mesh)
 
     @property
+    def device_kind(self) -> str:
+        return self.mesh.devices.flat[0].device_kind
+
+    @property
     def context(self) -> str:
         return self.rules.context
 
@@ -214,6 +218,10 @@ class Recorder:
 
     @property
     def platform(self) -> str:
+        return "recorded"
+
+    @property
+    def device_kind(self) -> str:
         return "recorded"
 
     @property

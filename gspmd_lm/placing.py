@@ -87,6 +87,11 @@ class Placement(Protocol):
         ...
 
     @property
+    def device_kind(self) -> str:
+        """See `placing.device_kind`."""
+        ...
+
+    @property
     def context(self) -> str:
         """See `placing.context`."""
         ...
@@ -236,6 +241,12 @@ def platform() -> str:
     """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
     place = placement()
     return place.platform if place else "cpu"
+
+
+def device_kind() -> str:
+    """What jax calls the devices that a program is traced for, such as TPU v6 lite."""
+    place = placement()
+    return place.device_kind if place else "cpu"
 
 
 def context() -> str:

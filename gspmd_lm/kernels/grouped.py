@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 from gspmd_lm.kernels import grouped_gpu
 from gspmd_lm.kernels.attention import LANES
-from gspmd_lm.placing import platform
+from gspmd_lm.placing import device_kind, platform
 
 BLOCK = 256  # the most rows of a block of the plain form
+ROOMY = ("TPU v6", "TPU7x", "TPU v7x")  # kinds of devices on which a kernel gets 32 MB of on-chip memory by default
 
 
 def grouped(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool = False) -> jax.Array:
@@ -99,7 +100,7 @@ def _megablox(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transpos
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     inner, columns = w_EDF.shape[:0:-1] if transposed else w_EDF.shape[1:]
-    tile = _tile(len(rows_MD), inner, columns, rows_MD.dtype.itemsize)
+    tile = _tile(len(rows_MD), inner, columns, rows_MD.dtype.itemsize, device_kind())
     padded_MD = _padded(rows_MD, -len(rows_MD) % tile[0])
     y_MF = gmm(padded_MD, w_EDF, sizes_E, rows_MD.dtype, tile, transpose_rhs=transposed, interpret=interpret)
     return y_MF[: len(rows_MD)]
@@ -109,7 +110,7 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     """`outer` by megablox."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tile = _tile(len(rows_MD), rows_MD.shape[1], dy_MF.shape[1], rows_MD.dtype.itemsize, outer=True)
+    tile = _tile(len(rows_MD), rows_MD.shape[1], dy_MF.shape[1], rows_MD.dtype.itemsize, device_kind(), outer=True)
     padded_MD, padded_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
     return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
@@ -128,20 +129,23 @@ def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, inte
     return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)[:, : rows_MD.shape[1], : dy_MF.shape[1]]
 
 
-def _tile(rows: float, inner: float, columns: float, itemsize: int, outer: bool = False) -> tuple[int, int, int]:
-    """The rows, inner columns and columns of megablox's tile, which needs 13 MB of the 16 MB of memory on the chip.
+def _tile(
+    rows: float, inner: float, columns: float, itemsize: int, kind: str, outer: bool = False
+) -> tuple[int, int, int]:
+    """The rows, inner columns and columns of megablox's tile, for devices of a `kind`.
 
-    Of `grouped`, where a tile holds all inner columns, an expert's weights stay there while its rows pass by. So few
-    rows are enough: 256, the width of the widest matrix units, as for `outer`, which reads no weights. Otherwise
-    weights are read again for each tile of rows. Tiles then have twice the rows.
+    It fills most of the on-chip memory of a kernel: 16 MB, or 32 MB on ROOMY devices. Of `grouped`, where a tile holds
+    all inner columns, an expert's weights stay there while its rows pass by. So few rows are enough: 256, the width of
+    the widest matrix units, as for `outer`, which reads no weights. Otherwise weights are read again for each tile of
+    rows. Then a tile has more rows, so that this takes no longer than the products.
     """
-    most, least = 2048 // itemsize, 256
-    whole, weights = -(-int(inner) // LANES) * LANES, 2**22 // itemsize
-    sides = _side(inner, most), _side(columns, most)
-    if not outer and whole * most // 2 <= weights:
-        sides = whole, _side(columns, min(most, weights // whole))
+    room = 1 + kind.startswith(ROOMY)
+    side, whole, weights = 2048 // itemsize, -(-int(inner) // LANES) * LANES, room * 2**22 // itemsize
+    least, sides = 256, (_side(inner, side), _side(columns, room * side))
+    if not outer and whole * side // 2 <= weights:
+        sides = whole, _side(columns, min(side, weights // whole))
     elif not outer:
-        least = 512
+        least = room * 512
     return least if rows >= least else LANES, min(sides[0], int(inner)), min(sides[1], int(columns))
 
 
@@ -152,14 +156,14 @@ def _side(size: float, most: int) -> int:
 
 
 def work(
-    rows: float, experts: float, inner: float, columns: float, itemsize: int, outer: bool = False
+    rows: float, experts: float, inner: float, columns: float, itemsize: int, kind: str, outer: bool = False
 ) -> tuple[float, float]:
     """The share of what megablox computes that was asked for, and the bytes that it moves, of `grouped` or `outer`.
 
     Its tiles reach past the last column. The rows of experts begin anywhere in a tile, so each expert but the first
     computes a tile of rows again that the expert before it has ended in.
     """
-    tile_rows, *sides = _tile(rows, inner, columns, itemsize, outer)
+    tile_rows, *sides = _tile(rows, inner, columns, itemsize, kind, outer)
     visited = rows / tile_rows + experts - 1
     inner_tiles, column_tiles = math.ceil(inner / sides[0]), math.ceil(columns / sides[1])
     computed = visited * tile_rows * inner_tiles * sides[0] * column_tiles * sides[1]

@@ -183,7 +183,7 @@ class Pricer:
                 inner, columns = flops / (2 * y), flops / (2 * x)
                 rows, experts, width = x / inner, w / (inner * columns), operation.widths[1]
                 sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
-                passes = [grouped.work(rows, experts, *side, width, outer) for side, outer in sides]
+                passes = [grouped.work(rows, experts, *side, width, chip.kinds[0], outer) for side, outer in sides]
             forward_s, *backward_s = (
                 longer
                 * max(

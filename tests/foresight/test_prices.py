@@ -158,7 +158,7 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
 def test_on_a_tpu_a_grouped_matmul_costs_what_its_kernel_computes_and_reads(w):
     op = "jit(f)/jvp(D)/layers/of.layers.mlp.w_up/grouped/pallas_call"
     module = called(estimate(flops := 2 * 4096 * 6144 * 2048, 8), x="bf16[4096,6144]", w=f"bf16{w}", op=op)
-    share, read = grouped.work(4096, 8, 6144, 2048, itemsize=2)
+    share, read = grouped.work(4096, 8, 6144, 2048, 2, "TPU v5p")
     assert share == 4096 / (4096 + 7 * 512)
     multiplying = V5P.matmul_slowdown * flops / share / (prices.MATMUL_SHARE["tpu"] * 459e12)
     assert price(module, V5P).seconds == pytest.approx(multiplying)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import flax.linen as nn
 import jax
@@ -87,25 +88,39 @@ def test_blocks_compute_little_more_than_the_chosen_experts(M, E, most):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tile", "share", "read"),
+    ("kind", "sizes", "tile", "share", "read"),
     [
-        ((1024, 1, 1024, 1024), (256, 1024, 1024), 1, 1024 * (1024 + 1024 + 1024)),
-        ((1024, 5, 1024, 1024), (256, 1024, 1024), 0.5, 1024 * (2 * 1024 + 5 * 1024 + 1024)),
-        ((1024, 1, 4096, 1500), (256, 4096, 512), 1500 / 1536, 1024 * (3 * 4096 + 1500) + 4096 * 1536),
-        ((1024, 3, 6144, 2048), (512, 1024, 1024), 0.5, 6144 * (2 * 2048 + 4 * 2048) + 1024 * 2048),
-        ((128, 1, 64, 1024), (128, 64, 1024), 1, 128 * (64 + 1024) + 64 * 1024),
+        ("TPU v5", (1024, 1, 1024, 1024), (256, 1024, 1024), 1, 1024 * (1024 + 1024 + 1024)),
+        ("TPU v5", (1024, 5, 1024, 1024), (256, 1024, 1024), 0.5, 1024 * (2 * 1024 + 5 * 1024 + 1024)),
+        ("TPU v5", (1024, 1, 4096, 1500), (256, 4096, 512), 1500 / 1536, 1024 * (3 * 4096 + 1500) + 4096 * 1536),
+        ("TPU v5", (1024, 3, 6144, 2048), (512, 1024, 1024), 0.5, 6144 * (2 * 2048 + 4 * 2048) + 1024 * 2048),
+        ("TPU v5", (128, 1, 64, 1024), (128, 64, 1024), 1, 128 * (64 + 1024) + 64 * 1024),
+        ("TPU v6 lite", (1024, 1, 4096, 2048), (256, 4096, 1024), 1, 1024 * (2 * 4096 + 2048) + 4096 * 2048),
+        ("TPU7x", (2048, 3, 9216, 4096), (1024, 1024, 2048), 0.5, 9216 * (2 * 4096 + 4 * 4096) + 2048 * 4096),
     ],
 )  # fmt: skip
-def test_what_megablox_computes_and_reads_in_vain_is_counted(sizes, tile, share, read):
+def test_what_megablox_computes_and_reads_in_vain_is_counted(kind, sizes, tile, share, read):
     """Weights are read once where a tile has all inner columns, and otherwise for each of 4 visited tiles of rows."""
     rows, _, inner, columns = sizes
-    assert kernels._tile(rows, inner, columns, 2) == tile
-    assert kernels.work(*sizes, itemsize=2) == (share, 2 * read)
+    assert kernels._tile(rows, inner, columns, 2, kind) == tile
+    assert kernels.work(*sizes, 2, kind) == (share, 2 * read)
 
 
 def test_an_outer_product_reads_its_rows_for_each_tile_of_its_result():
-    share, read = kernels.work(1024, 5, 2048, 3072, itemsize=2, outer=True)
+    share, read = kernels.work(1024, 5, 2048, 3072, 2, "TPU v5", outer=True)
     assert (share, read) == (0.5, 2 * (2 * 3 * 2048 * (1024 + 1024) + 5 * 2048 * 3072))
+
+
+def test_the_tile_is_that_of_the_devices(monkeypatch):
+    """What is traced for a chip has the tile that is priced for it."""
+    gmm, seen = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm"), []
+    monkeypatch.setattr(gmm, "gmm", lambda *given, **_: seen.append(given[4]) or jnp.zeros((1024, 2048)))
+    monkeypatch.setattr(gmm, "tgmm", lambda *given, **_: seen.append(given[4]))
+    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v6 lite")
+    x, w, dy = jnp.zeros((1024, 4096)), jnp.zeros((2, 4096, 2048)), jnp.zeros((1024, 2048))
+    kernels._megablox(x, w, jnp.array([512, 512]), transposed=False)
+    kernels._megablox_outer(x, dy, jnp.array([512, 512]))
+    assert seen == [(256, 4096, 512), (256, 512, 1024)]
 
 
 def scored(p, x_BTD, cfg):

@@ -6,6 +6,7 @@ import re
 from gspmd_lm.foresight.cost import memory_traffic
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
 from gspmd_lm.foresight.hlo.instruction import bits
+from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.kernels import grouped
 
 _FIELD = re.compile(r"(\w+)=([\d_x\-]+)")
@@ -43,7 +44,9 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
     return found and (found[0] * share, found[1] * share)
 
 
-def computed(module: Module, call: Instruction, operations: float, moved_bytes: float) -> tuple[float, float]:
+def computed(
+    module: Module, call: Instruction, chip: Chip, operations: float, moved_bytes: float
+) -> tuple[float, float]:
     """The FLOPs and bytes of a TPU's kernel whose result needs so many: of a grouped matmul, more than those."""
     arrays = _arrays(module, call)
     matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
@@ -54,7 +57,8 @@ def computed(module: Module, call: Instruction, operations: float, moved_bytes: 
     if not outer and arrays[0].dimensions[-1] != inner:  # given as its transpose
         inner, columns = columns, inner
     rows = operations / (2 * inner * columns)
-    share, kernel_bytes = grouped.work(rows, experts, inner, columns, bits(matrices.dtype) // 8, outer)
+    itemsize = bits(matrices.dtype) // 8
+    share, kernel_bytes = grouped.work(rows, experts, inner, columns, itemsize, chip.kinds[0], outer)
     return operations / share, max(moved_bytes, kernel_bytes)
 
 

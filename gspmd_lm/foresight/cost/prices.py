@@ -111,7 +111,7 @@ def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
         return None
     operations, moved_bytes = known
     if chip.platform == "tpu":
-        operations, moved_bytes = flops.computed(module, call, operations, moved_bytes)
+        operations, moved_bytes = flops.computed(module, call, chip, operations, moved_bytes)
     moving_s = moved_bytes / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)
     return Price(max(_multiplying_s(module, call, chip, operations), moving_s), "matmul" if operations else "other")
 
