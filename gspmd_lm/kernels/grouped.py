@@ -10,6 +10,7 @@ from gspmd_lm.kernels.attention import LANES
 from gspmd_lm.placing import device_kind, platform
 
 BLOCK = 256  # the most rows of a block of the plain form
+MOST_ROWS = 1024  # of any kernel's block or tile
 ROOMY = ("TPU v6", "TPU7x", "TPU v7x")  # kinds of devices on which a kernel gets 32 MB of on-chip memory by default
 
 

@@ -11,7 +11,7 @@ import sample
 
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.collectives import exchanges
-from gspmd_lm.foresight.cost import prices, schedule
+from gspmd_lm.foresight.cost import flops, prices, schedule
 from gspmd_lm.foresight.hlo.instruction import bits
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.kernels import grouped
@@ -154,13 +154,22 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
     assert found.communication_s == pytest.approx(4 * alike, rel=0.2)  # beside sizes and the loss
 
 
+def test_rows_that_fill_the_last_tile_of_a_buffer_are_not_routed():
+    """A quarter of 4096 rows is filled; 128 more are those of a block of zeros, and twice as many are another buffer."""
+    op = "jit(f)/jvp(D)/layers/of.layers.mlp.w_up/grouped/pallas_call"
+    for rows, filled in ((4096, 1024), (4224, 1024), (8192, 8192)):
+        module = called(target="__gpu$xla.gpu.triton", x=f"bf16[{rows},1024]", op=op)
+        vars(module)["buffers"] = {4096: 0.25}
+        assert flops.stated(module, module.entry.root)[0] == pytest.approx(2 * filled * 1024 * 2048)
+
+
 @pytest.mark.parametrize("w", ["[8,6144,2048]", "[8,2048,6144]"])  # or as its transpose
 def test_on_a_tpu_a_grouped_matmul_costs_what_its_kernel_computes_and_reads(w):
     op = "jit(f)/jvp(D)/layers/of.layers.mlp.w_up/grouped/pallas_call"
-    module = called(estimate(flops := 2 * 4096 * 6144 * 2048, 8), x="bf16[4096,6144]", w=f"bf16{w}", op=op)
+    module = called(estimate(operations := 2 * 4096 * 6144 * 2048, 8), x="bf16[4096,6144]", w=f"bf16{w}", op=op)
     share, read = grouped.work(4096, 8, 6144, 2048, 2, "TPU v5p")
     assert share == 4096 / (4096 + 7 * 512)
-    multiplying = V5P.matmul_slowdown * flops / share / (prices.MATMUL_SHARE["tpu"] * 459e12)
+    multiplying = V5P.matmul_slowdown * operations / share / (prices.MATMUL_SHARE["tpu"] * 459e12)
     assert price(module, V5P).seconds == pytest.approx(multiplying)
     slow = dataclasses.replace(V5P, hbm_bytes_per_s=1e9)
     assert price(module, slow).seconds == pytest.approx(read / (prices.HBM_SHARE["tpu"] * 1e9))

@@ -32,6 +32,7 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
     """The (FLOPs, bytes) of a kernel: its own estimate or, without one, what a grouped matmul's shapes say; else None.
 
     Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
+    A kernel may have more rows than the buffer, to fill its last tile.
     """
     arrays, found = _arrays(module, call), call.cost_estimate
     rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
@@ -40,7 +41,8 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
         matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
         moved = memory_traffic.of(module, call).hbm_bytes
         found = (2.0 * rows * math.prod(matrices), float(moved)) if rows and matrices else None
-    share = module.buffers.get(rows, 1.0)
+    buffers = sorted(module.buffers.items(), reverse=True)
+    share = next((filled * many / rows for many, filled in buffers if many <= rows < many + grouped.MOST_ROWS), 1.0)
     return found and (found[0] * share, found[1] * share)
 
 
