@@ -49,7 +49,10 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
 def computed(
     module: Module, call: Instruction, chip: Chip, operations: float, moved_bytes: float
 ) -> tuple[float, float]:
-    """The FLOPs and bytes of a TPU's kernel whose result needs so many: of a grouped matmul, more than those."""
+    """The FLOPs and bytes of a TPU's kernel that says so many: of a grouped matmul, those of its tiles.
+
+    Megablox says that it reads its weights again for each tile of rows, also where they stay on the chip.
+    """
     arrays = _arrays(module, call)
     matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
     if _GROUPED not in call.op_name or matrices is None or not operations:
@@ -61,7 +64,7 @@ def computed(
     rows = operations / (2 * inner * columns)
     itemsize = bits(matrices.dtype) // 8
     share, kernel_bytes = grouped.work(rows, experts, inner, columns, itemsize, chip.kinds[0], outer)
-    return operations / share, max(moved_bytes, kernel_bytes)
+    return operations / share, kernel_bytes
 
 
 def _arrays(module: Module, call: Instruction) -> list[Array]:
