@@ -23,10 +23,12 @@ HIDING = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
 # The share that is exposed however long compute takes: of weights and gradients; of activations that are reduced, that
 # are gathered where the sequence is split, and that are gathered again for what is computed again.
 NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.0}
-# The same of gradients that are reduced within slices, or where weights are gathered too: on a torus of two dimensions
-# their reductions end a turn of the loop, and nothing runs beside them.
+# The same of gradients that are reduced within slices, or over an axis over which weights are gathered: on a torus of
+# two dimensions their reductions end a turn of the loop, and nothing runs beside them.
 GRADIENTS_EXPOSED = {2: 1.0, 3: 0.3, 0: 0.0}
 ACTIVATIONS_EXPOSED = {"tpu": (0.65, 0.65, 0.65), "gpu": (0.3, 0.45, 0.65)}
+# The share that is exposed of weights that are gathered across slices, beside which libtpu runs little.
+SLICES_EXPOSED = 0.8
 # The bytes of weights that are gathered before the first product of a layer, which waits for them.
 AT_ONCE_BYTES = {"tpu": 0.0, "gpu": 128e6}
 # The share that is exposed of what is sent outside of loops.
@@ -60,7 +62,7 @@ class Links:
         assert network.chip
         platform = network.chip.platform
         moves = list(moves)
-        gathered = {move.axes for move in moves if move.what == "weights" and move.looped}
+        gathered = {name for move in moves if move.what == "weights" for name in move.axes.split("+")}
         exposed: dict[str, float] = collections.defaultdict(float)
         # Weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
         parts: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
@@ -76,12 +78,13 @@ class Links:
             elif not looped:
                 exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
             elif what == "weights":
-                never = NEVER_HIDDEN[platform]
+                across = network.link(groups[axes]) == "dcn"
+                never = SLICES_EXPOSED if across else NEVER_HIDDEN[platform]
                 first = min(1.0, AT_ONCE_BYTES[platform] / size_bytes)
                 _add(parts[0], surely[0], axes, seconds / 2, max(never, first))
                 _add(parts[1], surely[1], axes, seconds / 2, never)
             else:
-                within = axes in gathered or network.link(groups[axes]) == "ici"
+                within = not gathered.isdisjoint(axes.split("+")) or network.link(groups[axes]) == "ici"
                 never = GRADIENTS_EXPOSED[network.chip.torus_dimensions] if within else NEVER_HIDDEN[platform]
                 _add(parts[2], surely[2], axes, seconds, never)
         computed_s = (loops[0], loops[1], loops[1], sum(loops))

@@ -8,10 +8,12 @@ from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.foresight.cost import attention, prices
 from gspmd_lm.foresight.floor import counted, floor
+from gspmd_lm.foresight.floor.moves import Move
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.plan import price
+from gspmd_lm.plan.links import Links
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
@@ -152,6 +154,22 @@ def test_between_slices_data_is_cheaper_than_fsdp(priced):
     data, fsdp = (priced({**both, "dcn": dcn}, "2@v6e:2x2") for dcn in ({"data": 2}, {"fsdp": 2}))
     assert sum(data.exposed_by_axis.values()) < sum(fsdp.exposed_by_axis.values())
     assert data.matmul_s == fsdp.matmul_s
+
+
+def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_gathered():
+    """However long loops compute. Replicated weights alone have gradients that hide."""
+    links = Links(targets.parse("2@v6e:2x2"))
+    rules = rules_file.from_dict({"mesh": {"data": 8}, "rules": {"batch": "data"}, "dcn": {"data": 2}}, "two").fill(8)
+
+    def share(*moves):
+        exposed, sent_s = links.waited(rules, moves, (1e6, 1e6), 0)
+        return exposed["data"] / sent_s
+
+    gradients, weights = Move("gradients", "data", 1e8, 16, True), Move("weights", "data", 1e8, 16, True)
+    assert share(gradients) == pytest.approx(0.1)
+    assert share(weights) == pytest.approx(0.8)
+    once = weights._replace(bytes=1.0, times=1, looped=False)
+    assert share(gradients, once) == pytest.approx(1.0)
 
 
 def test_simulated_devices_have_bytes_and_no_times(llama):
