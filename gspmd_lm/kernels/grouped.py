@@ -143,7 +143,7 @@ def _tile(
     room = 1 + kind.startswith(ROOMY)
     side, whole, weights = 2048 // itemsize, -(-int(inner) // LANES) * LANES, room * 2**22 // itemsize
     least, sides = 256, (_side(inner, side), _side(columns, room * side))
-    if not outer and whole * side // 2 <= weights:
+    if not outer and whole * itemsize <= room * 8192:
         sides = whole, _side(columns, min(side, weights // whole))
     elif not outer:
         least = room * 512
