@@ -9,9 +9,6 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.interpreters import mlir
 from test_context import arrays, both, placement, settings
 
-from gspmd_lm import config, rules_file
-from gspmd_lm.arrays import attention_problems
-
 
 def weights(q, k, scale, mask_type, sums=None):
     """[B, N, T, S]: the share of each key, and the logarithm of the softmax sums [B, N, T]; or the shares of these."""
@@ -64,13 +61,3 @@ def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, monkeypatch):
     assert {*calls} == {(name, mask) for name in ("fwd", "bwd") for mask in masks}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-def test_cudnn_is_refused_for_gathered_keys_alone():
-    cfg = config.load("tiny", ("data.packing=stream", "model.compute_dtype=bfloat16"))
-    for form in ("gather", "ring", "ulysses"):
-        raw = {"mesh": {"context": 2}, "rules": {"seq": "context"}, "context": form, "attention": {"gpu": "cudnn"}}
-        problems = attention_problems(cfg, rules_file.from_dict(raw, "here.yaml"), "gpu", cfg.data.seq, segments=False)
-        assert [problem.message for problem in problems] == (
-            ["attention: cudnn cannot do context: gather (only ring and ulysses)"] if form == "gather" else []
-        )
