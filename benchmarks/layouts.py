@@ -52,6 +52,12 @@ def _mixed(fsdp: int, tensor: int, residual: bool = True, **changes) -> dict:
 _TP8 = {"mesh": {"tensor": 8}, "rules": _TENSOR, "remat": "block", "attention": _SPLASH}
 _DP = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "remat": "block", "attention": _SPLASH}
 _XLA = {"gpu": "xla"}
+_LONG = ("model.context=32768", "data.seq=32768")
+_EXPERTS = ("model.experts=8", "model.experts_per_token=2", "model.expert_mlp=8192")
+_KEPT = {"remat": {"save": ["attention_out"]}, "attention": _SPLASH}
+_CP8 = {"mesh": {"context": 8}, "rules": {"seq": "context"}, "weights": {"embed": "context"}, **_KEPT}
+_EP4 = {"mesh": {"fsdp": 2, "expert": 4}, "rules": {"batch": ["fsdp", "expert"], "expert": "expert"},
+        "weights": {"embed": "fsdp"}, "remat": "block", "attention": _SPLASH}  # fmt: skip
 
 PAIRS = (
     Pair("tensor 8 against fsdp 8, 1B", "v5p:2x2x2", Side(_fsdp()), Side(_TP8),
@@ -87,4 +93,9 @@ PAIRS = (
          "activations cross the network in every layer"),
     Pair("fsdp 8 against tensor 8 on GPUs", "h100:8", Side(_fsdp(attention=_XLA)), Side({**_TP8, "attention": _XLA}),
          "the same as on TPU, over NVLink"),
+    Pair("context 8 against tensor 8, rows of 32k tokens", "v5p:2x2x2",
+         Side(_CP8, _LONG, batch=4), Side({**_TP8, **_KEPT}, _LONG, batch=4),
+         "keys and values travel, which few heads share, and not every activation"),
+    Pair("fsdp 8 against an expert axis, few large experts", "v5p:2x2x2", Side(_fsdp(), _EXPERTS), Side(_EP4, _EXPERTS),
+         "a device has so many tokens that the weights of eight experts are fewer bytes than its rows"),
 )  # fmt: skip

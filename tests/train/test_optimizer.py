@@ -103,7 +103,8 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
     assert np.asarray(updates["embedding"]).std() > 0
 
 
-@pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])  # test_promise.py is about adamw
+# test_promise.py is about adamw
+@pytest.mark.parametrize("name", ["adafactor", "muon", pytest.param("lion", marks=pytest.mark.slow)])
 def test_layouts_agree_for_every_rule(name, small, built, batch_of):
     losses = {}
     for layout in ("single", "fsdp2_tp4"):
