@@ -56,8 +56,7 @@ _LONG = ("model.context=32768", "data.seq=32768")
 _EXPERTS = ("model.experts=8", "model.experts_per_token=2", "model.expert_mlp=8192")
 _KEPT = {"remat": {"save": ["attention_out"]}, "attention": _SPLASH}
 _CP8 = {"mesh": {"context": 8}, "rules": {"seq": "context"}, "weights": {"embed": "context"}, **_KEPT}
-_EP4 = {"mesh": {"fsdp": 2, "expert": 4}, "rules": {"batch": ["fsdp", "expert"], "expert": "expert"},
-        "weights": {"embed": "fsdp"}, "remat": "block", "attention": _SPLASH}  # fmt: skip
+_EP4 = {**_FSDP, "mesh": {"fsdp": 2, "expert": 4}, "rules": {"batch": ["fsdp", "expert"], "expert": "expert"}}
 
 PAIRS = (
     Pair("tensor 8 against fsdp 8, 1B", "v5p:2x2x2", Side(_fsdp()), Side(_TP8),

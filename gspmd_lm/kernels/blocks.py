@@ -126,10 +126,11 @@ def _cudnn(cfg: config.Model, causal: bool, q_BTNH, k_BSKH, v_BSKH) -> tuple[jax
     bfloat16 only, and no derivative by the keys of a part. But both are made of what its own derivative keeps: the
     compiler leaves out a forward pass of which only that is used.
     """
+    B, T, N, _ = q_BTNH.shape
     out_BTNH, back = jax.vjp(cudnn(cfg, causal), q_BTNH, k_BSKH, v_BSKH)
     kept, tree = jax.tree.flatten(back)
     (result,) = (n for n, x in enumerate(kept) if x is out_BTNH)
-    (sums,) = (n for n, x in enumerate(kept) if x.shape == (*q_BTNH.shape[:1], q_BTNH.shape[2], q_BTNH.shape[1]))
+    (sums,) = (n for n, x in enumerate(kept) if x.shape == (B, N, T))
 
     def gradients(out_BTNH, lse_BTN, dout_BTNH):
         of_all = {result: out_BTNH.astype(kept[result].dtype), sums: jnp.swapaxes(lse_BTN, 1, 2)}

@@ -146,7 +146,7 @@ def _tile(
     if not outer and whole * itemsize <= room * 8192:
         sides = whole, _side(columns, min(side, weights // whole))
     elif not outer:
-        least = room * 512
+        least = room * MOST_ROWS // 2
     return least if rows >= least else LANES, min(sides[0], int(inner)), min(sides[1], int(columns))
 
 

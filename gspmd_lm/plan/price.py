@@ -178,12 +178,13 @@ class Pricer:
             peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
             # The product, and the gradients of what is multiplied: of the activation, then of the weight.
             x, w, y = map(operator.truediv, local, operation.widths)
-            passes = [(1.0, 0.0)] * 3
+            kernels = [(1.0, 0.0)] * 3
             if operation.grouped and chip.platform == "tpu":
                 inner, columns = flops / (2 * y), flops / (2 * x)
                 rows, experts, width = x / inner, w / (inner * columns), operation.widths[1]
                 sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
-                passes = [grouped.work(rows, experts, *side, width, chip.kinds[0], outer) for side, outer in sides]
+                kernels = [grouped.work(rows, experts, *side, width, chip.kinds[0], outer) for side, outer in sides]
+            passes = list(zip((y, x, w), kernels, strict=True))
             forward_s, *backward_s = (
                 longer
                 * max(
@@ -192,9 +193,8 @@ class Pricer:
                     flops / (share * used * self._tiled(chip, elements, flops, operation) * peak),
                 )
                 + launch_s
-                for elements, (used, kernel_bytes) in zip((y, x, w), passes, strict=True)
+                for elements, (used, kernel_bytes) in passes[: 1 + round(operation.backward)]
             )
-            backward_s = backward_s[: round(operation.backward)]
             yield _Timed(operation.kind, forward_s, sum(backward_s), operation.times, operation)
         for kernel in work.kernels:
             forward_s, backward_s = self._kernel_s(chip, rules, kernel, pieces)

@@ -103,9 +103,13 @@ def test_what_megablox_computes_and_reads_in_vain_is_counted(kind, sizes, tile, 
     """Weights are read once where a tile has all inner columns, and otherwise for each of 4 visited tiles of rows."""
     rows, _, inner, columns = sizes
     assert kernels._tile(rows, inner, columns, 2, kind) == tile
-    assert kernels._tile(1024, 2048, 2048, 4, kind)[1] == 2048  # float32
-    assert kernels._tile(1024, 4096, 2048, 4, "TPU v5") == (512, 512, 512)
     assert kernels.work(*sizes, 2, kind) == (share, 2 * read)
+
+
+def test_float32_fills_a_tile_with_half_as_many_columns():
+    for kind in ("TPU v5", "TPU v6 lite", "TPU7x"):
+        assert kernels._tile(1024, 2048, 2048, 4, kind)[1] == 2048
+    assert kernels._tile(1024, 4096, 2048, 4, "TPU v5") == (512, 512, 512)
 
 
 def test_an_outer_product_reads_its_rows_for_each_tile_of_its_result():
