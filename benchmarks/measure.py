@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm import config
+from gspmd_lm import config, runtime
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import state, step
 
@@ -23,10 +23,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def simulate(devices: int) -> None:
-    """Makes this process see `devices` devices on the CPU; call it before anything touches one."""
-    os.environ["PJRT_NPROC"] = os.environ["NPROC"] = "32"  # with fewer threads, two mesh axes can deadlock
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
+    """Makes this process see `devices` devices on the CPU, as a run does; call it before anything touches one."""
+    runtime.start(platform="cpu", simulated_devices=devices)
 
 
 def provenance() -> dict[str, Any]:

@@ -273,7 +273,12 @@ def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str
     TPU programs reduce the whole array, which is twice the traffic, where a piece does not end with a tile, such as 128
     columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). The pieces are then made blocks of rows, one behind
     the other in memory. Any dimension but the last may be that of the rows; fewer than 8 of them stay pieces.
+
+    TPU programs may also reduce the whole array where a dimension of size 1 comes first, as in a batch of one row: on
+    v5e and v6e always, on v5p for small arrays. Such a dimension is left out.
     """
+    if platform == "tpu" and dimension and x.shape[0] == 1:
+        return _scattered(x[0], names, dimension - 1, platform)[None]
     pieces, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
     size = x.shape[dimension] // pieces
     aligned = size * x.dtype.itemsize % (512 if last else 32) == 0 or (not last and size % 8)

@@ -1,6 +1,7 @@
-"""The platform, devices and processes of a run, its compiler options, and requests to stop it."""
+"""The platform, devices and processes of a run, and its compiler options."""
 
 import contextlib
+import ctypes
 import dataclasses
 import glob
 import importlib.util
@@ -8,16 +9,14 @@ import logging
 import mmap
 import os
 import re
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from platform import libc_ver
 from typing import Any
 
 import jax
 import jaxlib
-from jax.experimental import multihost_utils
 
 from gspmd_lm import processes
 from gspmd_lm.errors import InputError, did_you_mean
@@ -70,6 +69,10 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
 }
 THREE_DIMENSIONS = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x", "TPU v7x")  # kinds of devices that "tpu 3d" is for
 
+# Parameters of glibc's mallopt, with their numbers in malloc.h: one heap for all threads, all memory from it, and at
+# most 2 GiB of it free.
+MALLOC = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
+
 _log = logging.getLogger(__name__)
 
 
@@ -120,6 +123,7 @@ def start(
     jax.config.update("jax_platforms", JAX_PLATFORMS[chosen])
     if chosen == "cpu":
         prepare_cpu(simulated_devices)
+        _keep_freed_memory()
     if not jax.distributed.is_initialized():
         _join(chosen, coordinator, num_processes, process_id)
     try:
@@ -175,6 +179,18 @@ def prepare_cpu(device_count: int) -> None:
     except RuntimeError as error:  # a device was touched before
         if jax.local_device_count() < device_count:
             raise InputError(_too_late(jax.local_device_count(), device_count)) from error
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep up to 2 GiB that this process frees, for the next step.
+
+    XLA:CPU takes new memory for each step. Without this, large pieces go back to the system after a step, and the next
+    step gets them again page by page, which takes up to a sixth of its CPU time (benchmarks/README.md). Another libc
+    stays as it is.
+    """
+    if libc_ver()[0] == "glibc":
+        for parameter, value in MALLOC.values():
+            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def simulate_later(device_count: int) -> None:
@@ -349,58 +365,3 @@ def _free_bytes() -> int | None:
 
 
 # Requests to stop
-
-
-class StopSignal:
-    """Whether this run was asked, by Ctrl-C or SIGTERM, to save and end.
-
-    The second Ctrl-C interrupts at once. The third ends the process, whatever the process waits for. With several
-    processes, a signal to any of them stops all of them at the same step.
-    """
-
-    def __enter__(self) -> "StopSignal":
-        self._asked = False
-        self._interrupted = False
-        self._together = jax.distributed.is_initialized()
-        # Under jax.distributed jax itself notices SIGTERM and agrees on a step; a handler of ours would disable that.
-        numbers = [signal.SIGINT] if self._together else [signal.SIGINT, signal.SIGTERM]
-        self._previous = {number: signal.signal(number, self._notice) for number in numbers}
-        # Python calls handlers between its own instructions, so not while it waits in a library. A signal is written to
-        # this pipe at once.
-        reading, self._written = os.pipe()
-        os.set_blocking(self._written, False)
-        self._previous_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
-        threading.Thread(target=self._count, args=(reading,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        signal.set_wakeup_fd(self._previous_fd)
-        os.close(self._written)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _notice(self, number: int, _: Any) -> None:
-        if number == signal.SIGINT and self._interrupted:
-            raise KeyboardInterrupt
-        self._interrupted |= number == signal.SIGINT
-        if self._together:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self._asked = True
-
-    @staticmethod
-    def _count(reading: int) -> None:
-        """Ends the process at the third Ctrl-C; returns when the context is left."""
-        interrupts = 0
-        while numbers := os.read(reading, 64):
-            interrupts += numbers.count(signal.SIGINT)
-            if interrupts >= 3:
-                processes.leave(130, "interrupted")
-                os._exit(130)
-        os.close(reading)
-
-    def requested(self, step: int) -> bool:
-        """Whether to stop after `step`. Every process asks about the same steps in the same order, once for each."""
-        if self._together and not self._asked:
-            self._asked = multihost_utils.reached_preemption_sync_point(step)
-        return self._asked

@@ -25,6 +25,7 @@ from gspmd_lm.data import trained
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.stop_signal import StopSignal
 from gspmd_lm.train import metrics, progress, source, trace, trackers
 from gspmd_lm.train.best import Best
 from gspmd_lm.train.log import Log, Sample
@@ -131,7 +132,7 @@ class Run:
                 contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
                 shown.running(),
                 trace.steps(self.profile, start, stop, self.workdir / "profile", self.say) as traced,
-                runtime.StopSignal() as signal,
+                StopSignal() as signal,
             ):
                 missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
                 if missed and held_out_rows is not None:

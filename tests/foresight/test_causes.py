@@ -3,6 +3,7 @@
 
 import dataclasses
 import gzip
+import re
 from pathlib import Path
 
 import jax
@@ -360,3 +361,13 @@ def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
     module = hlo.parse(program(body, loops))
     trail = Provenance(module).trail((module.entry.root, ()))
     assert trail[-1].opcode == "parameter"
+
+
+def test_a_tpu_gives_each_device_only_its_piece_of_a_single_row(request_of, cache):
+    """Where a device has one row, as with long sequences or many microbatches, as where it has several."""
+    request = request_of("fsdp2_tp4", "v5e:2x4")
+    data = dataclasses.replace(request.config.data, batch=2)
+    request = dataclasses.replace(request, config=dataclasses.replace(request.config, data=data))
+    (program,) = programs([request], cache=str(cache))
+    assert re.search(r"\[1,16,64\]\S* (fusion|reduce-scatter)\(", program.text)
+    assert not re.search(r"\[1,64,64\]\S* all-reduce\(", program.text)

@@ -23,6 +23,7 @@ from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import Decoder, decode
+from gspmd_lm.stop_signal import StopSignal
 from gspmd_lm.train.loop import Run
 from tests.convert.ours import QUICK
 
@@ -322,7 +323,7 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run
         train=dataclasses.replace(sound.train, keep_checkpoints=1),
     )
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(runtime.StopSignal, "requested", lambda self, step: step == 8)
+    monkeypatch.setattr(StopSignal, "requested", lambda self, step: step == 8)
     run(tmp_path, "dp8", config).train(30)
     monkeypatch.undo()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
@@ -364,7 +365,7 @@ def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_p
     _, (_, state) = straight
     first = run(tmp_path)
     monkeypatch.setattr(
-        runtime.StopSignal,
+        StopSignal,
         "requested",
         lambda self, step: (step == 3 and os.kill(os.getpid(), signal.SIGTERM)) or self._asked,
     )
@@ -457,7 +458,7 @@ def test_a_run_ends_early_and_keeps_its_best_checkpoint(run, worsening, early):
 def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, early, tmp_path, monkeypatch):
     """Also one that goes on elsewhere, and one that was asked to stop just when it would have evaluated."""
     evaluated, checkpoints, last = ending_of(early[0])
-    monkeypatch.setattr(runtime.StopSignal, "requested", lambda self, step: step == last - 4)
+    monkeypatch.setattr(StopSignal, "requested", lambda self, step: step == last - 4)
     run(tmp_path, config=worsening).train(30)
     monkeypatch.undo()
     assert ending_of(tmp_path)[2] == last - 4 and last - 4 not in ending_of(tmp_path)[0]
