@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "config_keys": "rules core_yaml config",
     "rules_file": "axes vocabulary core_yaml rules",
     "runtime": "rules processes config",
+    "stop_signal": "processes",
     "mesh": "rules config",
     "placement": "mesh rules placing vocabulary",
     "task": "placing vocabulary",
@@ -60,7 +61,7 @@ MAY_IMPORT = {
     "orbax_folder": "files trees config",
     "same_model": "config",
     "checkpoint": "same_model orbax_folder verdicts processes files trees config",
-    "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data runtime "
+    "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data runtime stop_signal "
     "compile_cache processes files versions core_yaml config",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
     "convert": "arrays model placement checkpoint rules axes data files config",
