@@ -1,6 +1,7 @@
 """The train step on one device: processor seconds next to torch in eager mode, and what the compiled program copies.
 
     python -m benchmarks.one_device [--config=bench_4m] [--rounds=15] [--write]
+    python -m benchmarks.one_device --alone=25    # our steps alone, for `perf record -g -p PID`
 
 Both run in this process and take turns. torch has one thread; XLA has as many as there are cores. First they must give
 the same losses. A program's copies, and what it fills with one value, are counted in its text, loops times their turns.
@@ -8,6 +9,8 @@ the same losses. A program's copies, and what it fills with one value, are count
 
 import argparse
 import importlib
+import os
+import resource
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +113,27 @@ def torch_step(cfg: config.Config, params: Any, batch: dict[str, jax.Array]) -> 
     return step
 
 
+def alone(name: str, steps: int) -> None:
+    """Runs our steps and prints what they took of the CPU and how many pages of memory they got."""
+    cfg = config.load(name)
+    ours = measure.ours(cfg, rules_file.load("single"))
+    state, batch = ours.start(), ours.place(measure.random_batch(cfg, jax.random.key(0)))
+    used = []
+    for turns in (3, steps):
+        print(f"process {os.getpid()}: {turns} steps", flush=True)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        for _ in range(turns):
+            state, metrics = ours.train(state, batch)
+            float(metrics["loss"])
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        used = [(getattr(after, key) - getattr(before, key)) / turns for key in ("ru_utime", "ru_stime", "ru_minflt")]
+    user, system, faults = used
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(
+        f"a step: user {1e3 * user:.0f} ms, system {1e3 * system:.0f} ms, {faults:.0f} page faults; peak {peak:.2f} GB"
+    )
+
+
 def compare(name: str, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     cfg = config.load(name)
@@ -144,9 +168,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="bench_4m")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--alone", type=int, default=0, help="run so many of our steps, without torch")
     parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     options = parser.parse_args()
     measure.simulate(1)
+    if options.alone:
+        return alone(options.config, options.alone)
     row = compare(options.config, options.rounds)
     print(measure.markdown([row], COLUMNS))
     if options.write:

@@ -71,7 +71,6 @@ CASES = {
     "1b-v6e:2x4": _1b("v6e:2x4", 64),
     "1b-2@v6e:2x4": _1b("2@v6e:2x4", 64),
     "8b-v5e:4x8": _llama("8b", "v5e:4x8", 32),
-    "8b-v6e:4x8": _llama("8b", "v6e:4x8", 32),
     "70b-v5p:4x4x8": _llama("70b", "v5p:4x4x8", 256),
 }
 LARGE = _llama("405b", "v5p:8x8x8", 512)
