@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def simulate(devices: int) -> None:
     """Makes this process see `devices` devices on the CPU, as a run does; call it before anything touches one."""
-    runtime.start(platform="cpu", simulated_devices=devices)
+    runtime.start(platform="cpu", simulated_devices=devices, keep_memory=True)
 
 
 def provenance() -> dict[str, Any]:

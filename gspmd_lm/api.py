@@ -76,7 +76,8 @@ def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
     without_a_gpu.import_jax()
     from gspmd_lm import runtime
 
-    return runtime.start(platform=platform, simulated_devices=max(SIMULATED, _rules(rules).devices))
+    devices = max(SIMULATED, _rules(rules).devices)
+    return runtime.start(platform=platform, simulated_devices=devices, keep_memory=True)
 
 
 def build(task: "Task | Config | str", rules: Rules | str) -> "Step":

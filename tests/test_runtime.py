@@ -310,7 +310,7 @@ def test_memory_that_a_step_frees_stays_for_the_next_one():
     process = launch("""
 import resource
 from gspmd_lm import runtime
-runtime.start(platform="cpu", simulated_devices=1)
+runtime.start(platform="cpu", simulated_devices=1, keep_memory=True)
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     bytes(range(256)) * 400_000

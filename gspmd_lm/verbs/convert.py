@@ -50,7 +50,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     if values.ignore:
         carried[IGNORED] = beside.as_json({architecture.CONFIG: values.ignore})
     chat.stop_ids(found.config.data.tokenizer)  # raises if the tokenizer cannot be used
-    here = session.begin(values, found.config)
+    here = session.begin(values, found.config, keep_memory=False)
     with session.written(here, workdir), checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
@@ -107,7 +107,7 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
         raise InputError("--ignore: only for convert --from=DIR\n  fix   drop it")
     if values.adapter and values.dtype:
         raise InputError("--dtype: an adapter is float32\n  fix   drop it")
-    here = session.begin(values)
+    here = session.begin(values, keep_memory=False)
     config = here.config
     folder, model = Path(values.to).expanduser(), config.model
     original = _original(workdir, config)

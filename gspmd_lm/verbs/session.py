@@ -56,11 +56,13 @@ class Session:
             write(results, sys.stdout)
 
 
-def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool = False) -> Session:
+def begin(
+    values: flags.FlagValues, config: Config | None = None, stderr: bool = False, keep_memory: bool = True
+) -> Session:
     """The session of a command, with jax started on the devices that the flags and the rules ask for.
 
     config: takes the place of the config that the flags or the workdir name. stderr: messages go there, because
-    stdout is for results.
+    stdout is for results. keep_memory: see `runtime.start`.
     """
     log = logging.getLogger("gspmd_lm")  # it tells what a process waits for, and warns
     if not log.handlers:
@@ -77,6 +79,7 @@ def begin(values: flags.FlagValues, config: Config | None = None, stderr: bool =
         coordinator=values.coordinator,
         num_processes=values.num_processes,
         process_id=values.process_id,
+        keep_memory=keep_memory,
     )
     if given.planned(values):
         rules = _planned(values, config, machine)
