@@ -7,7 +7,6 @@ import datetime
 import functools
 import json
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ import numpy as np
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, compile_cache, core_yaml, files, processes, runtime, versions
+from gspmd_lm import checkpoint, core_yaml, files, processes, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.checkpoint import Checkpoints, Chosen
 from gspmd_lm.config import Config
@@ -29,25 +28,11 @@ from gspmd_lm.stop_signal import StopSignal
 from gspmd_lm.train import metrics, progress, source, trace, trackers
 from gspmd_lm.train.best import Best
 from gspmd_lm.train.log import Log, Sample
+from gspmd_lm.train.programs import Programs
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.streak import Streak
 from gspmd_lm.units import human_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Foreseen:
-    """What is known about a compiled step before it runs."""
-
-    paragraph: str
-    step_time_s: float | None  # None on a platform that is not predicted
-    peak_bytes: int  # per device
-    peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known
-
-
-# (compiled step, or the compiler's refusal for memory; its options; seconds to trace and to compile) -> Foreseen.
-# Raises InputError where the step cannot fit.
-Foresee = Callable[[Any, Mapping[str, Any], float, float], Foreseen]
 
 
 class Writer(Protocol):
@@ -64,20 +49,26 @@ class Writer(Protocol):
 class Run:
     """One run on one process: what it computes, and where its files and messages go."""
 
-    step: Step
+    programs: Programs
     open_rows: Callable[[], tuple[Loader, Loader | None]]  # to train on, and to evaluate on; called once
     workdir: epath.Path
-    machine: runtime.Runtime
     console: Console
-    cache: compile_cache.CompileCache | None = None
     profile: tuple[int, int] | None = None
-    foresee: Foresee | None = None
-    foreseen: Foreseen | None = None
-    executable: Any = None  # the compiled train step, if it was compiled elsewhere
     check_lock: Callable[[], None] = lambda: None  # raises RunFailed if another run now writes to the workdir
     writer: Writer | None = None  # of the texts of train.samples
     evaluates: bool = False  # whether the programs of evaluation are compiled
-    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def step(self) -> Step:
+        return self.programs.step
+
+    @property
+    def machine(self) -> runtime.Runtime:
+        return self.programs.machine
+
+    @property
+    def say(self) -> Callable[[str], None]:
+        return self.programs.say
 
     @functools.cached_property
     def config(self) -> Config:
@@ -112,18 +103,18 @@ class Run:
             init_from = source.find(self.config) if train.init_from and not chosen else None
             train_rows, held_out_rows = self.rows
             self.say(train_rows.description)
-            compiling = beside.submit(self._program, "train step", self.step.lower_train)
+            compiling = beside.submit(self.programs.train)
             for tracker in train.trackers if self.machine.is_main else ():
                 trackers.load(tracker)  # now, while the compiler works
             if not self.machine.simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
             start, state = self._start(checkpoints, chosen, init_from)
             self._write_description()
-            program, meter = self._ready(compiling.result()), self._meter(start, stop)
+            program, meter = self.programs.ready(compiling.result()), self._meter(start, stop)
             done, interrupted = start, False
             streak = Streak(checkpoints, train.max_skipped)
-            if self.foreseen:
-                self.say(textwrap.fill(self.foreseen.paragraph, 80, break_on_hyphens=False))
+            if foreseen := self.programs.foreseen:
+                self.say(textwrap.fill(foreseen.paragraph, 80, break_on_hyphens=False))
             shown = progress.Shown(
                 self.console, start, stop, main=self.machine.is_main, mfu=meter.peak_flops_per_s is not None
             )
@@ -207,10 +198,6 @@ class Run:
         """A context that closes the run's checkpoints."""
         return checkpoint.of_run(self.workdir, self.config, self.say)
 
-    def say(self, message: str) -> None:
-        if self.machine.is_main:
-            self.console.print(message, soft_wrap=True, highlight=False, markup=False)
-
     def _start(
         self, checkpoints: Checkpoints, chosen: Chosen | None, init_from: source.Source | None
     ) -> tuple[int, State]:
@@ -225,57 +212,12 @@ class Run:
         if init_from is not None:
             number, weights = init_from.restore(self.step)
             self.say(f"weights of checkpoint {number} of {init_from.workdir}")
-            return 0, self._ready(self._program("initial state", self.step.lower_init_from))(weights)
-        return 0, self._ready(self._program("initial state", self.step.lower_init))()
-
-    def _ready(self, program: Any) -> Any:
-        """`program`, once every process has compiled it. A collective on the CPU fails after a wait of 30 seconds."""
-        processes.compare({}, self.say)
-        return program
-
-    def _program(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """A compiled function of the step, compiled once."""
-        if name not in self.compiled:
-            rules = self.step.rules
-            machine, train = self.machine, name == "train step"
-            options = runtime.compiler_options(
-                machine.platform, rules.compiler_options, rules.path, machine.device_kind, once=name == "initial state"
-            )
-            began = time.perf_counter()
-            ready, foresee = (self.executable, self.foresee) if train else (None, None)
-            traced = began
-            try:
-                if ready:
-                    compiled = ready
-                else:
-                    lowered, traced = lower(), time.perf_counter()
-                    compiled = runtime.compile(lowered, options, self.machine.platform, rules.path)
-            except jax.errors.JaxRuntimeError as error:
-                if foresee and "RESOURCE_EXHAUSTED" in str(error):
-                    foresee(str(error), options, traced - began, time.perf_counter() - traced)
-                raise
-            if train and machine.simulated:
-                fix = "a smaller data.batch, remat: block, or a smaller model"
-                runtime.check_room(compiled, list(self.step.mesh.devices.flat), "the train step", fix)
-            if foresee:
-                self.foreseen = foresee(compiled, options, traced - began, time.perf_counter() - traced)
-            self.compiled[name] = compiled
-            cache = f", {self._cached()}" if self.cache and train else ""
-            how = "loaded, not compiled" if ready else f"compiled in {time.perf_counter() - began:.1f} s{cache}"
-            self.say(f"{name}: {how}")
-        return self.compiled[name]
-
-    def _cached(self) -> str:
-        cache = self.cache
-        assert cache is not None
-        if cache.directory is None:
-            return "no compile cache"
-        saved = f", {cache.saved_s:.0f} s saved" if cache.hits else ""
-        return f"compile cache {cache.directory}: {cache.hits} found, {cache.misses} new{saved}"
+            return 0, self.programs.ready(self.programs.initial_state(from_weights=True))(weights)
+        return 0, self.programs.ready(self.programs.initial_state())()
 
     def _compare(self, step_time_s: float) -> None:
         """Prints predictions beside measurements, where there are both."""
-        found, parts = self.foreseen, []
+        found, parts = self.programs.foreseen, []
         if found and found.step_time_s:
             times = f"predicted {found.step_time_s * 1e3:.0f} ms, measured {step_time_s * 1e3:.0f} ms"
             parts.append(f"step {times} (ratio {found.step_time_s / step_time_s:.2f})")
@@ -297,10 +239,10 @@ class Run:
         """The metrics of the held-out rows. They are logged, and so are the texts of train.samples."""
         if not self.evaluates:
             with meter.once():
-                self._program("evaluation", self.step.lower_evaluate)
+                self.programs.evaluate()
                 if self.writer:
                     self.writer.compile()
-                self._ready(None)
+                self.programs.ready(None)
             self.evaluates = True
         found = self._measured(params, step)
         log.write(step, found)
@@ -314,7 +256,7 @@ class Run:
         """The metrics of the held-out rows, of which at most train.eval_batches batches are read."""
         _, held_out_rows = self.rows
         assert held_out_rows is not None
-        program = self._ready(self._program("evaluation", self.step.lower_evaluate))
+        program = self.programs.ready(self.programs.evaluate())
         totals: collections.Counter[str] = collections.Counter()
         for _, batch in held_out_rows.batches(0, self.step.batch_shardings, self.config.train.eval_batches):
             totals.update({name: float(value) for name, value in program(params, batch).items()})
@@ -347,7 +289,8 @@ class Run:
 
     def _meter(self, start: int, stop: int) -> metrics.Meter:
         arrays, config = self.step.arrays, self.config
-        peak = self.foreseen.peak_flops_per_s if self.foreseen else None
+        foreseen = self.programs.foreseen
+        peak = foreseen.peak_flops_per_s if foreseen else None
         return metrics.Meter(
             start, stop, config.data.batch * config.data.seq, config.data.batch / len(self.rows[0].rows),
             metrics.flops_of_step(config, arrays), peak and peak * self.step.mesh.size,

@@ -24,7 +24,7 @@ from gspmd_lm.foresight.show import terminal
 from gspmd_lm.infer.samples import Writer
 from gspmd_lm.rules import Problem
 from gspmd_lm.train import loop, state, step, table, trackers
-from gspmd_lm.train.loop import Foresee, Foreseen
+from gspmd_lm.train.programs import Foresee, Foreseen, Programs
 from gspmd_lm.train.step import Step
 from gspmd_lm.verbs import session
 
@@ -107,15 +107,18 @@ def _opened(
         else:
             workdir, check_lock = epath.Path(here.workdir or ""), lambda: None
         run = loop.Run(
-            step=built,
+            programs=Programs(
+                built,
+                machine,
+                here.say,
+                compile_caches.enable(compile_cache),
+                foresee=_foresee(built, warnings) if writes else None,
+                executable=executable,
+            ),
             open_rows=lambda: loader.open(config, session.progress(console) if machine.is_main else None),
             workdir=workdir,
-            machine=machine,
             console=console,
-            cache=compile_caches.enable(compile_cache),
             profile=profile,
-            foresee=_foresee(built, warnings) if writes else None,
-            executable=executable,
             check_lock=check_lock,
             writer=writer,
         )

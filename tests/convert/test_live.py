@@ -6,7 +6,8 @@ import pytest
 
 from gspmd_lm.convert import export
 from tests.convert import ours, references
-from tests.convert import test_architecture as published
+from tests.convert import published_configs as published
+from tests.convert.test_architecture import model_of, sizes_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
 
@@ -66,10 +67,10 @@ def test_all_gradients(case, computed, tmp_path):
 def test_defaults_are_those_of_transformers(name):
     import transformers
 
-    sizes = published.sizes_alone(published.PUBLISHED[name][0])
+    sizes = sizes_alone(published.PUBLISHED[name][0])
     theirs = transformers.CONFIG_MAPPING[sizes["model_type"]](**sizes).to_dict()
     theirs.pop("transformers_version")
-    assert published.model_of(sizes) == published.model_of(theirs)
+    assert model_of(sizes) == model_of(theirs)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["original config.json", "config.json of ours"])

@@ -8,7 +8,8 @@ from gspmd_lm import api, rules_file
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import state
 from gspmd_lm.verbs import given
-from tests.convert.test_architecture import LLAMA31, PUBLISHED, model_of
+from tests.convert.published_configs import LLAMA31, PUBLISHED
+from tests.convert.test_architecture import model_of
 
 
 @pytest.fixture

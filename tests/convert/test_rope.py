@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm.model import layers
-from tests.convert.test_architecture import LLAMA31, model_of
+from tests.convert.published_configs import LLAMA31
+from tests.convert.test_architecture import model_of
 
 LISTS = {"short_factor": [1 + i / 64 for i in range(64)], "long_factor": [1 + i / 2 for i in range(64)]}
 SCALINGS = [

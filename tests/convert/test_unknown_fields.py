@@ -7,7 +7,8 @@ import pytest
 from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.errors import InputError
-from tests.convert.test_architecture import LLAMA31, PUBLISHED, model_of, refused
+from tests.convert.published_configs import LLAMA31, PUBLISHED
+from tests.convert.test_architecture import model_of, refused
 
 # Published configs that have a field of no meaning: family -> field -> value.
 NOTES = {

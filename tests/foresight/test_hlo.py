@@ -1,35 +1,20 @@
 # ruff: noqa: E501  a program's line is one line
-"""Programs of every target are read whole: order, loops, groups, sources, attributes, and what collectives move."""
-
-import gzip
-import math
-from pathlib import Path
+"""Programs of every target are read whole: order, loops, groups, sources and attributes."""
 
 import pytest
+import saved_programs
+from saved_programs import program, saved
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.cost import flops
 from gspmd_lm.foresight.hlo import replica_groups
-
-PROGRAMS = Path(__file__).parent / "programs"
-
-
-def saved(name):
-    return hlo.parse(gzip.decompress((PROGRAMS / f"{name}.txt.gz").read_bytes()).decode())
-
-
-def program(body, computations="", head=", num_partitions=8"):
-    return hlo.parse(
-        f"HloModule test, is_scheduled=true{head}\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
-    )
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
 def test_a_saved_program_is_read_whole(name):
     module = saved(name)
-    text = gzip.decompress((PROGRAMS / f"{name}.txt.gz").read_bytes()).decode()
+    text = saved_programs.text(name)
     assert module.name == "jit__train" and module.devices == 8
     count = sum(len(computation.instructions) for computation in module.computations.values())
     assert count == sum(" = " in line and line.startswith("  ") for line in text.splitlines())
@@ -56,18 +41,6 @@ def test_sources_are_lines_of_the_package(name):
     instruction = next(i for source, i in sources.items() if "projection" in source)
     functions = [function for file, function, _ in instruction.frames if "gspmd_lm" in file]
     assert functions[0] in ("fan_in", "fan_out") and "Step._train" in functions
-
-
-@pytest.mark.parametrize("name", ["cpu", "cpu_jax012"])
-def test_flops_of_a_program_are_those_of_its_model(name):
-    module = saved(name)
-    found = sum(step.times * flops.of(module, step.instruction) for step in module.steps())
-    layers, embed, heads, mlp, vocab, tokens, seq = 4, 128, 8 * 16, 384, 264, 16 * 128, 128
-    block = 4 * embed * heads + 3 * embed * mlp
-    attention = 2 * seq * heads  # scores and values
-    # forward, recomputation and backward of a block; the recomputed block needs its last matmul for nothing
-    total = 2 * tokens * (layers * (4 * block - embed * mlp + 4 * attention) + 3 * embed * vocab)
-    assert found * 8 == pytest.approx(total, rel=0.02)
 
 
 def test_frontend_attributes_over_several_lines_end_where_they_end():
@@ -232,116 +205,6 @@ def test_nested_loops_multiply_and_unknown_turns_are_told():
     assert not next(step for step in unknown.steps() if step.instruction.name == "next").counted
 
 
-def test_exchanges_of_every_form_are_told_once():
-    module = program(
-        """  %p = f32[8]{0} parameter(0)
-  %scattered = f32[2]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter
-  %begin = (f32[8]{0}, f32[16]{0}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%starting
-  %b0 = f32[8]{0} get-tuple-element(%begin), index=0
-  %b1 = f32[16]{0} get-tuple-element(%begin), index=1
-  %end = f32[16]{0} fusion(%b0, %b1), kind=kCustom, calls=%ending
-  %ag-start = ((f32[8]{0}), f32[32]{0}) all-gather-start(%p), replica_groups=[2,4]<=[8], dimensions={0}
-  %ag-update = ((f32[8]{0}), f32[32]{0}) all-gather-update(%ag-start)
-  %ag-done = f32[32]{0} all-gather-done(%ag-update)
-  %sc-start = ((f32[8]{0}), f32[32]{0}) call-start(%p), async_execution_thread="sparsecore", to_apply=%called
-  %sc-done = f32[32]{0} call-done(%sc-start)
-  %as-start = ((f32[8]{0}), f32[8]{0}) async-start(%p), calls=%wrapped
-  %as-done = f32[8]{0} async-done(%as-start)
-  %ar = (f32[8]{0}, f32[]) all-reduce(%p, %p), replica_groups={}, to_apply=%sum
-  ROOT %r = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}""",
-        """%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}
-
-%all-reduce-scatter (input: f32[8]) -> f32[2] {
-  %input = f32[8]{0} parameter(0)
-  %zero = u32[] constant(0)
-  %whole = f32[8]{0} all-reduce(%input), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum
-  ROOT %slice = f32[2]{0} dynamic-slice(%whole, %zero), dynamic_slice_sizes={2}
-}
-
-%starting (x: f32[8]) -> (f32[8], f32[16], u32[]) {
-  %x = f32[8]{0} parameter(0)
-  %g = f32[16]{0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}, frontend_attributes={chain_id="3"}, backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}
-  ROOT %cs = (f32[8]{0}, f32[16]{0}, u32[]{:S(2)}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
-}
-
-%ending (x.1: f32[8], y.1: f32[16]) -> f32[16] {
-  %x.1 = f32[8]{0} parameter(0)
-  %y.1 = f32[16]{0} parameter(1)
-  %g.1 = f32[16]{0} all-gather(%x.1), replica_groups=[4,2]<=[8], dimensions={0}, frontend_attributes={chain_id="3"}, backend_config={"async_collective_fusion_config":{"flag_start":"9"}}
-  ROOT %cd = f32[16]{0} custom-call(%x.1, %y.1, %g.1), custom_call_target="AsyncCollectiveDone"
-}
-
-%called (v: f32[8]) -> f32[32] {
-  %v = f32[8]{0} parameter(0)
-  ROOT %sc = f32[32]{0} all-gather(%v), replica_groups=[2,4]<=[8], dimensions={0}
-}, execution_thread="sparsecore"
-
-%wrapped (w: f32[8]) -> f32[8] {
-  %w = f32[8]{0} parameter(0)
-  ROOT %aa = f32[8]{0} all-to-all(%w), replica_groups=[1,8]<=[8], dimensions={0}
-}
-""",
-    )
-    found = [exchange for step in module.steps() for exchange in exchanges.of(module, step.instruction)]
-    assert [(e.kind, e.runs.name, e.group_size, e.asynchronous, e.sent_bytes) for e in found] == [
-        ("reduce-scatter", "scattered", 4, False, 24),
-        ("all-gather", "begin", 2, True, 32),
-        ("all-gather", "ag-start", 4, True, 96),
-        ("all-gather", "sc", 4, True, 96),
-        ("all-to-all", "aa", 8, True, 28),
-        ("all-reduce", "ar", 8, False, 112),
-        ("collective-permute", "r", 2, False, 32),
-    ]
-    assert [e.whole for e in found][:3] == [(8,), (16,), (32,)]
-    instructions = module.entry.instructions
-    assert module.carried(instructions["begin"], "AsyncCollectiveStart") == ("3",)
-    assert module.carried(instructions["end"], "AsyncCollectiveDone") == module.carried(instructions["end"]) == ("3",)
-    assert module.computations["called"].thread == instructions["sc-start"].thread == "sparsecore"
-    assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
-
-
-@pytest.mark.parametrize(
-    ("shapes", "instruction", "expected"),
-    [
-        # 2 x result elements x contracted sizes, batches included
-        (("f32[4,8,16]", "f32[4,16,32]"), "f32[4,8,32] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}", 2 * 4 * 8 * 32 * 16),
-        (("f32[8,16]", "f32[16,32]"), "f32[8,32] convolution(%a, %b), dim_labels=bf_io->bf", 2 * 8 * 16 * 32),
-        # heads as a window over padding: each output meets one kernel position
-        (("f32[4,64,32,1]", "f32[32,8,16,1]"), "f32[4,64,8,16] convolution(%a, %b), window={size=1x8 pad=0_0x7_7 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f", 2 * 4 * 64 * 8 * 16 * 32),
-        # a batch as a window: size, stride and dilation such that output n meets input n and kernel n
-        (("f32[6,5,7]", "f32[6,7,9]"), "f32[6,5,9] convolution(%a, %b), window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf", 2 * 6 * 5 * 7 * 9),
-        # a real window, its padding not counted: outputs at the two ends meet 2 positions each, the others 3
-        (("f32[2,10,3]", "f32[3,3,4]"), "f32[2,10,4] convolution(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 2 * (8 * 3 + 2 * 2) * 3 * 4),
-        (("f32[2,10,6]", "f32[1,2,9]"), "f32[2,10,9] convolution(%a, %b), window={size=1}, dim_labels=b0f_0io->b0f, feature_group_count=3", 2 * 2 * 10 * 9 * 2),
-    ],
-)  # fmt: skip
-def test_flops(shapes, instruction, expected):
-    left, right = shapes
-    module = program(f"  %a = {left} parameter(0)\n  %b = {right} parameter(1)\n  ROOT %r = {instruction}")
-    assert flops.of(module, module.entry.root) == expected
-
-
-def test_flops_of_a_fusion_are_those_inside():
-    inner = """%inner (c: f32[8,8]) -> f32[8,8] {
-  %c = f32[8,8]{1,0} parameter(0)
-  ROOT %d = f32[8,8]{1,0} dot(%c, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%outer (e: f32[8,8]) -> f32[8,8] {
-  %e = f32[8,8]{1,0} parameter(0)
-  %f = f32[8,8]{1,0} fusion(%e), kind=kLoop, calls=%inner
-  ROOT %g = f32[8,8]{1,0} dot(%f, %e), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-"""
-    module = program("  %h = f32[8,8]{1,0} parameter(0)\n  ROOT %r = f32[8,8]{1,0} fusion(%h), calls=%outer", inner)
-    assert flops.of(module, module.entry.root) == 2 * 2 * 8**3
-    assert [i.name for i in module.inside(module.entry.root)] == ["e", "f", "c", "d", "g"]
-
-
 def test_stack_frames_with_parents_printed_either_way():
     head = """HloModule old
 
@@ -402,41 +265,3 @@ def test_estimated_cycles_and_the_kernels_of_a_tpu_program():
     kernels = [i for i in steps if i.custom_call_target == "tpu_custom_call"]
     assert len(kernels) == 3 and all("splash" in i.op_name for i in kernels)
     assert any(array.memory_space == 1 for i in steps for array in i.shape.arrays)
-
-
-def test_sparse_core_collectives_are_asynchronous():
-    module = saved("tpu7x")
-    found = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]
-    threads = [module.computations[e.runs.computation].thread for e in found]
-    assert "sparsecore" in threads
-    assert all(e.asynchronous for e, thread in zip(found, threads, strict=True) if thread == "sparsecore")
-
-
-def test_bytes_of_the_layouts_collectives():
-    """fsdp8 gathers each block's weights twice, 7/8 of them from others, and scatters their gradients once."""
-    module = saved("gpu_h100")
-    sent = {}
-    for step in module.steps():
-        for e in exchanges.of(module, step.instruction):
-            sent[e.kind] = sent.get(e.kind, 0) + step.times * e.sent_bytes
-    layer_bytes = 4 * (4 * 128 * 128 + 3 * 128 * 384)
-    assert sent["all-gather"] == pytest.approx(4 * 2 * layer_bytes * 7 / 8, rel=0.15)  # and the table, norms, ...
-    assert sent["reduce-scatter"] == pytest.approx(math.ceil(4 * layer_bytes * 7 / 8), rel=0.15)
-
-
-def test_exchanges_between_slices():
-    module = program(
-        """  %p = f32[8]{0} parameter(0)
-  %token = token[] after-all()
-  %out = (f32[8]{0}, u32[], token[]) send(%p, %token), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.9_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
-  %in = (f32[8]{0}, u32[], token[]) recv(%token), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.9_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
-  ROOT %r = f32[16]{0} all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}""",
-        head=", num_partitions=4",
-    )
-    instructions = module.entry.instructions
-    slices = (0, 0, 1, 1, 0, 0, 1, 1)
-    (sent,), (gathered,) = (exchanges.of(module, instructions[name], slices) for name in ("out", "r"))
-    assert (sent.kind, sent.groups, sent.sent_bytes) == ("all-reduce", ((0, 2), (1, 3), (4, 6), (5, 7)), 32)
-    assert gathered.groups == ((0, 1), (4, 5), (2, 3), (6, 7))
-    assert exchanges.of(module, instructions["in"], slices) == ()
-    assert exchanges.rendezvous(instructions["in"]) == exchanges.rendezvous(instructions["out"]) == "psum.9_0"

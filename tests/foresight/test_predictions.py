@@ -9,19 +9,16 @@ tpu_v6e, which offloads), and small ones.
 """
 
 import dataclasses
-import gzip
 import math
-from pathlib import Path
 
 import pytest
 import sample
 from recorded import same_figures_as_recorded
+from saved_programs import saved
 
-from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.machine.hardware import CHIPS
 
-PROGRAMS = Path(__file__).parent / "programs"
 PARTS = ("matmul_s", "attention_s", "other_s", "exposed_communication_s", "exposed_host_copy_s")
 
 
@@ -58,7 +55,7 @@ STORED = {
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_program_takes_what_it_took(name):
     chip = CHIPS[STORED[name].chip]
-    module = hlo.parse(gzip.decompress((PROGRAMS / f"{name}.txt.gz").read_bytes()).decode())
+    module = saved(name)
     found = schedule.predict(module, chip, STORED[name].network(), 1e12, 1e3)
     figures = {"step, ms": found.step_time_s} | {
         f"{part.removesuffix('_s').replace('_', ' ')}, ms": getattr(found, part) for part in PARTS

@@ -2,12 +2,11 @@
 """Kernels cost what they say, what nobody knows is told, and products of narrow numbers run at the rate of their chip."""
 
 import dataclasses
-import gzip
 import math
-from pathlib import Path
 
 import pytest
 import sample
+from saved_programs import saved
 
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.collectives import exchanges
@@ -16,7 +15,6 @@ from gspmd_lm.foresight.hlo.instruction import bits
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.kernels import grouped
 
-PROGRAMS = Path(__file__).parent / "programs"
 V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))
 X, W, COUNTS = "bf16[4096,1024]{1,0}", "bf16[8,1024,2048]{2,1,0}", "s32[8]{0}"
 
@@ -119,7 +117,7 @@ def test_an_estimate_of_nothing_is_none():
 
 def test_ragged_dot_costs_its_products():
     """8 experts, 4096 rows of 1024 to 2048, and back: forward and one of two gradients are kernels of XLA."""
-    module = hlo.parse(gzip.decompress((PROGRAMS / "tpu_ragged_dot.txt.gz").read_bytes()).decode())
+    module = saved("tpu_ragged_dot")
     kernels = [i for i in module.entry.instructions.values() if i.custom_call_target == "tpu_custom_call"]
     products = [i for i in kernels if "metadata" not in i.name]
     assert len(kernels) == 3 and len(products) == 2
@@ -136,7 +134,7 @@ def test_ragged_dot_costs_its_products():
 
 def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_multiplied_and_sent():
     """4 x 4096 rows to 8 experts over expert=4 and back, forward and backward: a device's buffers have 16384 rows."""
-    module = hlo.parse(gzip.decompress((PROGRAMS / "tpu_ragged_exchange.txt.gz").read_bytes()).decode())
+    module = saved("tpu_ragged_exchange")
     operations, sent = 2 * 4096 * 1024 * 2048, 3 / 4 * 2 * 4096 * 1024
     kernels = [i for i in module.entry.instructions.values() if i.custom_call_target == "tpu_custom_call"]
     assert len(kernels) == 6 and all(call.cost_estimate[0] == 4 * operations for call in kernels)

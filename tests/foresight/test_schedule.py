@@ -2,19 +2,17 @@
 """Small schedules take exactly as long as their instructions, links and loops say; saved programs add up."""
 
 import dataclasses
-import gzip
 import math
-from pathlib import Path
 
 import pytest
 import sample
+from saved_programs import saved
 
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import attention, memory_traffic, prices, schedule
 from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.machine.network import NCCL_CORES
 
-PROGRAMS = Path(__file__).parent / "programs"
 # A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.
 CHIP = dataclasses.replace(
     CHIPS["v5e"], clock_hz=1e9, peak_bf16_flops_per_s=1e12, hbm_bytes_per_s=1e9 / prices.HBM_SHARE["tpu"], host_link_bytes_per_s=0.25e9,
@@ -386,10 +384,6 @@ def test_traffic_is_what_slices_and_updates_touch():
     assert (
         memory_traffic.of(instructions, instructions.entry.instructions["c"]).hbm_bytes == 2 * 4 * 8 * 128
     )  # whole tiles
-
-
-def saved(name):
-    return hlo.parse(gzip.decompress((PROGRAMS / f"{name}.txt.gz").read_bytes()).decode())
 
 
 WHERE = {"tpu_v5e": ("v5e", (2, 4)), "tpu7x": ("tpu7x", None), "gpu_h100": ("h100", None)}

@@ -1,6 +1,7 @@
 """Runs: resuming, rewinding, other layouts, steps that are skipped, evaluation, being asked to stop."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -25,6 +26,7 @@ from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.stop_signal import StopSignal
 from gspmd_lm.train.loop import Run
+from gspmd_lm.train.programs import Programs
 from tests.convert.ours import QUICK
 
 CPU = runtime.Runtime("cpu", "cpu", 8, 0, 1)
@@ -44,13 +46,11 @@ def run(small, built):
         step, compiled = programs[key]
         console = Console(file=io.StringIO(), width=1000)
         return Run(
-            step=step,
+            Programs(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),
             open_rows=lambda: loader.open(config),
             workdir=epath.Path(workdir),
-            machine=CPU,
             console=console,
             profile=profile,
-            compiled=compiled,
         )
 
     return make
@@ -94,9 +94,8 @@ def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(
     trace, compile_ = Decoder.init, runtime.compile
     monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
     monkeypatch.setattr(runtime, "compile", lambda *given: options.append(given[1]) or compile_(*given))
-    step, console = built(config, layout), Console(file=io.StringIO())
-    made = Run(step=step, open_rows=pytest.fail, workdir=epath.Path(tmp_path), machine=CPU, console=console)
-    state = made._program("initial state", step.lower_init)()
+    step = built(config, layout)
+    state = Programs(step, CPU, print).initial_state()()
     assert len(traced) == 1
     assert options == [{"xla_backend_optimization_level": 1}]
     same(state, step.lower_init().compile()())
@@ -222,7 +221,7 @@ def test_weights_of_another_architecture_are_refused_before_the_data_is_read(run
     begun.open_rows = lambda: pytest.fail("the data was read")
     with pytest.raises(InputError, match=r"(?s)mlp.*64.*128"):
         begun.train(13)
-    assert not begun.compiled
+    assert not begun.programs.compiled
 
 
 def test_steps_that_are_not_finite_stop_the_run(run, small, tmp_path):
@@ -334,10 +333,8 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run
 def test_nothing_to_do_changes_nothing(run, straight, tmp_path, monkeypatch):
     workdir, _ = straight
     contents = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    for name in ("open_rows", "_program", "_write_description"):
-        monkeypatch.setattr(
-            Run, name, lambda *_: pytest.fail("nothing is to be read, compiled or written"), raising=False
-        )
+    for owner, name in ((Programs, "_program"), (Run, "_write_description")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("nothing is to be compiled or written"))
     idle = run(workdir)
     idle.open_rows = lambda: pytest.fail("nothing is to be read")
     assert idle.train(12) == {} and idle.train(3) == {}

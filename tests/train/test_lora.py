@@ -1,6 +1,7 @@
 """Fine-tuning: adapters under every layout, what is left alone, and the weights that a run begins with."""
 
 import dataclasses
+import functools
 import io
 
 import jax
@@ -28,6 +29,7 @@ from gspmd_lm.train import source as sources
 from gspmd_lm.train import state as states
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.metrics import flops_per_token
+from gspmd_lm.train.programs import Programs
 
 QUICK = {"xla_backend_optimization_level": 0}  # half the time of a compilation; what is computed is the same
 B, T, D, L, R = 32, 16, 32, 2, 2
@@ -184,13 +186,12 @@ def run(small, built):
         )
         step, compiled = programs.setdefault(repr(config.model), (built(config, LAYOUT), {}))
         step = dataclasses.replace(step, config=config)
+        console = Console(file=io.StringIO())
         return Run(
-            step=step,
+            Programs(step, CPU, functools.partial(console.print, soft_wrap=True), compiled=compiled),
             open_rows=lambda: loader.open(config),
             workdir=epath.Path(workdir),
-            machine=CPU,
-            console=Console(file=io.StringIO()),
-            compiled=compiled,
+            console=console,
         )
 
     return make

@@ -1,0 +1,22 @@
+"""Compiled programs that are kept in `programs`, and programs of a few lines."""
+
+import gzip
+from pathlib import Path
+
+from gspmd_lm.foresight import hlo
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def text(name):
+    return gzip.decompress((PROGRAMS / f"{name}.txt.gz").read_bytes()).decode()
+
+
+def saved(name):
+    return hlo.parse(text(name))
+
+
+def program(body, computations="", head=", num_partitions=8"):
+    return hlo.parse(
+        f"HloModule test, is_scheduled=true{head}\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+    )

@@ -1,0 +1,119 @@
+# ruff: noqa: E501  a program's line is one line
+"""What the collectives of a program are, on which devices, and what they move."""
+
+import math
+
+import pytest
+from saved_programs import program, saved
+
+from gspmd_lm.foresight.collectives import exchanges
+
+
+def test_exchanges_of_every_form_are_told_once():
+    module = program(
+        """  %p = f32[8]{0} parameter(0)
+  %scattered = f32[2]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter
+  %begin = (f32[8]{0}, f32[16]{0}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%starting
+  %b0 = f32[8]{0} get-tuple-element(%begin), index=0
+  %b1 = f32[16]{0} get-tuple-element(%begin), index=1
+  %end = f32[16]{0} fusion(%b0, %b1), kind=kCustom, calls=%ending
+  %ag-start = ((f32[8]{0}), f32[32]{0}) all-gather-start(%p), replica_groups=[2,4]<=[8], dimensions={0}
+  %ag-update = ((f32[8]{0}), f32[32]{0}) all-gather-update(%ag-start)
+  %ag-done = f32[32]{0} all-gather-done(%ag-update)
+  %sc-start = ((f32[8]{0}), f32[32]{0}) call-start(%p), async_execution_thread="sparsecore", to_apply=%called
+  %sc-done = f32[32]{0} call-done(%sc-start)
+  %as-start = ((f32[8]{0}), f32[8]{0}) async-start(%p), calls=%wrapped
+  %as-done = f32[8]{0} async-done(%as-start)
+  %ar = (f32[8]{0}, f32[]) all-reduce(%p, %p), replica_groups={}, to_apply=%sum
+  ROOT %r = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}""",
+        """%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter (input: f32[8]) -> f32[2] {
+  %input = f32[8]{0} parameter(0)
+  %zero = u32[] constant(0)
+  %whole = f32[8]{0} all-reduce(%input), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum
+  ROOT %slice = f32[2]{0} dynamic-slice(%whole, %zero), dynamic_slice_sizes={2}
+}
+
+%starting (x: f32[8]) -> (f32[8], f32[16], u32[]) {
+  %x = f32[8]{0} parameter(0)
+  %g = f32[16]{0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}, frontend_attributes={chain_id="3"}, backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}
+  ROOT %cs = (f32[8]{0}, f32[16]{0}, u32[]{:S(2)}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%ending (x.1: f32[8], y.1: f32[16]) -> f32[16] {
+  %x.1 = f32[8]{0} parameter(0)
+  %y.1 = f32[16]{0} parameter(1)
+  %g.1 = f32[16]{0} all-gather(%x.1), replica_groups=[4,2]<=[8], dimensions={0}, frontend_attributes={chain_id="3"}, backend_config={"async_collective_fusion_config":{"flag_start":"9"}}
+  ROOT %cd = f32[16]{0} custom-call(%x.1, %y.1, %g.1), custom_call_target="AsyncCollectiveDone"
+}
+
+%called (v: f32[8]) -> f32[32] {
+  %v = f32[8]{0} parameter(0)
+  ROOT %sc = f32[32]{0} all-gather(%v), replica_groups=[2,4]<=[8], dimensions={0}
+}, execution_thread="sparsecore"
+
+%wrapped (w: f32[8]) -> f32[8] {
+  %w = f32[8]{0} parameter(0)
+  ROOT %aa = f32[8]{0} all-to-all(%w), replica_groups=[1,8]<=[8], dimensions={0}
+}
+""",
+    )
+    found = [exchange for step in module.steps() for exchange in exchanges.of(module, step.instruction)]
+    assert [(e.kind, e.runs.name, e.group_size, e.asynchronous, e.sent_bytes) for e in found] == [
+        ("reduce-scatter", "scattered", 4, False, 24),
+        ("all-gather", "begin", 2, True, 32),
+        ("all-gather", "ag-start", 4, True, 96),
+        ("all-gather", "sc", 4, True, 96),
+        ("all-to-all", "aa", 8, True, 28),
+        ("all-reduce", "ar", 8, False, 112),
+        ("collective-permute", "r", 2, False, 32),
+    ]
+    assert [e.whole for e in found][:3] == [(8,), (16,), (32,)]
+    instructions = module.entry.instructions
+    assert module.carried(instructions["begin"], "AsyncCollectiveStart") == ("3",)
+    assert module.carried(instructions["end"], "AsyncCollectiveDone") == module.carried(instructions["end"]) == ("3",)
+    assert module.computations["called"].thread == instructions["sc-start"].thread == "sparsecore"
+    assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
+
+
+def test_sparse_core_collectives_are_asynchronous():
+    module = saved("tpu7x")
+    found = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]
+    threads = [module.computations[e.runs.computation].thread for e in found]
+    assert "sparsecore" in threads
+    assert all(e.asynchronous for e, thread in zip(found, threads, strict=True) if thread == "sparsecore")
+
+
+def test_bytes_of_the_layouts_collectives():
+    """fsdp8 gathers each block's weights twice, 7/8 of them from others, and scatters their gradients once."""
+    module = saved("gpu_h100")
+    sent = {}
+    for step in module.steps():
+        for e in exchanges.of(module, step.instruction):
+            sent[e.kind] = sent.get(e.kind, 0) + step.times * e.sent_bytes
+    layer_bytes = 4 * (4 * 128 * 128 + 3 * 128 * 384)
+    assert sent["all-gather"] == pytest.approx(4 * 2 * layer_bytes * 7 / 8, rel=0.15)  # and the table, norms, ...
+    assert sent["reduce-scatter"] == pytest.approx(math.ceil(4 * layer_bytes * 7 / 8), rel=0.15)
+
+
+def test_exchanges_between_slices():
+    module = program(
+        """  %p = f32[8]{0} parameter(0)
+  %token = token[] after-all()
+  %out = (f32[8]{0}, u32[], token[]) send(%p, %token), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.9_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %in = (f32[8]{0}, u32[], token[]) recv(%token), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.9_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  ROOT %r = f32[16]{0} all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}""",
+        head=", num_partitions=4",
+    )
+    instructions = module.entry.instructions
+    slices = (0, 0, 1, 1, 0, 0, 1, 1)
+    (sent,), (gathered,) = (exchanges.of(module, instructions[name], slices) for name in ("out", "r"))
+    assert (sent.kind, sent.groups, sent.sent_bytes) == ("all-reduce", ((0, 2), (1, 3), (4, 6), (5, 7)), 32)
+    assert gathered.groups == ((0, 1), (4, 5), (2, 3), (6, 7))
+    assert exchanges.of(module, instructions["in"], slices) == ()
+    assert exchanges.rendezvous(instructions["in"]) == exchanges.rendezvous(instructions["out"]) == "psum.9_0"

@@ -1,0 +1,57 @@
+# ruff: noqa: E501  a program's line is one line
+"""The operations of products, read from programs."""
+
+import pytest
+from saved_programs import program, saved
+
+from gspmd_lm.foresight.cost import flops
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu_jax012"])
+def test_flops_of_a_program_are_those_of_its_model(name):
+    module = saved(name)
+    found = sum(step.times * flops.of(module, step.instruction) for step in module.steps())
+    layers, embed, heads, mlp, vocab, tokens, seq = 4, 128, 8 * 16, 384, 264, 16 * 128, 128
+    block = 4 * embed * heads + 3 * embed * mlp
+    attention = 2 * seq * heads  # scores and values
+    # forward, recomputation and backward of a block; the recomputed block needs its last matmul for nothing
+    total = 2 * tokens * (layers * (4 * block - embed * mlp + 4 * attention) + 3 * embed * vocab)
+    assert found * 8 == pytest.approx(total, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "instruction", "expected"),
+    [
+        # 2 x result elements x contracted sizes, batches included
+        (("f32[4,8,16]", "f32[4,16,32]"), "f32[4,8,32] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}", 2 * 4 * 8 * 32 * 16),
+        (("f32[8,16]", "f32[16,32]"), "f32[8,32] convolution(%a, %b), dim_labels=bf_io->bf", 2 * 8 * 16 * 32),
+        # heads as a window over padding: each output meets one kernel position
+        (("f32[4,64,32,1]", "f32[32,8,16,1]"), "f32[4,64,8,16] convolution(%a, %b), window={size=1x8 pad=0_0x7_7 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f", 2 * 4 * 64 * 8 * 16 * 32),
+        # a batch as a window: size, stride and dilation such that output n meets input n and kernel n
+        (("f32[6,5,7]", "f32[6,7,9]"), "f32[6,5,9] convolution(%a, %b), window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf", 2 * 6 * 5 * 7 * 9),
+        # a real window, its padding not counted: outputs at the two ends meet 2 positions each, the others 3
+        (("f32[2,10,3]", "f32[3,3,4]"), "f32[2,10,4] convolution(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 2 * (8 * 3 + 2 * 2) * 3 * 4),
+        (("f32[2,10,6]", "f32[1,2,9]"), "f32[2,10,9] convolution(%a, %b), window={size=1}, dim_labels=b0f_0io->b0f, feature_group_count=3", 2 * 2 * 10 * 9 * 2),
+    ],
+)  # fmt: skip
+def test_flops(shapes, instruction, expected):
+    left, right = shapes
+    module = program(f"  %a = {left} parameter(0)\n  %b = {right} parameter(1)\n  ROOT %r = {instruction}")
+    assert flops.of(module, module.entry.root) == expected
+
+
+def test_flops_of_a_fusion_are_those_inside():
+    inner = """%inner (c: f32[8,8]) -> f32[8,8] {
+  %c = f32[8,8]{1,0} parameter(0)
+  ROOT %d = f32[8,8]{1,0} dot(%c, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%outer (e: f32[8,8]) -> f32[8,8] {
+  %e = f32[8,8]{1,0} parameter(0)
+  %f = f32[8,8]{1,0} fusion(%e), kind=kLoop, calls=%inner
+  ROOT %g = f32[8,8]{1,0} dot(%f, %e), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    module = program("  %h = f32[8,8]{1,0} parameter(0)\n  ROOT %r = f32[8,8]{1,0} fusion(%h), calls=%outer", inner)
+    assert flops.of(module, module.entry.root) == 2 * 2 * 8**3
+    assert [i.name for i in module.inside(module.entry.root)] == ["e", "f", "c", "d", "g"]
