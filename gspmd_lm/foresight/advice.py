@@ -35,10 +35,10 @@ def warnings(
     config: Config | Task,
     rules: Rules,
     platform: str,
-    problems: Iterable[Problem] = (),
-    looked_up: Collection[str] = (),
-    module: Module | None = None,
-    notes: Sequence[str] = (),
+    problems: Iterable[Problem],
+    looked_up: Collection[str],
+    module: Module | None,
+    notes: Sequence[str],
 ) -> tuple[Finding, ...]:
     """Findings about the layout of a report, in the order in which they are worth reading.
 
@@ -79,18 +79,16 @@ def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Finding]
     total, least = sent.total(), floor.communication_bytes
     if total <= max(ABOVE_FLOOR * least, LARGE_BYTES / 64):
         return
-    axes, excess = max(((axes, size - floor.communication_by_axis.get(axes, 0)) for axes, size in sent.items()),
-                       key=lambda pair: pair[1])  # fmt: skip
-    largest = max(
-        (one for one in moved if "+".join(one.mesh_axes) == axes), key=lambda one: one.bytes_per_device_per_step
-    )
+    excess = {axes: size - floor.communication_by_axis.get(axes, 0) for axes, size in sent.items()}
+    axes = max(excess, key=excess.__getitem__)
+    largest = next(one for one in moved if "+".join(one.mesh_axes) == axes)  # the largest traffic comes first
     because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
     ratio = (
         f"{total / least:.2f}x the necessary communication" if least else "communication that nothing makes necessary"
     )
     yield Finding(
         "above-floor",
-        f"{ratio}: {human_bytes(total)} per device and step; {human_bytes(excess)} too much over {axes}",
+        f"{ratio}: {human_bytes(total)} per device and step; {human_bytes(excess[axes])} too much over {axes}",
         f"look at the {largest.kind} at {largest.op or largest.source}{because}",
     )
 
@@ -159,9 +157,8 @@ def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
     segments = config.data.packing == "documents"
     if not kernel or rules.attention[platform] != "xla":
         return ""
-    if attention_lacks(kernel, config, rules, config.data.seq, segments):
-        return ""
-    return f"--set rules.attention.{platform}={kernel}"
+    lacks = attention_lacks(kernel, config, rules, config.data.seq, segments)
+    return "" if lacks else f"--set rules.attention.{platform}={kernel}"
 
 
 def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
@@ -225,31 +222,30 @@ def _involuntary(notes: Sequence[str]) -> Iterator[Finding]:
 
 
 def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> Iterator[Finding]:
-    """Large arrays that every device along a mesh axis holds whole, though they could be split over it."""
+    """Large arrays that every device along a mesh axis holds whole, though they could be split over it.
+
+    They are weights and the residual, which is kept for the backward pass. Other activations come and go.
+    """
     large = max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0))
     for name, size in rules.mesh.items():
-        if size == 1:
-            continue
         whole: list[tuple[PlacedArray, str]] = []
         for array in arrays:
-            spec = array.in_use if array.at_rest is None else array.at_rest
-            if array.at_rest is None and array.path != "residual":
-                continue  # kept for the backward pass is the residual; the others come and go
-            if any(name in names for names in spec) or array.bytes_per_device < large:
-                continue
-            if axis := _could_split(rules, array, spec, size):
-                whole.append((array, axis))
-        if not whole:
+            spec = array.at_rest or array.in_use
+            kept = array.at_rest is not None or array.path == "residual"
+            if kept and array.bytes_per_device >= large and not any(name in names for names in spec):
+                lengths = zip(array.axes, array.shape, spec, strict=True)
+                free = (axis for axis, length, names in lengths if not names and length % size == 0)
+                whole += [(array, axis) for axis in free if axis not in NOT_SPLIT][:1]
+        if size == 1 or not whole:
             continue
-        (largest, axis) = max(whole, key=lambda pair: pair[0].bytes_per_device)
-        table = "rules" if largest.at_rest is None else "weights"
+        largest, axis = max(whole, key=lambda pair: pair[0].bytes_per_device)
+        row = f"rules.residual.{axis}" if largest.at_rest is None else f"weights.{axis}"
         others = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
         total = sum(array.bytes_per_device for array, _ in whole)
-        row = f"residual.{axis}" if largest.at_rest is None else axis
         yield Finding(
             "replicated-array",
             f"{largest.path}{others}, {human_bytes(total)} per device, are the same on all {size} devices along {name}",
-            f"--set rules.{table}.{row}={name} would split them",
+            f"--set rules.{row}={name} would split them",
         )
 
 
@@ -264,15 +260,6 @@ def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
                 f"every activation is the same on all {size} devices along {name}: they compute the same",
                 f"--set rules.rules.batch={name} would share the work out",
             )
-
-
-def _could_split(rules: Rules, array: PlacedArray, spec: Sequence[tuple[str, ...]], size: int) -> str:
-    """An axis of an array that `size` more pieces divide; '' if there is none."""
-    for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
-        pieces = rules.piece_count(names)
-        if axis not in NOT_SPLIT and not names and length % (pieces * size) == 0:
-            return axis
-    return ""
 
 
 def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) -> Iterator[Finding]:
