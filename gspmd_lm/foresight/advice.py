@@ -177,7 +177,7 @@ def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
         return
     long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TURNS]
     if long or predicted.unpriced_share > TRIFLE:
-        most = long or sorted(predicted.unpriced, key=predicted.unpriced.__getitem__, reverse=True)
+        most = long or list(predicted.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
         yield Finding(
             "unpriced",

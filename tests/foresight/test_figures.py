@@ -6,6 +6,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures
+from gspmd_lm.train.table import split
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 
@@ -76,8 +77,8 @@ def test_the_errors_of_predictions_are_told_once():
 
 def test_split():
     spec = (), ("data", "fsdp"), ("tensor",)
-    assert figures.placement_text(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
-    assert figures.placement_text(("embed",), ((),)) == "replicated"
+    assert split(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
+    assert split(("embed",), ((),)) == "replicated"
 
 
 def test_ranked():
@@ -120,7 +121,7 @@ def test_a_verdict_says_fit_time_and_traffic():
     told = sample.PREDICTION
     assert said.startswith("fsdp_tp fits, ")
     assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in said
-    assert f"waits {figures.percent(told.exposed_communication_s / told.step_time_s)} of it" in said
+    assert f"waits {told.exposed_communication_s / told.step_time_s:.1%} of it" in said
     assert said.endswith(f"Each device sends {figures.communication(sample.LLAMA)}.")
     assert "does not fit" in figures.verdict(sample.REFUSED) and "sends" not in figures.verdict(sample.REFUSED)
     assert figures.verdict(sample.CPU).startswith(

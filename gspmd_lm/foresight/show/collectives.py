@@ -7,7 +7,7 @@ from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.figures import of_floor, percent, sent_bytes
+from gspmd_lm.foresight.show.figures import of_floor, sent_bytes
 from gspmd_lm.foresight.show.pieces import breakable, known_as, scroll, section, term
 from gspmd_lm.units import human_bytes
 
@@ -45,7 +45,7 @@ def _group(of: tuple[str, str], members: Sequence[Collective], whole: int) -> st
     """Collectives over the same axes in the same phase: a row with their sums, and their own rows, which fold."""
     axes, phase = of
     size = sum(map(_size, members))
-    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {percent(size / whole)} of the bytes"
+    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {size / whole:.1%} of the bytes"
     head = (
         f'<tr><th scope="rowgroup" colspan="3"><button type="button" class="fold" aria-expanded="true">{text(axes)}, '
         f'{text(phase)}</button></th><td class="num" data-name="times">{sum(one.times_per_step for one in members):,}'

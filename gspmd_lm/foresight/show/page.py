@@ -18,8 +18,6 @@ from gspmd_lm.foresight.show.figures import (
     other_temporaries_bytes,
     parameters,
     parts,
-    percent,
-    placement_text,
     ranked,
     sent_bytes,
     verdict,
@@ -39,7 +37,7 @@ from gspmd_lm.foresight.show.pieces import (
     term,
     words,
 )
-from gspmd_lm.train.table import PlacedArray
+from gspmd_lm.train.table import PlacedArray, split
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 
@@ -162,9 +160,9 @@ def _facts(report: Report) -> str:
     if found:
         facts += [
             ("step time", "predicted", human_seconds(found.step_time_s), f"error: {found.error}"),
-            ("tokens/s per device", "predicted", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {percent(found.mfu)}"),
+            ("tokens/s per device", "predicted", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {found.mfu:.1%}"),
             ("exposed communication", "predicted", human_seconds(found.exposed_communication_s),
-             f"{percent(found.exposed_communication_s / found.step_time_s)} of the step"),
+             f"{found.exposed_communication_s / found.step_time_s:.1%} of the step"),
         ]  # fmt: skip
     else:
         facts.append(("step time", "predicted", "none", report.no_prediction))
@@ -227,9 +225,8 @@ def _time(report: Report, heading: str) -> str:
     if found is None:
         return section(heading, "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>")
     rows = [
-        [swatch(kind), text(label), human_seconds(seconds), percent(seconds / found.step_time_s)]
+        [swatch(kind), text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}"]
         for kind, label, seconds in breakdown(found)
-        if seconds
     ]
     rows.append(["", "step", human_seconds(found.step_time_s), ""])
     notes = [("Basis", found.basis), ("Error", found.error)]
@@ -245,8 +242,8 @@ def _time(report: Report, heading: str) -> str:
         notes.append(("Floor of communication (counted)", least + (f": {by_axis}" if by_axis else "")))
     notes.append(("Communication, exposed or not", human_seconds(found.communication_s)))
     if found.unpriced_share:
-        shares = ", ".join(f"{name} {percent(share)}" for name, share in found.unpriced.items())
-        notes.append(("Not priced", f"{percent(found.unpriced_share)} of the program's bytes: {shares}"))
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in found.unpriced.items())
+        notes.append(("Not priced", f"{found.unpriced_share:.1%} of the program's bytes: {shares}"))
     costly = [[breakable(name), human_seconds(seconds)] for name, seconds in found.fusions]
     if costly:
         computed_s = found.matmul_s + found.attention_s + found.other_s
@@ -271,7 +268,7 @@ def _time_bar(report: Report, whole: float) -> str:
     pieces = [
         (kind, f"{label} {human_seconds(seconds)}", seconds) for kind, label, seconds in breakdown(report.prediction)
     ]
-    label = f"Step time of {layout(report)}: " + ", ".join(about for _, about, seconds in pieces if seconds)
+    label = f"Step time of {layout(report)}: " + ", ".join(about for _, about, _ in pieces)
     floor = report.floor.compute_s
     marks = [] if floor is None else [(f"floor of compute {human_seconds(floor)}", floor)]
     return bar(pieces, whole, label, marks)
@@ -304,8 +301,8 @@ def _mesh(report: Report, number: int, heading: str) -> str:
         [
             breakable(array.path),
             text(_shape(array)),
-            "-" if array.at_rest is None else text(placement_text(array.axes, array.at_rest)),
-            text(placement_text(array.axes, array.in_use)),
+            "-" if array.at_rest is None else text(split(array.axes, array.at_rest)),
+            text(split(array.axes, array.in_use)),
             human_bytes(array.bytes_per_device),
         ]
         for array in report.arrays

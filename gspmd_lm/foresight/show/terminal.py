@@ -23,7 +23,6 @@ from gspmd_lm.foresight.show.figures import (
     other_temporaries_bytes,
     parameters,
     parts,
-    percent,
     ranked,
     sent_bytes,
     winner,
@@ -70,7 +69,7 @@ def paragraph(report: Report) -> str:
         waits = found.exposed_communication_s + found.exposed_host_copy_s
         said.append(
             f"Predicted: {human_seconds(found.step_time_s)} per step, {found.tokens_per_s_per_device:,.0f} tokens/s "
-            f"per device, MFU {percent(found.mfu)}, {percent(waits / found.step_time_s)} of the time waiting "
+            f"per device, MFU {found.mfu:.1%}, {waits / found.step_time_s:.1%} of the time waiting "
             f"(error: {found.error})."
         )
     if report.warnings:
@@ -194,18 +193,15 @@ def _time(report: Report, wide: bool) -> RenderableType:
         "Step time",
         "predicted",
         f"{human_seconds(found.step_time_s)}, {found.tokens_per_s_per_device:,.0f} tokens/s/device, "
-        f"MFU {percent(found.mfu)}",
+        f"MFU {found.mfu:.1%}",
     )
     table = Table.grid(padding=(0, 1))
     for column in ("left", "right", "right"):
         table.add_column(justify=column, no_wrap=True)
     for kind, label, seconds in breakdown(found):
-        if seconds:
-            style = "yellow" if kind in ("wait", "host") else "blue"
-            bar = ProgressBar(
-                total=found.step_time_s, completed=seconds, width=60 if wide else 40, complete_style=style
-            )
-            table.add_row(Text(label), human_seconds(seconds), percent(seconds / found.step_time_s), bar)
+        style = "yellow" if kind in ("wait", "host") else "blue"
+        bar = ProgressBar(found.step_time_s, seconds, 60 if wide else 40, complete_style=style)
+        table.add_row(Text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}", bar)
     notes = _table([("", "left"), ("", "left")], head=False)
     if floor.compute_s is not None and floor.memory_s is not None:
         least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
@@ -214,9 +210,9 @@ def _time(report: Report, wide: bool) -> RenderableType:
     notes.add_row(Text("basis"), Text(found.basis))
     notes.add_row(Text("error"), Text(found.error))
     if found.unpriced_share:
-        most = sorted(found.unpriced, key=found.unpriced.__getitem__, reverse=True)
+        most = list(found.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
-        notes.add_row(Text("not priced"), Text(f"{percent(found.unpriced_share)} of the program's bytes: {names}"))
+        notes.add_row(Text("not priced"), Text(f"{found.unpriced_share:.1%} of the program's bytes: {names}"))
     return Group(title, _indented(table), _indented(notes))
 
 
