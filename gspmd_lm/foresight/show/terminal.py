@@ -1,9 +1,12 @@
 """Reports on a terminal: one layout as a page, several side by side, or a paragraph before a run."""
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -96,12 +99,9 @@ def _header(report: Report) -> Text:
 def _memory(report: Report, wide: bool) -> RenderableType:
     memory = report.memory
     amounts = [*parts(memory), ("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("host", memory.host_bytes)]
-    table = _table([(name, "right") for name, size in amounts if size is not None])
-    table.add_row(*(human_bytes(size) for _, size in amounts if size is not None))
-    blocks: list[RenderableType] = [
-        _title("Memory per device", f"compiled in {human_seconds(report.compile_s)}"),
-        _indented(table),
-    ]
+    known = [(name, size) for name, size in amounts if size is not None]
+    table = _table([(name, "right") for name, _ in known])
+    table.add_row(*(human_bytes(size) for _, size in known))
     style = "green" if memory.fits else "red"
     line = Table.grid(padding=(0, 1))
     if memory.limit_bytes is not None:
@@ -110,17 +110,19 @@ def _memory(report: Report, wide: bool) -> RenderableType:
         line.add_row(bar, Text("|"), Text(fit(memory), style=style))
     else:
         line.add_row(Text(fit(memory)))
-    blocks.append(_indented(line))
+    title = _title("Memory per device", f"compiled in {human_seconds(report.compile_s)}")
+    blocks: list[RenderableType] = [title, Padding.indent(table, 2), Padding.indent(line, 2)]
     if memory.refusal:
-        blocks.append(_indented(Text(memory.refusal, style="dim")))
-    largest = _table([("", "right"), ("", "left"), ("", "left"), ("", "left")], head=False)
-    for found in memory.largest[:3]:
-        axes = " ".join(axis or "?" for axis in found.axes)
-        largest.add_row(*_cells(human_bytes(found.bytes), found.shape, axes, _place(found.source, wide)))
+        blocks.append(Padding.indent(Text(memory.refusal, style="dim"), 2))
     if memory.largest:
+        largest = _table([("", "right"), ("", "left"), ("", "left"), ("", "left")], head=False)
+        for found in memory.largest[:3]:
+            axes = " ".join(axis or "?" for axis in found.axes)
+            source = found.source if wide else found.source.removeprefix("gspmd_lm/")
+            largest.add_row(*_cells(human_bytes(found.bytes), found.shape, axes, source))
         if others := other_temporaries_bytes(memory):
-            largest.add_row(*_cells(human_bytes(others), "all others", "", ""))
-        blocks += [Text("  largest temporaries", style="dim"), _indented(largest)]
+            largest.add_row(human_bytes(others), "all others")
+        blocks += [Text("  largest temporaries", style="dim"), Padding.indent(largest, 2)]
     return Group(*blocks)
 
 
@@ -161,7 +163,7 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
     rest = groups[most:]
     left = sum(found.bytes_per_device_per_step for found, _ in rest)
     tail = [Text(f"  and {len(rest)} more, {human_bytes(left)}", style="dim")] if rest else []
-    return Group(title, _indented(table), *tail)
+    return Group(title, Padding.indent(table, 2), *tail)
 
 
 def _grouped(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
@@ -173,22 +175,19 @@ def _grouped(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
     for found in sorted(collectives, key=lambda found: -found.bytes_per_device_per_step):
         key = (found.kind, found.mesh_axes, found.dtype, found.phase, found.rules, found.overlapped)
         groups.setdefault(key, []).append(found)
-    sums = [
-        dataclasses.replace(
-            group[0],
-            times_per_step=sum(found.times_per_step for found in group),
-            bytes_per_device_per_step=sum(found.bytes_per_device_per_step for found in group),
-        )
-        for group in groups.values()
-    ]
-    pairs = zip(sums, (len({found.op for found in group}) - 1 for group in groups.values()), strict=True)
+    pairs = []
+    for group in groups.values():
+        times = sum(found.times_per_step for found in group)
+        sent = sum(found.bytes_per_device_per_step for found in group)
+        whole = dataclasses.replace(group[0], times_per_step=times, bytes_per_device_per_step=sent)
+        pairs.append((whole, len({found.op for found in group}) - 1))
     return sorted(pairs, key=lambda pair: -pair[0].bytes_per_device_per_step)
 
 
 def _time(report: Report, wide: bool) -> RenderableType:
     found, floor = report.prediction, report.floor
     if found is None:
-        return Group(_title("Step time", "predicted"), _indented(Text(f"none: {report.no_prediction}")))
+        return Group(_title("Step time", "predicted"), Padding.indent(Text(f"none: {report.no_prediction}"), 2))
     title = _title(
         "Step time",
         "predicted",
@@ -213,7 +212,7 @@ def _time(report: Report, wide: bool) -> RenderableType:
         most = list(found.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
         notes.add_row(Text("not priced"), Text(f"{found.unpriced_share:.1%} of the program's bytes: {names}"))
-    return Group(title, _indented(table), _indented(notes))
+    return Group(title, Padding.indent(table, 2), Padding.indent(notes, 2))
 
 
 def _warnings(report: Report, most: int) -> RenderableType:
@@ -231,16 +230,14 @@ def _warnings(report: Report, most: int) -> RenderableType:
 
 def _side_by_side(reports: Sequence[Report], console: Console) -> None:
     """Prints the comparison, with as many columns at a time as the console has room for."""
-    rows = compared(reports)
-    names = [layout(report) for report in reports]
-    cells = [[name, *(row.cells[i] + "*" * (i in row.best) for row in rows)] for i, name in enumerate(names)]
+    rows, names = compared(reports), [layout(report) for report in reports]
     room = console.width - max(len(f"{row.label} {row.known}") for row in rows) - 3
+    columns = [[name, *(row.cells[i] + "*" * (i in row.best) for row in rows)] for i, name in enumerate(names)]
+    widths = [max(map(len, column)) + 2 for column in columns]
     first = 0
     while first < len(reports):
-        last, used = first, 0
-        while last < len(reports) and (last == first or used + _width(cells[last]) <= room):
-            used += _width(cells[last])
-            last += 1
+        with_room = sum(used <= room for used in itertools.accumulate(widths[first:]))
+        last = first + max(1, with_room)
         table = _table([("", "left"), ("", "left"), *((name, "right") for name in names[first:last])])
         for row in rows:
             marked = [Text(cell, overflow="fold") for cell in row.cells[first:last]]
@@ -254,29 +251,23 @@ def _side_by_side(reports: Sequence[Report], console: Console) -> None:
         console.print()
         first = last
     console.print(Text(winner(reports)))
-    console.print(Text("* best of those that fit; ranked by predicted time", style="dim"))
-    for error in errors(reports):
-        console.print(Text(f"error of predicted times: {error}", style="dim"))
+    notes = ["* best of those that fit; ranked by predicted time"]
+    notes += [f"error of predicted times: {error}" for error in errors(reports)]
+    found = collections.defaultdict[tuple[str, str], list[str]](list)
     for report, name in zip(reports, names, strict=True):
         if report.prediction is None:
-            console.print(Text(f"{name}: no prediction, {report.no_prediction}", style="dim"))
-    found: dict[tuple[str, str], list[str]] = {}
-    for report, name in zip(reports, names, strict=True):
-        for code, fix in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
-            found.setdefault((code, fix), []).append(name)
-    shown = list(found.items())[:MOST_WARNINGS]
-    for (code, fix), where in shown:
+            notes.append(f"{name}: no prediction, {report.no_prediction}")
+        for finding in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
+            found[finding].append(name)
+    for note in notes:
+        console.print(Text(note, style="dim"))
+    for (code, fix), where in itertools.islice(found.items(), MOST_WARNINGS):
         table = Table.grid(padding=(0, 1))
-        table.add_row(
-            Text(" !", style="yellow"), Text.assemble(f"{code}: {', '.join(where)}; ", (f"fix  {fix}", "dim"))
-        )
+        said = Text.assemble(f"{code}: {', '.join(where)}; ", (f"fix  {fix}", "dim"))
+        table.add_row(Text(" !", style="yellow"), said)
         console.print(table)
-    if len(found) > len(shown):
-        console.print(Text(f" ! and {len(found) - len(shown)} more; {MORE}", style="yellow"))
-
-
-def _width(column: Sequence[str]) -> int:
-    return max(map(len, column)) + 2
+    if len(found) > MOST_WARNINGS:
+        console.print(Text(f" ! and {len(found) - MOST_WARNINGS} more; {MORE}", style="yellow"))
 
 
 def _title(name: str, known: str, figures: str = "") -> Text:
@@ -293,13 +284,3 @@ def _table(columns: Sequence[tuple[str, str]], head: bool = True) -> Table:
 def _cells(*values: str) -> list[Text]:
     """Cells of plain text, because text from files must not be read as markup."""
     return [Text(value) for value in values]
-
-
-def _indented(block: RenderableType) -> Table:
-    grid = Table.grid()
-    grid.add_row(Text("  "), block)
-    return grid
-
-
-def _place(source: str, wide: bool) -> str:
-    return source if wide else source.removeprefix("gspmd_lm/")
