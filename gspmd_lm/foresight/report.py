@@ -51,6 +51,16 @@ class Report:
     arrays: tuple[PlacedArray, ...]
     rules_text: str = ""  # of the rules file
 
+    @property
+    def layout(self) -> str:
+        """The name of the rules file, without its folder and ending."""
+        return self.rules.rsplit("/", 1)[-1].removesuffix(".yaml")
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that one device sends in one step."""
+        return sum(found.bytes_per_device_per_step for found in self.collectives)
+
 
 def to_json(reports: Sequence[Report]) -> dict[str, Any] | list[dict[str, Any]]:
     """What --json writes: an object for one report, a list for several. docs/explain_json.md has every key."""

@@ -37,7 +37,7 @@ def test_where_the_time_goes_adds_up():
 
 
 def test_communication_above_the_floor():
-    assert figures.above_floor(sample.LLAMA) == pytest.approx(figures.sent_bytes(sample.LLAMA) / 420e9)
+    assert figures.above_floor(sample.LLAMA) == pytest.approx(sample.LLAMA.sent_bytes / 420e9)
     assert figures.above_floor(sample.REFUSED) is None
     alone = dataclasses.replace(sample.LLAMA.floor, communication_bytes=0)
     assert figures.above_floor(dataclasses.replace(sample.LLAMA, floor=alone)) is None
@@ -60,7 +60,7 @@ def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
     assert figures.other_width(narrowed(sample.LLAMA, "bf16", "bfloat16")) == ""  # tables and norms are float32
     widened = narrowed(sample.CPU, "f32", "bfloat16")
     assert figures.other_width(widened) == "100% in f32" and "both as float32" in figures.of_floor(widened)
-    assert figures.above_floor(widened) == pytest.approx(figures.sent_bytes(widened) / 10**11)
+    assert figures.above_floor(widened) == pytest.approx(widened.sent_bytes / 10**11)
     assert figures.other_width(narrowed(sample.CPU, "f32", "float32")) == ""
     assert figures.of_floor(sample.REFUSED) == ""
 

@@ -7,7 +7,7 @@ from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.figures import of_floor, sent_bytes
+from gspmd_lm.foresight.show.figures import of_floor
 from gspmd_lm.foresight.show.pieces import breakable, known_as, scroll, section, term
 from gspmd_lm.units import human_bytes
 
@@ -25,7 +25,7 @@ def table(report: Report, heading: str) -> str:
         f"{term(name)}</button></th>"
         for i, name in enumerate(COLUMNS)
     ]
-    whole = sent_bytes(report)
+    whole = report.sent_bytes
     groups = collections.defaultdict[tuple[str, str], list[Collective]](list)
     for one in sorted(report.collectives, key=_size, reverse=True):
         groups["+".join(one.mesh_axes), one.phase].append(one)

@@ -56,11 +56,6 @@ def hardware(report: Report) -> str:
     return f"{report.devices} x {report.chip}" if report.chip else f"{report.devices} simulated devices"
 
 
-def layout(report: Report) -> str:
-    """The name of the rules file, without its folder and ending."""
-    return report.rules.rsplit("/", 1)[-1].removesuffix(".yaml")
-
-
 def fit(memory: Memory) -> str:
     """A phrase that says whether the program fits, and by how much."""
     if memory.limit_bytes is None:
@@ -128,11 +123,10 @@ def other_temporaries_bytes(memory: Memory) -> int:
 def verdict(report: Report) -> str:
     """What to make of one layout, in three sentences: whether it fits, what its time goes to, and what it sends."""
     memory, found = report.memory, report.prediction
-    name = layout(report)
     if memory.limit_bytes is None:
-        said = [f"{name} needs {human_bytes(memory.peak_bytes)} per device."]
+        said = [f"{report.layout} needs {human_bytes(memory.peak_bytes)} per device."]
     else:
-        said = [f"{name} {fit(memory)}."]
+        said = [f"{report.layout} {fit(memory)}."]
     if found:
         label, most_s = max(list(parts_s(found).items())[:3], key=lambda part: part[1])
         longest = next(iter(found.exposed_by_axis), "")
@@ -150,32 +144,27 @@ def verdict(report: Report) -> str:
 def winner(reports: Sequence[Report]) -> str:
     """Which of several layouts to take, and why. `reports` are ranked."""
     best, *others = reports
-    name = layout(best)
+    name = best.layout
     fitting = [report for report in others if report.memory.fits]
     if not best.memory.fits:
         nearest = min(reports, key=lambda report: report.memory.peak_bytes)
-        return f"None of the {len(reports)} layouts fits; {layout(nearest)} comes nearest, with {fit(nearest.memory)}."
+        return f"None of the {len(reports)} layouts fits; {nearest.layout} comes nearest, with {fit(nearest.memory)}."
     if not fitting:
         return f"{name} wins: no other layout fits."
     if best.prediction is None:
-        least = min((best, *fitting), key=sent_bytes)
+        least = min((best, *fitting), key=lambda report: report.sent_bytes)
         smallest = min((best, *fitting), key=lambda report: report.memory.peak_bytes)
-        return (f"No times are predicted here. {layout(least)} sends least ({human_bytes(sent_bytes(least))}), and "
-                f"{layout(smallest)} needs the least memory ({human_bytes(smallest.memory.peak_bytes)}).")  # fmt: skip
+        return (f"No times are predicted here. {least.layout} sends least ({human_bytes(least.sent_bytes)}), and "
+                f"{smallest.layout} needs the least memory ({human_bytes(smallest.memory.peak_bytes)}).")  # fmt: skip
     second = fitting[0]
     if second.prediction is None:
         return f"{name} wins: for the other layouts that fit no time is predicted."
     step_s = best.prediction.step_time_s
     behind = second.prediction.step_time_s / step_s - 1
     if behind < ALIKE:
-        return f"{name} and {layout(second)} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
-    return (f"{name} wins: a step of {layout(second)}, the next, takes {behind:.1%} longer "
+        return f"{name} and {second.layout} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
+    return (f"{name} wins: a step of {second.layout}, the next, takes {behind:.1%} longer "
             f"({difference(best.prediction, second.prediction, step_s)}).")  # fmt: skip
-
-
-def sent_bytes(report: Report) -> int:
-    """The bytes that one device sends in one step."""
-    return sum(found.bytes_per_device_per_step for found in report.collectives)
 
 
 def above_floor(report: Report) -> float | None:
@@ -190,7 +179,7 @@ def above_floor(report: Report) -> float | None:
     as_float32 = (
         found.bytes_per_device_per_step * (2 if found.dtype in _NARROW else 1) for found in report.collectives
     )
-    return (sent_bytes(report) if alike else sum(as_float32)) / least_bytes
+    return (report.sent_bytes if alike else sum(as_float32)) / least_bytes
 
 
 def other_width(report: Report) -> str:
@@ -202,7 +191,7 @@ def other_width(report: Report) -> str:
         other = [found for found in report.collectives if found.dtype in _NARROW]
     else:
         other = [found for found in report.collectives if found.dtype == "f32" and not report.chip]
-    share = sum(found.bytes_per_device_per_step for found in other) / max(sent_bytes(report), 1)
+    share = sum(found.bytes_per_device_per_step for found in other) / max(report.sent_bytes, 1)
     return f"{share:.0%} in {other[0].dtype}" if share >= 0.005 else ""
 
 
@@ -219,7 +208,7 @@ def of_floor(report: Report) -> str:
 
 def communication(report: Report) -> str:
     """What one device sends in one step, as '31.2 GB, 1.20x the floor'."""
-    return ", ".join(filter(None, (human_bytes(sent_bytes(report)), of_floor(report))))
+    return ", ".join(filter(None, (human_bytes(report.sent_bytes), of_floor(report))))
 
 
 def errors(reports: Sequence[Report]) -> list[str]:
@@ -248,7 +237,7 @@ def compared(reports: Sequence[Report]) -> list[ComparisonRow]:
     def predicted(name: str) -> list[float | None]:
         return [getattr(report.prediction, name) if report.prediction else None for report in reports]
 
-    sent = [None if report.memory.refusal else sent_bytes(report) for report in reports]
+    sent = [None if report.memory.refusal else report.sent_bytes for report in reports]
     above = [above_floor(report) for report in reports]
     others = [other_width(report) if x is not None else "" for x, report in zip(above, reports, strict=True)]
     of_floors = line("sent / floor", "counted", above, "{:.2f}x".format)

@@ -4,32 +4,18 @@ import json
 from collections.abc import Sequence
 
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.show import collectives
+from gspmd_lm.foresight.show import collectives, figures
 from gspmd_lm.foresight.show.drawing import bar, text, timeline
-from gspmd_lm.foresight.show.figures import (
-    breakdown,
-    compared,
-    errors,
-    fit,
-    hardware,
-    layout,
-    mesh,
-    of_floor,
-    other_temporaries_bytes,
-    parameters,
-    parts,
-    ranked,
-    sent_bytes,
-    verdict,
-    winner,
-)
 from gspmd_lm.foresight.show.pieces import (
     breakable,
     document,
     facts_of,
     file_of,
+    folded,
     known_as,
-    made_by,
+    legend,
+    notes_of,
+    pick,
     rows_of,
     scroll,
     section,
@@ -37,7 +23,7 @@ from gspmd_lm.foresight.show.pieces import (
     term,
     words,
 )
-from gspmd_lm.train.table import PlacedArray, split
+from gspmd_lm.train.table import split
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 
@@ -46,11 +32,12 @@ def render(reports: Sequence[Report], command: str = "") -> str:
 
     command: what made the page, for readers who want to repeat it.
     """
-    reports = ranked(reports)
+    reports = figures.ranked(reports)
     several = len(reports) > 1
-    title = f"{len(reports)} layouts of {_one_of(reports, 'config')}" if several else _name(reports[0])
-    body = made_by(command) + (_comparison(reports) if several else "") + layouts(reports) + words()
-    return document(title, body, data(reports))
+    configs = ", ".join(dict.fromkeys(report.config for report in reports))
+    title = f"{len(reports)} layouts of {configs}" if several else _name(reports[0])
+    body = (_comparison(reports) if several else "") + layouts(reports) + words()
+    return document(title, command, body, data(reports))
 
 
 def layouts(reports: Sequence[Report]) -> str:
@@ -80,49 +67,40 @@ def data(reports: Sequence[Report]) -> str:
     return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _one_of(reports: Sequence[Report], field: str) -> str:
-    names = dict.fromkeys(getattr(report, field) for report in reports)
-    return ", ".join(names)
-
-
 def _name(report: Report) -> str:
-    return f"{report.config} under {layout(report)} on {report.target}"
+    return f"{report.config} under {report.layout} on {report.target}"
 
 
 # ---- parts of the page
 
 
 def _comparison(reports: Sequence[Report]) -> str:
-    heads = [
-        f'<th scope="col" data-column="{i}"><button type="button" class="pick" data-layout="{i}" aria-pressed="false">'
-        f"{text(layout(report))}</button></th>"
-        for i, report in enumerate(reports)
-    ]
+    names = [report.layout for report in reports]
+    heads = [f'<th scope="col" data-column="{i}">{pick(i, name)}</th>' for i, name in enumerate(names)]
     rows = [
         f'<tr><th scope="row">{term(row.label)} {known_as(row.known)}</th>'
         + "".join(
             f'<td class="num{" best" if i in row.best else " bad" if cell == "NO" else ""}" '
-            f'data-name="{text(layout(reports[i]))}">'
-            f"{text(cell)}{'*' if i in row.best else ''}</td>"
+            f'data-name="{text(names[i])}">{text(cell)}{"*" if i in row.best else ""}</td>'
             for i, cell in enumerate(row.cells)
         )
         + "</tr>"
-        for row in compared(reports)
+        for row in figures.compared(reports)
     ]
     slowest = max((report.prediction.step_time_s for report in reports if report.prediction), default=0)
     largest = max(max(report.memory.peak_bytes, report.memory.limit_bytes or 0) for report in reports)
     bars = "".join(
-        f"<dt>{text(layout(report))}</dt><dd>{_memory_bar(report, largest)}"
+        f"<dt>{text(report.layout)}</dt><dd>{_memory_bar(report, largest)}"
         f"{_time_bar(report, slowest) if report.prediction else ''}</dd>"
         for report in reports
     )
     head = f"<tr><td></td>{''.join(heads)}</tr>"
     table = f'<table class="compare stack"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
     content = (
-        f'<p class="verdict">{text(winner(reports))}</p>'
+        f'<p class="verdict">{text(figures.winner(reports))}</p>'
         + scroll("Comparison of layouts", table)
         + "<p>* best of those that fit. Ranked by predicted time. Choose a name to see that layout below.</p>"
-        + "".join(f"<p>Error of predicted times: {text(error)}.</p>" for error in errors(reports))
+        + "".join(f"<p>Error of predicted times: {text(error)}.</p>" for error in figures.errors(reports))
         + f"<h3>Memory {known_as('compiled')} above step time {known_as('predicted')}, on one scale each</h3>"
         + "<p>Lines mark the peak and the limit of memory, and the floor of compute.</p>"
         + f'<dl class="bars">{bars}</dl>'
@@ -143,20 +121,20 @@ def _layout(report: Report, number: int, heading: str) -> str:
     ]
     name = f"<h2>{text(_name(report))}</h2>" if heading == "h3" else ""
     about = (
-        f"{text(layout(report))} on {text(hardware(report))}, mesh {text(mesh(report.mesh))}. "
-        f"{parameters(report)} and {human_count(report.tokens)} tokens per step "
+        f"{text(report.layout)} on {text(figures.hardware(report))}, mesh {text(figures.mesh(report.mesh))}. "
+        f"{figures.parameters(report)} and {human_count(report.tokens)} tokens per step "
         f"{known_as('counted')}; phase {text(report.phase)}."
     )
     return (
         f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>'
-        f'<p class="verdict">{text(verdict(report))}</p>{"".join(sections)}</article>'
+        f'<p class="verdict">{text(figures.verdict(report))}</p>{"".join(sections)}</article>'
     )
 
 
 def _facts(report: Report) -> str:
     memory, found = report.memory, report.prediction
     of_limit = f"of {human_bytes(memory.limit_bytes)}: " if memory.limit_bytes is not None else ""
-    facts = [("peak memory", "compiled", human_bytes(memory.peak_bytes), of_limit + fit(memory))]
+    facts = [("peak memory", "compiled", human_bytes(memory.peak_bytes), of_limit + figures.fit(memory))]
     if found:
         facts += [
             ("step time", "predicted", human_seconds(found.step_time_s), f"error: {found.error}"),
@@ -167,7 +145,7 @@ def _facts(report: Report) -> str:
     else:
         facts.append(("step time", "predicted", "none", report.no_prediction))
     if not memory.refusal:
-        facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), of_floor(report)))
+        facts.append(("sent per device and step", "compiled", human_bytes(report.sent_bytes), figures.of_floor(report)))
     return facts_of(facts, over=not memory.fits)
 
 
@@ -182,11 +160,9 @@ def _warnings(report: Report, heading: str) -> str:
 
 def _memory(report: Report, heading: str) -> str:
     memory = report.memory
-    amounts = [(name, name, size) for name, size in parts(memory)]
-    extra = [("", "peak", memory.peak_bytes), ("", "limit", memory.limit_bytes), ("", "on the host", memory.host_bytes)]
-    rows = [
-        [swatch(kind), term(name), human_bytes(size)] for kind, name, size in [*amounts, *extra] if size is not None
-    ]
+    rows = [[swatch(name), term(name), human_bytes(size)] for name, size in figures.parts(memory)]
+    whole = (("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("on the host", memory.host_bytes))
+    rows += [["", term(name), human_bytes(size)] for name, size in whole if size is not None]
     largest = [
         [human_bytes(found.bytes), f"<code>{breakable(found.shape)}</code>",
          text(" ".join(axis or "?" for axis in found.axes)), f"<code>{breakable(found.source)}</code>",
@@ -194,13 +170,13 @@ def _memory(report: Report, heading: str) -> str:
         for found in memory.largest
     ]  # fmt: skip
     if largest:
-        largest.append([human_bytes(other_temporaries_bytes(memory)), "all others", "", "", ""])
+        largest.append([human_bytes(figures.other_temporaries_bytes(memory)), "all others", "", "", ""])
     refusal = (
         f'<p class="refusal">The compiler refused the program: {text(memory.refusal)}</p>' if memory.refusal else ""
     )
     content = (
         _memory_bar(report, max(memory.peak_bytes, memory.limit_bytes or 0))
-        + f'<p class="{"good" if memory.fits else "bad"}">{text(fit(memory))}.</p>{refusal}'
+        + f'<p class="{"good" if memory.fits else "bad"}">{text(figures.fit(memory))}.</p>{refusal}'
         + '<div class="pair">'
         + rows_of(["", "part", "size"], rows, "Memory per device", numbers=(2,))
         + rows_of(["size", "largest temporaries", "axes", "source", "op"], largest, "Largest temporaries", numbers=(0,))
@@ -211,12 +187,12 @@ def _memory(report: Report, heading: str) -> str:
 
 def _memory_bar(report: Report, whole: float) -> str:
     memory = report.memory
-    amounts = [(name, f"{name} {human_bytes(size)}", float(size)) for name, size in parts(memory)]
+    amounts = [(name, f"{name} {human_bytes(size)}", float(size)) for name, size in figures.parts(memory)]
     total = sum(size for _, _, size in amounts)
     marks = [(f"peak {human_bytes(memory.peak_bytes)}", float(memory.peak_bytes))]
     if memory.limit_bytes is not None:
         marks.append((f"limit {human_bytes(memory.limit_bytes)}", float(memory.limit_bytes)))
-    label = f"Memory of {layout(report)}: " + ", ".join(about for _, about, _ in amounts) + f"; {fit(memory)}"
+    label = f"Memory of {report.layout}: " + ", ".join(about for _, about, _ in amounts) + f"; {figures.fit(memory)}"
     return bar(amounts, max(whole, total), label, marks)
 
 
@@ -226,7 +202,7 @@ def _time(report: Report, heading: str) -> str:
         return section(heading, "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>")
     rows = [
         [swatch(kind), text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}"]
-        for kind, label, seconds in breakdown(found)
+        for kind, label, seconds in figures.breakdown(found)
     ]
     rows.append(["", "step", human_seconds(found.step_time_s), ""])
     notes = [("Basis", found.basis), ("Error", found.error)]
@@ -249,26 +225,25 @@ def _time(report: Report, heading: str) -> str:
         computed_s = found.matmul_s + found.attention_s + found.other_s
         rest_s = computed_s - sum(seconds for _, seconds in found.fusions)
         costly += [["all others", human_seconds(max(rest_s, 0.0))], ["compute", human_seconds(computed_s)]]
+    operations = rows_of(["operation", "time per step"], costly, "Costliest operations", numbers=(1,))
     content = (
         _time_bar(report, found.step_time_s)
         + '<div class="pair">'
         + rows_of(["", "where it goes", "time", "share"], rows, "Where the step's time goes", numbers=(2, 3))
-        + '<dl class="notes">'
-        + "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in notes)
-        + "</dl></div>"
-        + (f"<details><summary>Costliest operations</summary>"
-           f"{rows_of(['operation', 'time per step'], costly, 'Costliest operations', numbers=(1,))}</details>"
-           if costly else "")
-    )  # fmt: skip
+        + notes_of(notes)
+        + "</div>"
+        + (folded("Costliest operations", operations) if costly else "")
+    )
     return section(heading, "Step time", "predicted", content)
 
 
 def _time_bar(report: Report, whole: float) -> str:
     assert report.prediction is not None
     pieces = [
-        (kind, f"{label} {human_seconds(seconds)}", seconds) for kind, label, seconds in breakdown(report.prediction)
+        (kind, f"{label} {human_seconds(seconds)}", seconds)
+        for kind, label, seconds in figures.breakdown(report.prediction)
     ]
-    label = f"Step time of {layout(report)}: " + ", ".join(about for _, about, _ in pieces)
+    label = f"Step time of {report.layout}: " + ", ".join(about for _, about, _ in pieces)
     floor = report.floor.compute_s
     marks = [] if floor is None else [(f"floor of compute {human_seconds(floor)}", floor)]
     return bar(pieces, whole, label, marks)
@@ -280,6 +255,7 @@ def _layer(report: Report, heading: str) -> str:
         return ""
     kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
              ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
+    zoom = '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label>'
     rows = [
         [text(span.part), text(span.lane), text(span.kind), breakable(span.name), human_seconds(span.start_s),
          human_seconds(span.end_s - span.start_s)]
@@ -287,11 +263,10 @@ def _layer(report: Report, heading: str) -> str:
     ]  # fmt: skip
     table = rows_of(["part", "lane", "kind", "name", "start", "duration"], rows, "Spans of one layer", numbers=(4, 5))
     content = (
-        f'<p class="legend">{"".join(f"<span>{swatch(kind)}{name}</span>" for kind, name in kinds)}'
-        '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label></p>'
+        f"{legend(kinds, zoom)}"
         f'<div class="timeline">{timeline(spans)}</div>'
         '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
-        f"<details><summary>The same as a table</summary>{table}</details>"
+        f"{folded('The same as a table', table)}"
     )
     return section(heading, "One layer, in time", "predicted", content)
 
@@ -300,7 +275,7 @@ def _mesh(report: Report, number: int, heading: str) -> str:
     rows = [
         [
             breakable(array.path),
-            text(_shape(array)),
+            text(", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))),
             "-" if array.at_rest is None else text(split(array.axes, array.at_rest)),
             text(split(array.axes, array.in_use)),
             human_bytes(array.bytes_per_device),
@@ -318,14 +293,9 @@ def _mesh(report: Report, number: int, heading: str) -> str:
     return section(heading, "Mesh and arrays", "counted", content)
 
 
-def _shape(array: PlacedArray) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))
-
-
 def _made_with(report: Report, heading: str) -> str:
     rows = [[breakable(name), breakable(value)] for name, value in report.versions.items()]
-    versions = rows_of(["what", "which"], rows, "Versions")
-    content = f"<details><summary>Versions and compiler options</summary>{versions}</details>"
+    content = folded("Versions and compiler options", rows_of(["what", "which"], rows, "Versions"))
     if report.rules_text:
-        content = f"<p>{text(layout(report))}, the rules file:</p>{file_of(report.rules_text)}{content}"
+        content = f"<p>{text(report.layout)}, the rules file:</p>{file_of(report.rules_text)}{content}"
     return section(heading, "Made with", "", f"{content}<p>Compiled in {human_seconds(report.compile_s)}.</p>")

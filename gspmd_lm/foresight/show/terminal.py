@@ -13,23 +13,7 @@ from rich.text import Text
 
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.show.figures import (
-    breakdown,
-    communication,
-    compared,
-    errors,
-    fit,
-    hardware,
-    layout,
-    mesh,
-    of_floor,
-    other_temporaries_bytes,
-    parameters,
-    parts,
-    ranked,
-    sent_bytes,
-    winner,
-)
+from gspmd_lm.foresight.show import figures
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 LINES = 49  # of a screen, without the prompt
@@ -43,7 +27,7 @@ MORE = "see --json or --html"
 def show(reports: Sequence[Report], console: Console) -> None:
     """Prints one report as a page, or several side by side with the best first."""
     if len(reports) > 1:
-        _side_by_side(ranked(reports), console)
+        _side_by_side(figures.ranked(reports), console)
         return
     (report,) = reports
     found = len(report.warnings)
@@ -59,13 +43,13 @@ def show(reports: Sequence[Report], console: Console) -> None:
 def paragraph(report: Report) -> str:
     """The paragraph that training prints before it starts: fit, communication, predicted time and warnings."""
     memory, found = report.memory, report.prediction
-    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts(memory))
+    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in figures.parts(memory))
     said = [
-        f"{report.config} under {report.rules} on {hardware(report)}, mesh {mesh(report.mesh)}.",
-        f"Compiled: {human_bytes(memory.peak_bytes)} per device at the peak ({held}); {fit(memory)}.",
+        f"{report.config} under {report.rules} on {figures.hardware(report)}, mesh {figures.mesh(report.mesh)}.",
+        f"Compiled: {human_bytes(memory.peak_bytes)} per device at the peak ({held}); {figures.fit(memory)}.",
     ]
     if not memory.refusal:
-        said.append(f"Compiled: each device sends per step {communication(report)}.")
+        said.append(f"Compiled: each device sends per step {figures.communication(report)}.")
     if found is None:
         said.append(f"No prediction: {report.no_prediction}.")
     else:
@@ -88,17 +72,27 @@ def _page(report: Report, wide: bool, collectives: int, warnings: int) -> Group:
 
 
 def _header(report: Report) -> Text:
-    target = f"{hardware(report)} ({report.target})" if report.chip else f"{report.target}, {hardware(report)}"
+    target = (
+        f"{figures.hardware(report)} ({report.target})"
+        if report.chip
+        else f"{report.target}, {figures.hardware(report)}"
+    )
     return Text.assemble(
         (f"{'' if report.phase == 'train' else f'{report.phase} of '}{report.config} under {report.rules}", "bold"),
         f" on {target}\n",
-        f"mesh {mesh(report.mesh)}; counted {parameters(report)}, {human_count(report.tokens)} tokens per step",
+        f"mesh {figures.mesh(report.mesh)}; counted {figures.parameters(report)}, "
+        f"{human_count(report.tokens)} tokens per step",
     )
 
 
 def _memory(report: Report, wide: bool) -> RenderableType:
     memory = report.memory
-    amounts = [*parts(memory), ("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("host", memory.host_bytes)]
+    amounts = [
+        *figures.parts(memory),
+        ("peak", memory.peak_bytes),
+        ("limit", memory.limit_bytes),
+        ("host", memory.host_bytes),
+    ]
     known = [(name, size) for name, size in amounts if size is not None]
     table = _table([(name, "right") for name, _ in known])
     table.add_row(*(human_bytes(size) for _, size in known))
@@ -107,9 +101,9 @@ def _memory(report: Report, wide: bool) -> RenderableType:
     if memory.limit_bytes is not None:
         filled, width = min(memory.limit_bytes, memory.peak_bytes), 60 if wide else 28
         bar = ProgressBar(memory.limit_bytes, filled, width, complete_style=style, finished_style=style)
-        line.add_row(bar, Text("|"), Text(fit(memory), style=style))
+        line.add_row(bar, Text("|"), Text(figures.fit(memory), style=style))
     else:
-        line.add_row(Text(fit(memory)))
+        line.add_row(Text(figures.fit(memory)))
     title = _title("Memory per device", f"compiled in {human_seconds(report.compile_s)}")
     blocks: list[RenderableType] = [title, Padding.indent(table, 2), Padding.indent(line, 2)]
     if memory.refusal:
@@ -120,7 +114,7 @@ def _memory(report: Report, wide: bool) -> RenderableType:
             axes = " ".join(axis or "?" for axis in found.axes)
             source = found.source if wide else found.source.removeprefix("gspmd_lm/")
             largest.add_row(*_cells(human_bytes(found.bytes), found.shape, axes, source))
-        if others := other_temporaries_bytes(memory):
+        if others := figures.other_temporaries_bytes(memory):
             largest.add_row(human_bytes(others), "all others")
         blocks += [Text("  largest temporaries", style="dim"), Padding.indent(largest, 2)]
     return Group(*blocks)
@@ -130,8 +124,8 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
     if report.memory.refusal:
         return Group(_title("Collectives", "compiled"), Text("  none to show: there is no program"))
     groups = _grouped(report.collectives)
-    sent = f"{human_bytes(sent_bytes(report))} per device and step"
-    counted = of_floor(report)
+    sent = f"{human_bytes(report.sent_bytes)} per device and step"
+    counted = figures.of_floor(report)
     title = _title("Collectives", "compiled", sent + (f", {counted} (counted)" if counted else ""))
     if not groups:
         return Group(title, Text("  no collectives"))
@@ -197,7 +191,7 @@ def _time(report: Report, wide: bool) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     for column in ("left", "right", "right"):
         table.add_column(justify=column, no_wrap=True)
-    for kind, label, seconds in breakdown(found):
+    for kind, label, seconds in figures.breakdown(found):
         style = "yellow" if kind in ("wait", "host") else "blue"
         bar = ProgressBar(found.step_time_s, seconds, 60 if wide else 40, complete_style=style)
         table.add_row(Text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}", bar)
@@ -230,7 +224,7 @@ def _warnings(report: Report, most: int) -> RenderableType:
 
 def _side_by_side(reports: Sequence[Report], console: Console) -> None:
     """Prints the comparison, with as many columns at a time as the console has room for."""
-    rows, names = compared(reports), [layout(report) for report in reports]
+    rows, names = figures.compared(reports), [report.layout for report in reports]
     room = console.width - max(len(f"{row.label} {row.known}") for row in rows) - 3
     columns = [[name, *(row.cells[i] + "*" * (i in row.best) for row in rows)] for i, name in enumerate(names)]
     widths = [max(map(len, column)) + 2 for column in columns]
@@ -250,9 +244,9 @@ def _side_by_side(reports: Sequence[Report], console: Console) -> None:
         console.print(table)
         console.print()
         first = last
-    console.print(Text(winner(reports)))
+    console.print(Text(figures.winner(reports)))
     notes = ["* best of those that fit; ranked by predicted time"]
-    notes += [f"error of predicted times: {error}" for error in errors(reports)]
+    notes += [f"error of predicted times: {error}" for error in figures.errors(reports)]
     found = collections.defaultdict[tuple[str, str], list[str]](list)
     for report, name in zip(reports, names, strict=True):
         if report.prediction is None:
@@ -270,8 +264,8 @@ def _side_by_side(reports: Sequence[Report], console: Console) -> None:
         console.print(Text(f" ! and {len(found) - MOST_WARNINGS} more; {MORE}", style="yellow"))
 
 
-def _title(name: str, known: str, figures: str = "") -> Text:
-    return Text.assemble((name, "bold"), f", {known}", f": {figures}" if figures else "")
+def _title(name: str, known: str, said: str = "") -> Text:
+    return Text.assemble((name, "bold"), f", {known}", f": {said}" if said else "")
 
 
 def _table(columns: Sequence[tuple[str, str]], head: bool = True) -> Table:
