@@ -130,23 +130,20 @@ def _is_weight(rules: Rules, op: str) -> bool:
 
 def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
     """What every layer sends there. Gradients that are summed once a step have to cross."""
-    slow = []
+    slow = collections.defaultdict[str, list[Collective]](list)
     for one in moved:
         gradient = one.phase == "backward" and one.kind in ("all-reduce", "reduce-scatter")
         gradient &= "rules.batch" in one.rules and (_is_weight(rules, one.op) or one.op.endswith("_norm"))
         often = one.times_per_step >= max(2, layers)
         if one.link in SLOW_LINKS and often and not (gradient and rules.microbatches == 1):
-            slow.append(one)
-    for link, where in SLOW_LINKS.items():
-        over = [one for one in slow if one.link == link]
-        if not over:
-            continue
+            slow[one.link].append(one)
+    for link, over in slow.items():
         rows = dict.fromkeys(row for one in over for row in one.rules)
-        axes = dict.fromkeys(axis for one in over for axis in one.mesh_axes)
+        axes = "+".join(dict.fromkeys(axis for one in over for axis in one.mesh_axes))
         sent = human_bytes(sum(one.bytes_per_device_per_step for one in over))
         yield Finding(
             "slow-link",
-            f"{'+'.join(axes)} sends {sent} per device {where}, in every layer, because of {', '.join(rows)}",
+            f"{axes} sends {sent} per device {SLOW_LINKS[link]}, in every layer, because of {', '.join(rows)}",
             "let an axis cross that only the gradients use: --set rules.dcn.data=..., with batch split over data too",
         )
 
@@ -154,10 +151,9 @@ def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Itera
 def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
     """The flag that would have a fused kernel compute attention in training; '' if one does, or none can."""
     kernel = next((kernel for kernel in KERNELS[platform] if kernel != "xla"), None)
-    segments = config.data.packing == "documents"
     if not kernel or rules.attention[platform] != "xla":
         return ""
-    lacks = attention_lacks(kernel, config, rules, config.data.seq, segments)
+    lacks = attention_lacks(kernel, config, rules, config.data.seq, config.data.packing == "documents")
     return "" if lacks else f"--set rules.attention.{platform}={kernel}"
 
 

@@ -8,18 +8,18 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.show.drawing import text
 from gspmd_lm.foresight.show.figures import of_floor
-from gspmd_lm.foresight.show.pieces import breakable, known_as, scroll, section, term
+from gspmd_lm.foresight.show.pieces import Part, breakable, known_as, scroll, term
 from gspmd_lm.units import human_bytes
 
 COLUMNS = ("kind", "axes", "dtype", "times", "sent", "overlaps", "phase", "op", "because of", "source")
 
 
-def table(report: Report, heading: str) -> str:
-    """The section of all collectives: those over the same axes in the same phase stand in a group with their sums."""
+def table(report: Report) -> Part:
+    """The part with all collectives: those over the same axes in the same phase stand in a group with their sums."""
     if report.memory.refusal:
-        return section(heading, "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>")
+        return "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>"
     if not report.collectives:
-        return section(heading, "Collectives", "compiled", "<p>None.</p>")
+        return "Collectives", "compiled", "<p>None.</p>"
     heads = [
         f'<th scope="col"{" aria-sort=descending" if name == "sent" else ""}><button type="button" data-column="{i}">'
         f"{term(name)}</button></th>"
@@ -37,8 +37,7 @@ def table(report: Report, heading: str) -> str:
     above = f", {of_floor(report)} {known_as('counted')}" if of_floor(report) else ""
     total = (f"<p>{human_bytes(whole)} sent per device and step{above}. Choose a group to see its collectives, and a "
              f"heading to sort them by it.</p>")  # fmt: skip
-    name = f"Collectives ({len(report.collectives)})"
-    return section(heading, name, "compiled", total + scroll("Collectives", rows))
+    return f"Collectives ({len(report.collectives)})", "compiled", total + scroll("Collectives", rows)
 
 
 def _group(of: tuple[str, str], members: Sequence[Collective], whole: int) -> str:

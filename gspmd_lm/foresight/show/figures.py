@@ -51,9 +51,9 @@ def parameters(report: Report) -> str:
     return f"{human_count(report.parameters)} parameters{active if some else ''}"
 
 
-def hardware(report: Report) -> str:
-    """The devices of a report as '64 x TPU v5p' or '8 simulated devices'."""
-    return f"{report.devices} x {report.chip}" if report.chip else f"{report.devices} simulated devices"
+def hardware(count: int, chip: str) -> str:
+    """'64 x TPU v5p'; '8 simulated devices' where the chip is ''"""
+    return f"{count} x {chip}" if chip else f"{count} simulated devices"
 
 
 def fit(memory: Memory) -> str:
@@ -123,10 +123,8 @@ def other_temporaries_bytes(memory: Memory) -> int:
 def verdict(report: Report) -> str:
     """What to make of one layout, in three sentences: whether it fits, what its time goes to, and what it sends."""
     memory, found = report.memory, report.prediction
-    if memory.limit_bytes is None:
-        said = [f"{report.layout} needs {human_bytes(memory.peak_bytes)} per device."]
-    else:
-        said = [f"{report.layout} {fit(memory)}."]
+    needs = f"needs {human_bytes(memory.peak_bytes)} per device" if memory.limit_bytes is None else fit(memory)
+    said = [f"{report.layout} {needs}."]
     if found:
         label, most_s = max(list(parts_s(found).items())[:3], key=lambda part: part[1])
         longest = next(iter(found.exposed_by_axis), "")

@@ -7,6 +7,7 @@ from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.show import collectives, figures
 from gspmd_lm.foresight.show.drawing import bar, text, timeline
 from gspmd_lm.foresight.show.pieces import (
+    Part,
     breakable,
     document,
     facts_of,
@@ -109,25 +110,26 @@ def _comparison(reports: Sequence[Report]) -> str:
 
 
 def _layout(report: Report, number: int, heading: str) -> str:
-    sections = [
-        _facts(report),
-        _warnings(report, heading),
-        _memory(report, heading),
-        _time(report, heading),
-        _layer(report, heading),
-        _mesh(report, number, heading),
-        collectives.table(report, heading),
-        _made_with(report, heading),
+    found = [
+        _warnings(report),
+        _memory(report),
+        _time(report),
+        _layer(report),
+        _mesh(report, number),
+        collectives.table(report),
+        _made_with(report),
     ]
+    sections = "".join(section(heading, *part) for part in found if part)
     name = f"<h2>{text(_name(report))}</h2>" if heading == "h3" else ""
     about = (
-        f"{text(report.layout)} on {text(figures.hardware(report))}, mesh {text(figures.mesh(report.mesh))}. "
+        f"{text(report.layout)} on {text(figures.hardware(report.devices, report.chip))}, "
+        f"mesh {text(figures.mesh(report.mesh))}. "
         f"{figures.parameters(report)} and {human_count(report.tokens)} tokens per step "
         f"{known_as('counted')}; phase {text(report.phase)}."
     )
     return (
         f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>'
-        f'<p class="verdict">{text(figures.verdict(report))}</p>{"".join(sections)}</article>'
+        f'<p class="verdict">{text(figures.verdict(report))}</p>{_facts(report)}{sections}</article>'
     )
 
 
@@ -149,16 +151,16 @@ def _facts(report: Report) -> str:
     return facts_of(facts, over=not memory.fits)
 
 
-def _warnings(report: Report, heading: str) -> str:
+def _warnings(report: Report) -> Part:
     found = [
         f"<li><b>{text(warning.code)}</b> {text(warning.message)}<br><span>Fix: {text(warning.fix)}</span></li>"
         for warning in report.warnings
     ]
     content = f'<ul class="warnings">{"".join(found)}</ul>' if found else "<p>None.</p>"
-    return section(heading, f"Warnings ({len(found)})", "", content)
+    return f"Warnings ({len(found)})", "", content
 
 
-def _memory(report: Report, heading: str) -> str:
+def _memory(report: Report) -> Part:
     memory = report.memory
     rows = [[swatch(name), term(name), human_bytes(size)] for name, size in figures.parts(memory)]
     whole = (("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("on the host", memory.host_bytes))
@@ -182,7 +184,7 @@ def _memory(report: Report, heading: str) -> str:
         + rows_of(["size", "largest temporaries", "axes", "source", "op"], largest, "Largest temporaries", numbers=(0,))
         + "</div>"
     )
-    return section(heading, "Memory per device", "compiled", content)
+    return "Memory per device", "compiled", content
 
 
 def _memory_bar(report: Report, whole: float) -> str:
@@ -196,10 +198,10 @@ def _memory_bar(report: Report, whole: float) -> str:
     return bar(amounts, max(whole, total), label, marks)
 
 
-def _time(report: Report, heading: str) -> str:
+def _time(report: Report) -> Part:
     found, floor = report.prediction, report.floor
     if found is None:
-        return section(heading, "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>")
+        return "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>"
     rows = [
         [swatch(kind), text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}"]
         for kind, label, seconds in figures.breakdown(found)
@@ -234,7 +236,7 @@ def _time(report: Report, heading: str) -> str:
         + "</div>"
         + (folded("Costliest operations", operations) if costly else "")
     )
-    return section(heading, "Step time", "predicted", content)
+    return "Step time", "predicted", content
 
 
 def _time_bar(report: Report, whole: float) -> str:
@@ -249,10 +251,10 @@ def _time_bar(report: Report, whole: float) -> str:
     return bar(pieces, whole, label, marks)
 
 
-def _layer(report: Report, heading: str) -> str:
+def _layer(report: Report) -> Part | None:
     spans = report.prediction.timeline if report.prediction else ()
     if not spans:
-        return ""
+        return None
     kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
              ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
     zoom = '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label>'
@@ -268,10 +270,10 @@ def _layer(report: Report, heading: str) -> str:
         '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
         f"{folded('The same as a table', table)}"
     )
-    return section(heading, "One layer, in time", "predicted", content)
+    return "One layer, in time", "predicted", content
 
 
-def _mesh(report: Report, number: int, heading: str) -> str:
+def _mesh(report: Report, number: int) -> Part:
     rows = [
         [
             breakable(array.path),
@@ -290,12 +292,12 @@ def _mesh(report: Report, number: int, heading: str) -> str:
         "device, or go from one to the next with the arrow keys.</p>"
         f"{rows_of(columns, rows, 'Arrays and how they are split', numbers=(4,))}"
     )
-    return section(heading, "Mesh and arrays", "counted", content)
+    return "Mesh and arrays", "counted", content
 
 
-def _made_with(report: Report, heading: str) -> str:
+def _made_with(report: Report) -> Part:
     rows = [[breakable(name), breakable(value)] for name, value in report.versions.items()]
     content = folded("Versions and compiler options", rows_of(["what", "which"], rows, "Versions"))
     if report.rules_text:
         content = f"<p>{text(report.layout)}, the rules file:</p>{file_of(report.rules_text)}{content}"
-    return section(heading, "Made with", "", f"{content}<p>Compiled in {human_seconds(report.compile_s)}.</p>")
+    return "Made with", "", f"{content}<p>Compiled in {human_seconds(report.compile_s)}.</p>"

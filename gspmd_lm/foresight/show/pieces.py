@@ -11,6 +11,7 @@ from gspmd_lm.foresight.show.meanings import MEANINGS
 
 MOST_ON_A_PHONE = 4  # short columns side by side
 TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
+Part = tuple[str, str, str]  # of a page: a title, how its figures are known, and HTML
 
 
 def document(title: str, command: str, body: str, data: str = "[]") -> str:

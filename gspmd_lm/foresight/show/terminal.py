@@ -44,8 +44,9 @@ def paragraph(report: Report) -> str:
     """The paragraph that training prints before it starts: fit, communication, predicted time and warnings."""
     memory, found = report.memory, report.prediction
     held = ", ".join(f"{name} {human_bytes(size)}" for name, size in figures.parts(memory))
+    hardware = figures.hardware(report.devices, report.chip)
     said = [
-        f"{report.config} under {report.rules} on {figures.hardware(report)}, mesh {figures.mesh(report.mesh)}.",
+        f"{report.config} under {report.rules} on {hardware}, mesh {figures.mesh(report.mesh)}.",
         f"Compiled: {human_bytes(memory.peak_bytes)} per device at the peak ({held}); {figures.fit(memory)}.",
     ]
     if not memory.refusal:
@@ -72,11 +73,8 @@ def _page(report: Report, wide: bool, collectives: int, warnings: int) -> Group:
 
 
 def _header(report: Report) -> Text:
-    target = (
-        f"{figures.hardware(report)} ({report.target})"
-        if report.chip
-        else f"{report.target}, {figures.hardware(report)}"
-    )
+    hardware = figures.hardware(report.devices, report.chip)
+    target = f"{hardware} ({report.target})" if report.chip else f"{report.target}, {hardware}"
     return Text.assemble(
         (f"{'' if report.phase == 'train' else f'{report.phase} of '}{report.config} under {report.rules}", "bold"),
         f" on {target}\n",
@@ -87,13 +85,8 @@ def _header(report: Report) -> Text:
 
 def _memory(report: Report, wide: bool) -> RenderableType:
     memory = report.memory
-    amounts = [
-        *figures.parts(memory),
-        ("peak", memory.peak_bytes),
-        ("limit", memory.limit_bytes),
-        ("host", memory.host_bytes),
-    ]
-    known = [(name, size) for name, size in amounts if size is not None]
+    whole = (("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("host", memory.host_bytes))
+    known = [(name, size) for name, size in (*figures.parts(memory), *whole) if size is not None]
     table = _table([(name, "right") for name, _ in known])
     table.add_row(*(human_bytes(size) for _, size in known))
     style = "green" if memory.fits else "red"
@@ -182,12 +175,8 @@ def _time(report: Report, wide: bool) -> RenderableType:
     found, floor = report.prediction, report.floor
     if found is None:
         return Group(_title("Step time", "predicted"), Padding.indent(Text(f"none: {report.no_prediction}"), 2))
-    title = _title(
-        "Step time",
-        "predicted",
-        f"{human_seconds(found.step_time_s)}, {found.tokens_per_s_per_device:,.0f} tokens/s/device, "
-        f"MFU {found.mfu:.1%}",
-    )
+    speed = f"{found.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {found.mfu:.1%}"
+    title = _title("Step time", "predicted", f"{human_seconds(found.step_time_s)}, {speed}")
     table = Table.grid(padding=(0, 1))
     for column in ("left", "right", "right"):
         table.add_column(justify=column, no_wrap=True)
