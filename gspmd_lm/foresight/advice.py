@@ -268,13 +268,8 @@ def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) 
                 sizes[scope].add(instruction.shape.arrays[0].elements)
     for array in arrays:
         pieces = rules.piece_count(itertools.chain(*array.in_use))
-        whole = math.prod(array.shape)
-        if (
-            array.at_rest is None
-            and pieces > 1
-            and whole in sizes[array.path]
-            and whole // pieces not in sizes[array.path]
-        ):
+        whole, held = math.prod(array.shape), sizes[array.path]
+        if array.at_rest is None and pieces > 1 and whole in held and whole // pieces not in held:
             yield Finding(
                 "constraint-not-effective",
                 f"{array.path}: the rules split it into {pieces} pieces, but the program holds it whole",

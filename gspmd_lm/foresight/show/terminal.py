@@ -1,4 +1,7 @@
-"""Reports on a terminal: one layout as a page, several side by side, or a paragraph before a run."""
+"""Reports on a terminal: one layout as a page, several side by side, or a paragraph before a run.
+
+Cells are `Text`, because text from files must not be read as markup.
+"""
 
 import collections
 import dataclasses
@@ -106,7 +109,7 @@ def _memory(report: Report, wide: bool) -> RenderableType:
         for found in memory.largest[:3]:
             axes = " ".join(axis or "?" for axis in found.axes)
             source = found.source if wide else found.source.removeprefix("gspmd_lm/")
-            largest.add_row(*_cells(human_bytes(found.bytes), found.shape, axes, source))
+            largest.add_row(*map(Text, (human_bytes(found.bytes), found.shape, axes, source)))
         if others := figures.other_temporaries_bytes(memory):
             largest.add_row(human_bytes(others), "all others")
         blocks += [Text("  largest temporaries", style="dim"), Padding.indent(largest, 2)]
@@ -135,18 +138,17 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
         others, op = f" +{more}" if more else "", found.op if wide else found.op.removeprefix("layers.")
         room = (40 if wide else 15) - len(others)
         rows = " ".join(key.removeprefix("rules.") for key in found.rules)  # as in the file
-        table.add_row(
-            *_cells(
-                found.kind,
-                "+".join(found.mesh_axes),
-                f"{found.times_per_step:,}",
-                human_bytes(found.bytes_per_device_per_step),
-                found.phase if wide else PHASES.get(found.phase, found.phase),
-                (op if len(op) <= room else f"{op[: room - 1]}…") + others,
-                rows or "no row",
-                "yes" if found.overlapped else "no",
-            )
+        cells = (
+            found.kind,
+            "+".join(found.mesh_axes),
+            f"{found.times_per_step:,}",
+            human_bytes(found.bytes_per_device_per_step),
+            found.phase if wide else PHASES.get(found.phase, found.phase),
+            (op if len(op) <= room else f"{op[: room - 1]}…") + others,
+            rows or "no row",
+            "yes" if found.overlapped else "no",
         )
+        table.add_row(*map(Text, cells))
     rest = groups[most:]
     left = sum(found.bytes_per_device_per_step for found, _ in rest)
     tail = [Text(f"  and {len(rest)} more, {human_bytes(left)}", style="dim")] if rest else []
@@ -184,18 +186,20 @@ def _time(report: Report, wide: bool) -> RenderableType:
         style = "yellow" if kind in ("wait", "host") else "blue"
         bar = ProgressBar(found.step_time_s, seconds, 60 if wide else 40, complete_style=style)
         table.add_row(Text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}", bar)
-    notes = _table([("", "left"), ("", "left")], head=False)
+    notes = []
     if floor.compute_s is not None and floor.memory_s is not None:
         least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
         times = found.step_time_s / max(floor.compute_s, floor.memory_s)
-        notes.add_row(Text("floor, counted"), Text(f"{least}: the step takes {times:.2f}x"))
-    notes.add_row(Text("basis"), Text(found.basis))
-    notes.add_row(Text("error"), Text(found.error))
+        notes.append(("floor, counted", f"{least}: the step takes {times:.2f}x"))
+    notes += [("basis", found.basis), ("error", found.error)]
     if found.unpriced_share:
         most = list(found.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
-        notes.add_row(Text("not priced"), Text(f"{found.unpriced_share:.1%} of the program's bytes: {names}"))
-    return Group(title, Padding.indent(table, 2), Padding.indent(notes, 2))
+        notes.append(("not priced", f"{found.unpriced_share:.1%} of the program's bytes: {names}"))
+    below = _table([("", "left"), ("", "left")], head=False)
+    for note in notes:
+        below.add_row(*map(Text, note))
+    return Group(title, Padding.indent(table, 2), Padding.indent(below, 2))
 
 
 def _warnings(report: Report, most: int) -> RenderableType:
@@ -262,8 +266,3 @@ def _table(columns: Sequence[tuple[str, str]], head: bool = True) -> Table:
     for heading, justify in columns:
         table.add_column(Text(heading), justify=justify, overflow="fold")  # type: ignore[arg-type]
     return table
-
-
-def _cells(*values: str) -> list[Text]:
-    """Cells of plain text, because text from files must not be read as markup."""
-    return [Text(value) for value in values]
