@@ -169,7 +169,7 @@ def sent(layout: str, where: str, *sets: str) -> dict[str, Any]:
     """What the collectives of Llama-3-8B send under a layout, beside the floor, and what of their time is exposed."""
     rules = dataclasses.replace(rules_file.load(layout), attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"})
     (found,) = explain.reports(config.load("llama3_8b", sets), [rules], target.parse(where), print)
-    total = sum(one.bytes_per_device_per_step for one in found.collectives)
+    total = found.sent_bytes
     predicted, least = found.prediction, found.floor.communication_bytes
     assert predicted and least
     return {

@@ -9,13 +9,11 @@ import yaml
 from gspmd_lm import axes, errors, rules_file, runtime
 from gspmd_lm import config as configs
 from gspmd_lm.foresight.machine import hardware, target
-from gspmd_lm.foresight.report import KEYS
 from gspmd_lm.rules import MESH_AXES
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
 FORESIGHT = (ROOT / "docs/foresight.md").read_text()
-JSON_KEYS = (ROOT / "docs/explain_json.md").read_text()
 RULES = (ROOT / "docs/rules.md").read_text()
 MESSAGES = RULES[RULES.index("## What wrong files say") : RULES.index("## What the model does with the rules")]
 WRONG = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```\n\n```text\n(.*?)\n```", MESSAGES, re.DOTALL)
@@ -106,11 +104,6 @@ def test_links_are_found():
     text = (ROOT / "README.md").read_text()
     assert {page.stem for page in PAGES} - {"README"} <= set(re.findall(r"(\w+)\.md\)", text))
     assert len(re.findall(r"\]\(#", RULES)) >= 8
-
-
-def test_keys_of_the_json():
-    listed = re.findall(r"^\| `(\S+)` \| (.+) \|$", JSON_KEYS, re.M)
-    assert dict(listed) == KEYS
 
 
 def test_the_changelog_has_one_line_for_each_change():

@@ -35,10 +35,10 @@ def warnings(
     config: Config | Task,
     rules: Rules,
     platform: str,
-    problems: Iterable[Problem] = (),
-    looked_up: Collection[str] = (),
-    module: Module | None = None,
-    notes: Sequence[str] = (),
+    problems: Iterable[Problem],
+    looked_up: Collection[str],
+    module: Module | None,
+    notes: Sequence[str],
 ) -> tuple[Finding, ...]:
     """Findings about the layout of a report, in the order in which they are worth reading.
 
@@ -79,18 +79,16 @@ def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Finding]
     total, least = sent.total(), floor.communication_bytes
     if total <= max(ABOVE_FLOOR * least, LARGE_BYTES / 64):
         return
-    axes, excess = max(((axes, size - floor.communication_by_axis.get(axes, 0)) for axes, size in sent.items()),
-                       key=lambda pair: pair[1])  # fmt: skip
-    largest = max(
-        (one for one in moved if "+".join(one.mesh_axes) == axes), key=lambda one: one.bytes_per_device_per_step
-    )
+    excess = {axes: size - floor.communication_by_axis.get(axes, 0) for axes, size in sent.items()}
+    axes = max(excess, key=excess.__getitem__)
+    largest = next(one for one in moved if "+".join(one.mesh_axes) == axes)  # the largest traffic comes first
     because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
     ratio = (
         f"{total / least:.2f}x the necessary communication" if least else "communication that nothing makes necessary"
     )
     yield Finding(
         "above-floor",
-        f"{ratio}: {human_bytes(total)} per device and step; {human_bytes(excess)} too much over {axes}",
+        f"{ratio}: {human_bytes(total)} per device and step; {human_bytes(excess[axes])} too much over {axes}",
         f"look at the {largest.kind} at {largest.op or largest.source}{because}",
     )
 
@@ -132,23 +130,20 @@ def _is_weight(rules: Rules, op: str) -> bool:
 
 def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Iterator[Finding]:
     """What every layer sends there. Gradients that are summed once a step have to cross."""
-    slow = []
+    slow = collections.defaultdict[str, list[Collective]](list)
     for one in moved:
         gradient = one.phase == "backward" and one.kind in ("all-reduce", "reduce-scatter")
         gradient &= "rules.batch" in one.rules and (_is_weight(rules, one.op) or one.op.endswith("_norm"))
         often = one.times_per_step >= max(2, layers)
         if one.link in SLOW_LINKS and often and not (gradient and rules.microbatches == 1):
-            slow.append(one)
-    for link, where in SLOW_LINKS.items():
-        over = [one for one in slow if one.link == link]
-        if not over:
-            continue
+            slow[one.link].append(one)
+    for link, over in slow.items():
         rows = dict.fromkeys(row for one in over for row in one.rules)
-        axes = dict.fromkeys(axis for one in over for axis in one.mesh_axes)
+        axes = "+".join(dict.fromkeys(axis for one in over for axis in one.mesh_axes))
         sent = human_bytes(sum(one.bytes_per_device_per_step for one in over))
         yield Finding(
             "slow-link",
-            f"{'+'.join(axes)} sends {sent} per device {where}, in every layer, because of {', '.join(rows)}",
+            f"{axes} sends {sent} per device {SLOW_LINKS[link]}, in every layer, because of {', '.join(rows)}",
             "let an axis cross that only the gradients use: --set rules.dcn.data=..., with batch split over data too",
         )
 
@@ -156,12 +151,10 @@ def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Itera
 def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
     """The flag that would have a fused kernel compute attention in training; '' if one does, or none can."""
     kernel = next((kernel for kernel in KERNELS[platform] if kernel != "xla"), None)
-    segments = config.data.packing == "documents"
     if not kernel or rules.attention[platform] != "xla":
         return ""
-    if attention_lacks(kernel, config, rules, config.data.seq, segments):
-        return ""
-    return f"--set rules.attention.{platform}={kernel}"
+    lacks = attention_lacks(kernel, config, rules, config.data.seq, config.data.packing == "documents")
+    return "" if lacks else f"--set rules.attention.{platform}={kernel}"
 
 
 def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
@@ -180,7 +173,7 @@ def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
         return
     long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TURNS]
     if long or predicted.unpriced_share > TRIFLE:
-        most = long or sorted(predicted.unpriced, key=predicted.unpriced.__getitem__, reverse=True)
+        most = long or list(predicted.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
         yield Finding(
             "unpriced",
@@ -225,31 +218,30 @@ def _involuntary(notes: Sequence[str]) -> Iterator[Finding]:
 
 
 def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> Iterator[Finding]:
-    """Large arrays that every device along a mesh axis holds whole, though they could be split over it."""
+    """Large arrays that every device along a mesh axis holds whole, though they could be split over it.
+
+    They are weights and the residual, which is kept for the backward pass. Other activations come and go.
+    """
     large = max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0))
     for name, size in rules.mesh.items():
-        if size == 1:
-            continue
         whole: list[tuple[PlacedArray, str]] = []
         for array in arrays:
-            spec = array.in_use if array.at_rest is None else array.at_rest
-            if array.at_rest is None and array.path != "residual":
-                continue  # kept for the backward pass is the residual; the others come and go
-            if any(name in names for names in spec) or array.bytes_per_device < large:
-                continue
-            if axis := _could_split(rules, array, spec, size):
-                whole.append((array, axis))
-        if not whole:
+            spec = array.at_rest or array.in_use
+            kept = array.at_rest is not None or array.path == "residual"
+            if kept and array.bytes_per_device >= large and not any(name in names for names in spec):
+                lengths = zip(array.axes, array.shape, spec, strict=True)
+                free = (axis for axis, length, names in lengths if not names and length % size == 0)
+                whole += [(array, axis) for axis in free if axis not in NOT_SPLIT][:1]
+        if size == 1 or not whole:
             continue
-        (largest, axis) = max(whole, key=lambda pair: pair[0].bytes_per_device)
-        table = "rules" if largest.at_rest is None else "weights"
+        largest, axis = max(whole, key=lambda pair: pair[0].bytes_per_device)
+        row = f"rules.residual.{axis}" if largest.at_rest is None else f"weights.{axis}"
         others = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
         total = sum(array.bytes_per_device for array, _ in whole)
-        row = f"residual.{axis}" if largest.at_rest is None else axis
         yield Finding(
             "replicated-array",
             f"{largest.path}{others}, {human_bytes(total)} per device, are the same on all {size} devices along {name}",
-            f"--set rules.{table}.{row}={name} would split them",
+            f"--set rules.{row}={name} would split them",
         )
 
 
@@ -266,15 +258,6 @@ def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
             )
 
 
-def _could_split(rules: Rules, array: PlacedArray, spec: Sequence[tuple[str, ...]], size: int) -> str:
-    """An axis of an array that `size` more pieces divide; '' if there is none."""
-    for axis, length, names in zip(array.axes, array.shape, spec, strict=True):
-        pieces = rules.piece_count(names)
-        if axis not in NOT_SPLIT and not names and length % (pieces * size) == 0:
-            return axis
-    return ""
-
-
 def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) -> Iterator[Finding]:
     """Activations that the rules split, but that the program holds whole where it names them."""
     sizes: dict[str, set[int]] = collections.defaultdict(set)
@@ -285,13 +268,8 @@ def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) 
                 sizes[scope].add(instruction.shape.arrays[0].elements)
     for array in arrays:
         pieces = rules.piece_count(itertools.chain(*array.in_use))
-        whole = math.prod(array.shape)
-        if (
-            array.at_rest is None
-            and pieces > 1
-            and whole in sizes[array.path]
-            and whole // pieces not in sizes[array.path]
-        ):
+        whole, held = math.prod(array.shape), sizes[array.path]
+        if array.at_rest is None and pieces > 1 and whole in held and whole // pieces not in held:
             yield Finding(
                 "constraint-not-effective",
                 f"{array.path}: the rules split it into {pieces} pieces, but the program holds it whole",

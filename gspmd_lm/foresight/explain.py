@@ -1,8 +1,8 @@
 """Reports of layouts: each is checked, compiled for the target, and read."""
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gspmd_lm import files
@@ -83,31 +83,29 @@ def report(
     network = Network(
         target.chip, program.coords, program.slices, program.hosts, tuple(rules.mesh.values()), tuple(rules.mesh)
     )
+    needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
         least = counted_floor.floor(config, rules, arrays, target.chip)
+        needed = least.flops
     elif phase == "train":
         least = floor.floor(config, rules, arrays, target.chip, traced)
+        needed = floor.least_flops(config, rules, arrays, traced)
     else:
         sizes = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // sizes.rows
         least = decoding_floor.floor(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
-    limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
-    found, predicted, reason = (), None, NOT_ON_CPU
+    limit_bytes = target.chip and target.chip.usable_hbm_bytes
+    module, found, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:
-        module = None
         held = memory.refused(program.refusal, program.state_bytes, limit_bytes)
         reason = "the compiler refused the program: it does not fit"
     else:
         module = hlo.parse(program.text)
-        known, accepted = _known(named, rules.mesh), target.platform == "tpu"
+        known, accepted = _known(named, rules), target.platform == "tpu"
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
         found = collectives.find(module, rules, named, network, traced)
         if target.chip:
             error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
-            needed = 0.0
-            if phase == "train":
-                own = isinstance(config, Task)
-                needed = least.flops if own else floor.least_flops(config, rules, arrays, traced)
             each = tokens / target.devices
             predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error, needed), ""
     said = Report(
@@ -132,17 +130,13 @@ def report(
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    looked_up, notes = traced.looked_up, program.notes
-    found_out = advice.warnings(said, config, rules, target.platform, problems, looked_up, module, notes)
-    return dataclasses.replace(said, warnings=found_out)
+    warned = advice.warnings(said, config, rules, target.platform, problems, traced.looked_up, module, program.notes)
+    return dataclasses.replace(said, warnings=warned)
 
 
-def _known(arrays: Sequence[table.PlacedArray], mesh: Mapping[str, int]) -> list[memory.Held]:
+def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.Held]:
     """What a device holds of each array, at rest and in use."""
-    found = []
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
-            pieces = [math.prod(mesh[name] for name in names) for names in spec]
-            shape = tuple(size // n for size, n in zip(array.shape, pieces, strict=True))
-            found.append(memory.Held(array.path, array.axes, shape))
-    return found
+            pieces = map(rules.piece_count, spec)
+            yield memory.Held(array.path, array.axes, tuple(map(operator.floordiv, array.shape, pieces)))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gspmd_lm.foresight.show import page
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.pieces import document, file_of, made_by, rows_of, section, words
+from gspmd_lm.foresight.show.pieces import document, file_of, legend, notes_of, pick, rows_of, section, words
 from gspmd_lm.foresight.show.plot import Axis, Plot
 from gspmd_lm.plan import terminal, written
 from gspmd_lm.plan.advice import Change
@@ -19,35 +19,29 @@ FARTHEST = 3  # times the best step: slower layouts are not drawn
 def render(outcomes: Sequence[Outcome], helps: Sequence[Change], command: str) -> str:
     """The HTML of the page. The first plan of `terminal.ranked` is shown in full."""
     best, *others = terminal.ranked(outcomes)
-    body = made_by(command)
-    if others:
-        body += _targets([best, *others])
+    body = _targets([best, *others]) if others else ""
     if best.plan.best is None:
         body += section("h2", "Nothing fits", "", f"<p>{text(terminal.summary(best))}.</p>")
-        return document(f"Plan of {best.plan.config}", body, "[]")
+        return document(f"Plan of {best.plan.config}", command, body)
     body += _ranking(best, helps) + _memory(best)
     chosen = [line.candidate for line in best.lines() if line.candidate.report][:IN_FULL]
     reports = [one.report for one in chosen if one.report]
     body += section("h2", "The rules file", "", file_of(written.rules_file(best.plan, best.plan.best, command)))
     if reports:
-        names = "".join(
-            f'<button type="button" class="pick" data-layout="{i}" aria-pressed="false">{text(one.name)}</button> '
-            for i, one in enumerate(chosen)
-        )
+        names = "".join(f"{pick(i, one.name)} " for i, one in enumerate(chosen))
         body += f"<p>{names if len(reports) > 1 else ''}</p>" + page.layouts(reports)
     body += words()
-    return document(f"Plan of {best.plan.config} on {best.plan.target.text}", body, page.data(reports))
+    return document(f"Plan of {best.plan.config} on {best.plan.target.text}", command, body, page.data(reports))
 
 
 def _ranking(outcome: Outcome, helps: Sequence[Change]) -> str:
     headings = terminal.headings(outcome)
     rows = [[text(cell) for cell in terminal.cells(outcome, line)] for line in terminal.shown(outcome.lines())]
     said = [*terminal.sentences(outcome, helps), ("answer", terminal.question(outcome))]
-    notes = "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in said if words)
     content = (
         f"<p>{text(terminal.summary(outcome))}. = marks a tie within the known error.</p>"
         + rows_of(headings, rows, "Ranking", numbers=_numbers(headings))
-        + f'<dl class="notes">{notes}</dl>'
+        + notes_of((label, words) for label, words in said if words)
     )
     return section("h2", "Ranking", "predicted", content)
 
@@ -76,13 +70,10 @@ def _memory(outcome: Outcome) -> str:
         about += ", compiled" if compiled else ", priced"
         size = 14 if best else 9 if compiled else 5
         drawn.dot((line.peak_bytes, line.step_time_s), colour, about, size=size, faint=not (best or compiled))
-    legend = (
-        '<p class="legend"><span><i class="swatch k-host"></i>the best</span>'
-        '<span><i class="swatch k-matmul"></i>compiled</span><span><i class="swatch k-other"></i>priced</span>'
-        "<span>dashed: no layout is both faster and smaller</span></p>"
-    )
+    kinds = [("host", "the best"), ("matmul", "compiled"), ("other", "priced"),
+             ("", "dashed: no layout is both faster and smaller")]  # fmt: skip
     label = f"Step time against memory of {len(near)} layouts"
-    return section("h2", "Step time and memory", "predicted", legend + drawn.html(label, tall=True))
+    return section("h2", "Step time and memory", "predicted", legend(kinds) + drawn.html(label, tall=True))
 
 
 def _targets(outcomes: Sequence[Outcome]) -> str:

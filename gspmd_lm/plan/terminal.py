@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gspmd_lm.foresight.show.figures import hardware
 from gspmd_lm.plan.advice import Change, Larger
 from gspmd_lm.plan.outcome import SHOWN, Line, Outcome
 from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds
@@ -43,13 +44,9 @@ def shown(lines: Sequence[Line]) -> list[Line]:
 def summary(outcome: Outcome) -> str:
     """The first line: what was planned for, and how much was looked at."""
     plan = outcome.plan
-    chip = (
-        f"{outcome.chips} x {plan.target.chip.kinds[0]}"
-        if plan.target.chip
-        else f"{plan.target.devices} simulated devices"
-    )
+    chips = hardware(outcome.chips, plan.target.chip.kinds[0] if plan.target.chip else "")
     return (
-        f"{plan.config}, {outcome.batch:,} rows a step, on {chip} ({plan.target.text}): {plan.searched:,} layouts "
+        f"{plan.config}, {outcome.batch:,} rows a step, on {chips} ({plan.target.text}): {plan.searched:,} layouts "
         f"priced, {plan.compiled} compiled in {human_duration(plan.seconds)}"
     )
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.pieces import breakable, document, facts_of, file_of, made_by, rows_of, section
+from gspmd_lm.foresight.show.pieces import breakable, document, facts_of, file_of, folded, rows_of, section
 from gspmd_lm.foresight.show.plot import Axis, Plot, short
 from gspmd_lm.runs import table
 from gspmd_lm.runs.history import Run, differences, settings
@@ -28,12 +28,11 @@ _PLOTS: tuple[tuple[str, str, Callable[[float], str], bool, bool], ...] = (
 def render(runs: Sequence[Run], command: str) -> str:
     """The HTML of the page."""
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
-    body = made_by(command)
-    body += _facts(runs[0]) if len(runs) == 1 else _runs(runs)
+    body = _facts(runs[0]) if len(runs) == 1 else _runs(runs)
     body += "".join(f'<p class="bad">{text(run.damage)}</p>' for run in runs if run.damage)
     body += _loss(runs) + '<div class="plots">' + "".join(_plot(runs, *one) for one in _PLOTS) + "</div>"
     body += _samples(runs) + (_made_with(runs[0]) if len(runs) == 1 else _differences(runs))
-    return document(title, body, "[]")
+    return document(title, command, body)
 
 
 def colour(number: int) -> str:
@@ -161,8 +160,8 @@ def _made_with(run: Run) -> str:
     chosen = [[f"<code>{breakable(key)}</code>", _anywhere(value)] for key, value in settings(run).items()]
     content = (
         rows_of(["what", "which"], made, "Made with")
-        + f"<details><summary>Config</summary>{rows_of(['setting', 'value'], chosen, 'Config')}</details>"
-        + f"<details><summary>Rules</summary>{file_of(run.rules)}</details>"
+        + folded("Config", rows_of(["setting", "value"], chosen, "Config"))
+        + folded("Rules", file_of(run.rules))
     )
     return section("h2", "Made with", "", content)
 

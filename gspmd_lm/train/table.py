@@ -62,8 +62,8 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
         if weights and row.at_rest is None:
             table.add_section()
         weights = row.at_rest is not None
-        at_rest = "" if row.at_rest is None else _split(row.axes, row.at_rest)
-        table.add_row(row.path, " ".join(row.axes), _sizes(row.shape), at_rest, _split(row.axes, row.in_use),
+        at_rest = "" if row.at_rest is None else split(row.axes, row.at_rest)
+        table.add_row(row.path, " ".join(row.axes), _sizes(row.shape), at_rest, split(row.axes, row.in_use),
                       f"{row.bytes_per_device:,}")  # fmt: skip
     console.print(table)
     console.print()
@@ -94,7 +94,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _split(axes: tuple[str, ...], spec: Spec) -> str:
-    """'embed/fsdp heads/tensor'; 'replicated' where nothing is split."""
+def split(axes: tuple[str, ...], spec: Spec) -> str:
+    """The split dimensions of an array as 'embed/fsdp heads/tensor'; 'replicated' if there are none."""
     parts = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
     return " ".join(parts) or "replicated"

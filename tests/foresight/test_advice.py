@@ -66,7 +66,7 @@ def test_what_has_no_price():
     warning = only(found(unpriced={"custom-call mine at layers.mlp": 1e-6, "sort": 1e-6}), "unpriced")
     assert "custom-call mine at layers.mlp" in warning.message and "sort" not in warning.message
     assert "cost_estimate" in warning.fix
-    assert "sort, while" in only(found(unpriced={"while": 0.01, "sort": 0.02}), "unpriced").message
+    assert "sort, while" in only(found(unpriced={"sort": 0.02, "while": 0.01}), "unpriced").message
     assert found(unpriced={"sort": 0.009}) == ()
     decode = found(unpriced={"custom-call mine": 0.0}, attention_s=0.4, phase="decode")
     assert only(decode, "unpriced") and found(attention_s=0.4, phase="decode") == ()

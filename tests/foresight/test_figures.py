@@ -6,6 +6,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight.show import figures
+from gspmd_lm.train.table import split
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 
@@ -36,7 +37,7 @@ def test_where_the_time_goes_adds_up():
 
 
 def test_communication_above_the_floor():
-    assert figures.above_floor(sample.LLAMA) == pytest.approx(figures.sent_bytes(sample.LLAMA) / 420e9)
+    assert figures.above_floor(sample.LLAMA) == pytest.approx(sample.LLAMA.sent_bytes / 420e9)
     assert figures.above_floor(sample.REFUSED) is None
     alone = dataclasses.replace(sample.LLAMA.floor, communication_bytes=0)
     assert figures.above_floor(dataclasses.replace(sample.LLAMA, floor=alone)) is None
@@ -59,7 +60,7 @@ def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
     assert figures.other_width(narrowed(sample.LLAMA, "bf16", "bfloat16")) == ""  # tables and norms are float32
     widened = narrowed(sample.CPU, "f32", "bfloat16")
     assert figures.other_width(widened) == "100% in f32" and "both as float32" in figures.of_floor(widened)
-    assert figures.above_floor(widened) == pytest.approx(figures.sent_bytes(widened) / 10**11)
+    assert figures.above_floor(widened) == pytest.approx(widened.sent_bytes / 10**11)
     assert figures.other_width(narrowed(sample.CPU, "f32", "float32")) == ""
     assert figures.of_floor(sample.REFUSED) == ""
 
@@ -76,8 +77,8 @@ def test_the_errors_of_predictions_are_told_once():
 
 def test_split():
     spec = (), ("data", "fsdp"), ("tensor",)
-    assert figures.placement_text(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
-    assert figures.placement_text(("embed",), ((),)) == "replicated"
+    assert split(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
+    assert split(("embed",), ((),)) == "replicated"
 
 
 def test_ranked():
@@ -120,7 +121,7 @@ def test_a_verdict_says_fit_time_and_traffic():
     told = sample.PREDICTION
     assert said.startswith("fsdp_tp fits, ")
     assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in said
-    assert f"waits {figures.percent(told.exposed_communication_s / told.step_time_s)} of it" in said
+    assert f"waits {told.exposed_communication_s / told.step_time_s:.1%} of it" in said
     assert said.endswith(f"Each device sends {figures.communication(sample.LLAMA)}.")
     assert "does not fit" in figures.verdict(sample.REFUSED) and "sends" not in figures.verdict(sample.REFUSED)
     assert figures.verdict(sample.CPU).startswith(

@@ -8,7 +8,7 @@ import sample
 from recorded import same_as_recorded
 from rich.console import Console
 
-from gspmd_lm.foresight.show import figures, terminal
+from gspmd_lm.foresight.show import terminal
 
 REPORTS = {"fits": [sample.LLAMA], "refused": [sample.REFUSED], "cpu": [sample.CPU],
            "side by side": [sample.LLAMA, sample.REFUSED, sample.FSDP]}  # fmt: skip
@@ -61,7 +61,7 @@ def test_collectives_that_are_not_shown_are_counted(width):
     rest, unit = re.findall(r"and \d+ more, ([\d.]+) ([GMk]?B)", page)[0]
     scale = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}
     total = sum(float(size) * scale[unit] for size, unit in [*rows, (rest, unit)])
-    assert len(rows) >= 4 and total == pytest.approx(figures.sent_bytes(sample.LLAMA), abs=0.05e9 * (len(rows) + 1))
+    assert len(rows) >= 4 and total == pytest.approx(sample.LLAMA.sent_bytes, abs=0.05e9 * (len(rows) + 1))
 
 
 def test_several_are_ranked_and_the_best_marked():

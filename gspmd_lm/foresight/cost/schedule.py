@@ -37,7 +37,7 @@ class Prediction:
     attention_s: float
     other_s: float
     exposed_communication_s: float
-    exposed_by_axis: Mapping[str, float]
+    exposed_by_axis: Mapping[str, float]  # the longest wait first
     exposed_host_copy_s: float
     communication_s: float  # exposed or not
     mfu: float
@@ -45,7 +45,8 @@ class Prediction:
     basis: str  # what the prices rest on
     error: str  # the known error of such predictions
     timeline: tuple[Span, ...]
-    unpriced: Mapping[str, float]  # an operation whose time is not known -> its share of the bytes of all instructions
+    # An operation whose time is not known -> its share of the bytes of all instructions; the largest first.
+    unpriced: Mapping[str, float]
     unpriced_share: float
     missing_flops_share: float  # the share of the model's necessary FLOPs that no matmul or attention kernel does
     fusions: tuple[tuple[str, float], ...] = ()  # the costliest operations: name and seconds per step

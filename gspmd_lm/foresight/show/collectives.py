@@ -7,25 +7,25 @@ from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.show.drawing import text
-from gspmd_lm.foresight.show.figures import of_floor, percent, sent_bytes
-from gspmd_lm.foresight.show.pieces import breakable, known_as, scroll, section, term
+from gspmd_lm.foresight.show.figures import of_floor
+from gspmd_lm.foresight.show.pieces import Part, breakable, known_as, scroll, term
 from gspmd_lm.units import human_bytes
 
 COLUMNS = ("kind", "axes", "dtype", "times", "sent", "overlaps", "phase", "op", "because of", "source")
 
 
-def table(report: Report, heading: str) -> str:
-    """The section of all collectives: those over the same axes in the same phase stand in a group with their sums."""
+def table(report: Report) -> Part:
+    """The part with all collectives: those over the same axes in the same phase stand in a group with their sums."""
     if report.memory.refusal:
-        return section(heading, "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>")
+        return "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>"
     if not report.collectives:
-        return section(heading, "Collectives", "compiled", "<p>None.</p>")
+        return "Collectives", "compiled", "<p>None.</p>"
     heads = [
         f'<th scope="col"{" aria-sort=descending" if name == "sent" else ""}><button type="button" data-column="{i}">'
         f"{term(name)}</button></th>"
         for i, name in enumerate(COLUMNS)
     ]
-    whole = sent_bytes(report)
+    whole = report.sent_bytes
     groups = collections.defaultdict[tuple[str, str], list[Collective]](list)
     for one in sorted(report.collectives, key=_size, reverse=True):
         groups["+".join(one.mesh_axes), one.phase].append(one)
@@ -37,15 +37,14 @@ def table(report: Report, heading: str) -> str:
     above = f", {of_floor(report)} {known_as('counted')}" if of_floor(report) else ""
     total = (f"<p>{human_bytes(whole)} sent per device and step{above}. Choose a group to see its collectives, and a "
              f"heading to sort them by it.</p>")  # fmt: skip
-    name = f"Collectives ({len(report.collectives)})"
-    return section(heading, name, "compiled", total + scroll("Collectives", rows))
+    return f"Collectives ({len(report.collectives)})", "compiled", total + scroll("Collectives", rows)
 
 
 def _group(of: tuple[str, str], members: Sequence[Collective], whole: int) -> str:
     """Collectives over the same axes in the same phase: a row with their sums, and their own rows, which fold."""
     axes, phase = of
     size = sum(map(_size, members))
-    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {percent(size / whole)} of the bytes"
+    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {size / whole:.1%} of the bytes"
     head = (
         f'<tr><th scope="rowgroup" colspan="3"><button type="button" class="fold" aria-expanded="true">{text(axes)}, '
         f'{text(phase)}</button></th><td class="num" data-name="times">{sum(one.times_per_step for one in members):,}'

@@ -24,7 +24,7 @@ def text(value: object) -> str:
 
 
 def bar(
-    segments: Iterable[tuple[str, str, float]], whole: float, label: str, marks: Sequence[tuple[str, float]] = ()
+    segments: Iterable[tuple[str, str, float]], whole: float, label: str, marks: Sequence[tuple[str, float]]
 ) -> str:
     """A stacked bar of parts, each with a kind, a description and an amount out of `whole`.
 

@@ -39,11 +39,6 @@ class ComparisonRow:
     best: frozenset[int] = frozenset()
 
 
-def percent(share: float) -> str:
-    """A share as '54.1%'."""
-    return f"{100 * share:.1f}%"
-
-
 def mesh(sizes: Mapping[str, int]) -> str:
     """The sizes of a mesh as 'fsdp=16 x tensor=4'."""
     return " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -56,14 +51,9 @@ def parameters(report: Report) -> str:
     return f"{human_count(report.parameters)} parameters{active if some else ''}"
 
 
-def hardware(report: Report) -> str:
-    """The devices of a report as '64 x TPU v5p' or '8 simulated devices'."""
-    return f"{report.devices} x {report.chip}" if report.chip else f"{report.devices} simulated devices"
-
-
-def layout(report: Report) -> str:
-    """The name of the rules file, without its folder and ending."""
-    return report.rules.rsplit("/", 1)[-1].removesuffix(".yaml")
+def hardware(count: int, chip: str) -> str:
+    """'64 x TPU v5p'; '8 simulated devices' where the chip is ''"""
+    return f"{count} x {chip}" if chip else f"{count} simulated devices"
 
 
 def fit(memory: Memory) -> str:
@@ -72,7 +62,7 @@ def fit(memory: Memory) -> str:
         return "no limit on this target"
     spare, share = memory.limit_bytes - memory.peak_bytes, memory.peak_bytes / memory.limit_bytes
     if memory.fits:
-        return f"fits, {human_bytes(spare)} ({percent(1 - share)}) free"
+        return f"fits, {human_bytes(spare)} ({1 - share:.1%}) free"
     if spare < 0:
         return f"does not fit, {human_bytes(-spare)} over ({share:.2f}x the limit)"
     return "does not fit: the compiler refused it"
@@ -89,15 +79,15 @@ def parts(memory: Memory) -> tuple[tuple[str, int], ...]:
 
 
 def breakdown(prediction: Prediction) -> tuple[tuple[str, str, float], ...]:
-    """The parts of a step's time, each a kind, a label and seconds; the longest wait comes first."""
-    waits = sorted(prediction.exposed_by_axis.items(), key=lambda wait: -wait[1])
-    return (
+    """The parts of a step's time that are not 0, each a kind, a label and seconds."""
+    found = (
         ("matmul", "matmul", prediction.matmul_s),
         ("attention", "attention", prediction.attention_s),
         ("other", "other compute", prediction.other_s),
-        *(("wait", f"exposed, {axis}", seconds) for axis, seconds in waits),
+        *(("wait", f"exposed, {axis}", seconds) for axis, seconds in prediction.exposed_by_axis.items()),
         ("host", "exposed, host copies", prediction.exposed_host_copy_s),
     )
+    return tuple(part for part in found if part[2])
 
 
 def parts_s(known: Parts) -> dict[str, float]:
@@ -133,20 +123,16 @@ def other_temporaries_bytes(memory: Memory) -> int:
 def verdict(report: Report) -> str:
     """What to make of one layout, in three sentences: whether it fits, what its time goes to, and what it sends."""
     memory, found = report.memory, report.prediction
-    name = layout(report)
-    if memory.limit_bytes is None:
-        said = [f"{name} needs {human_bytes(memory.peak_bytes)} per device."]
-    else:
-        said = [f"{name} {fit(memory)}."]
+    needs = f"needs {human_bytes(memory.peak_bytes)} per device" if memory.limit_bytes is None else fit(memory)
+    said = [f"{report.layout} {needs}."]
     if found:
         label, most_s = max(list(parts_s(found).items())[:3], key=lambda part: part[1])
-        waits = {name: seconds for name, seconds in found.exposed_by_axis.items() if seconds > 0}
-        waited_s = found.exposed_communication_s
-        share = percent(waited_s / found.step_time_s)
+        longest = next(iter(found.exposed_by_axis), "")
         said.append(
             f"A step takes {human_seconds(found.step_time_s)}: {label} take{'s' if label != 'matmuls' else ''} "
-            f"{percent(most_s / found.step_time_s)} of it, and it waits {share} of it for other devices"
-            + (f", most for {max(waits, key=waits.__getitem__)}." if waits else ".")
+            f"{most_s / found.step_time_s:.1%} of it, and it waits "
+            f"{found.exposed_communication_s / found.step_time_s:.1%} of it for other devices"
+            + (f", most for {longest}." if longest else ".")
         )
     if not memory.refusal:
         said.append(f"Each device sends {communication(report)}.")
@@ -156,32 +142,27 @@ def verdict(report: Report) -> str:
 def winner(reports: Sequence[Report]) -> str:
     """Which of several layouts to take, and why. `reports` are ranked."""
     best, *others = reports
-    name = layout(best)
+    name = best.layout
     fitting = [report for report in others if report.memory.fits]
     if not best.memory.fits:
         nearest = min(reports, key=lambda report: report.memory.peak_bytes)
-        return f"None of the {len(reports)} layouts fits; {layout(nearest)} comes nearest, with {fit(nearest.memory)}."
+        return f"None of the {len(reports)} layouts fits; {nearest.layout} comes nearest, with {fit(nearest.memory)}."
     if not fitting:
         return f"{name} wins: no other layout fits."
     if best.prediction is None:
-        least = min((best, *fitting), key=sent_bytes)
+        least = min((best, *fitting), key=lambda report: report.sent_bytes)
         smallest = min((best, *fitting), key=lambda report: report.memory.peak_bytes)
-        return (f"No times are predicted here. {layout(least)} sends least ({human_bytes(sent_bytes(least))}), and "
-                f"{layout(smallest)} needs the least memory ({human_bytes(smallest.memory.peak_bytes)}).")  # fmt: skip
+        return (f"No times are predicted here. {least.layout} sends least ({human_bytes(least.sent_bytes)}), and "
+                f"{smallest.layout} needs the least memory ({human_bytes(smallest.memory.peak_bytes)}).")  # fmt: skip
     second = fitting[0]
     if second.prediction is None:
         return f"{name} wins: for the other layouts that fit no time is predicted."
     step_s = best.prediction.step_time_s
     behind = second.prediction.step_time_s / step_s - 1
     if behind < ALIKE:
-        return f"{name} and {layout(second)} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
-    return (f"{name} wins: a step of {layout(second)}, the next, takes {percent(behind)} longer "
+        return f"{name} and {second.layout} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
+    return (f"{name} wins: a step of {second.layout}, the next, takes {behind:.1%} longer "
             f"({difference(best.prediction, second.prediction, step_s)}).")  # fmt: skip
-
-
-def sent_bytes(report: Report) -> int:
-    """The bytes that one device sends in one step."""
-    return sum(found.bytes_per_device_per_step for found in report.collectives)
 
 
 def above_floor(report: Report) -> float | None:
@@ -196,7 +177,7 @@ def above_floor(report: Report) -> float | None:
     as_float32 = (
         found.bytes_per_device_per_step * (2 if found.dtype in _NARROW else 1) for found in report.collectives
     )
-    return (sent_bytes(report) if alike else sum(as_float32)) / least_bytes
+    return (report.sent_bytes if alike else sum(as_float32)) / least_bytes
 
 
 def other_width(report: Report) -> str:
@@ -208,7 +189,7 @@ def other_width(report: Report) -> str:
         other = [found for found in report.collectives if found.dtype in _NARROW]
     else:
         other = [found for found in report.collectives if found.dtype == "f32" and not report.chip]
-    share = sum(found.bytes_per_device_per_step for found in other) / max(sent_bytes(report), 1)
+    share = sum(found.bytes_per_device_per_step for found in other) / max(report.sent_bytes, 1)
     return f"{share:.0%} in {other[0].dtype}" if share >= 0.005 else ""
 
 
@@ -225,13 +206,7 @@ def of_floor(report: Report) -> str:
 
 def communication(report: Report) -> str:
     """What one device sends in one step, as '31.2 GB, 1.20x the floor'."""
-    return ", ".join(filter(None, (human_bytes(sent_bytes(report)), of_floor(report))))
-
-
-def placement_text(axes: Sequence[str], spec: Sequence[Sequence[str]]) -> str:
-    """The split dimensions of an array as 'embed/fsdp heads/tensor'; 'replicated' if there are none."""
-    named = [f"{axis}/{'+'.join(names)}" for axis, names in zip(axes, spec, strict=True) if names]
-    return " ".join(named) or "replicated"
+    return ", ".join(filter(None, (human_bytes(report.sent_bytes), of_floor(report))))
 
 
 def errors(reports: Sequence[Report]) -> list[str]:
@@ -251,24 +226,19 @@ def ranked(reports: Sequence[Report]) -> list[Report]:
 def compared(reports: Sequence[Report]) -> list[ComparisonRow]:
     """The lines of the comparison. A layout that does not fit is never best, and neither is one of several equals."""
 
-    def line(label: str, known: str, value: Callable[[Report], float | None], text: Callable[[float], str], sign=1):
-        values = [value(report) for report in reports]
-        able = [sign * x for x, report in zip(values, reports, strict=True) if x is not None and report.memory.fits]
-        best = frozenset(
-            i
-            for i, x in enumerate(values)
-            if x is not None and reports[i].memory.fits and len(set(able)) > 1 and sign * x == min(able)
-        )
+    def line(label: str, known: str, values: Sequence[float | None], text: Callable[[float], str], sign=1):
+        able = {i: sign * x for i, x in enumerate(values) if x is not None and reports[i].memory.fits}
+        distinct = set(able.values())
+        best = frozenset(i for i, x in able.items() if len(distinct) > 1 and x == min(distinct))
         return ComparisonRow(label, known, tuple("-" if x is None else text(x) for x in values), best)
 
-    def predicted(name: str) -> Callable[[Report], float | None]:
-        return lambda report: getattr(report.prediction, name) if report.prediction else None
+    def predicted(name: str) -> list[float | None]:
+        return [getattr(report.prediction, name) if report.prediction else None for report in reports]
 
-    def compiled(value: Callable[[Report], float]) -> Callable[[Report], float | None]:
-        return lambda report: None if report.memory.refusal else value(report)
-
-    others = [other_width(report) if above_floor(report) is not None else "" for report in reports]
-    of_floors = line("sent / floor", "counted", above_floor, "{:.2f}x".format)
+    sent = [None if report.memory.refusal else report.sent_bytes for report in reports]
+    above = [above_floor(report) for report in reports]
+    others = [other_width(report) if x is not None else "" for x, report in zip(above, reports, strict=True)]
+    of_floors = line("sent / floor", "counted", above, "{:.2f}x".format)
     told = tuple(", ".join(filter(None, pair)) for pair in zip(of_floors.cells, others, strict=True))
     rows = [ComparisonRow("mesh", "", tuple(mesh(report.mesh) for report in reports))]
     for label in ("config", "target"):
@@ -277,12 +247,12 @@ def compared(reports: Sequence[Report]) -> list[ComparisonRow]:
     return [
         *rows,
         ComparisonRow("fits", "compiled", tuple("yes" if report.memory.fits else "NO" for report in reports)),
-        line("peak memory", "compiled", lambda report: report.memory.peak_bytes, human_bytes),
+        line("peak memory", "compiled", [report.memory.peak_bytes for report in reports], human_bytes),
         line("step time", "predicted", predicted("step_time_s"), human_seconds),
         line("tokens/s/device", "predicted", predicted("tokens_per_s_per_device"), "{:,.0f}".format, -1),
-        line("MFU", "predicted", predicted("mfu"), percent, -1),
+        line("MFU", "predicted", predicted("mfu"), "{:.1%}".format, -1),
         line("exposed comm.", "predicted", predicted("exposed_communication_s"), human_seconds),
-        line("sent", "compiled", compiled(sent_bytes), human_bytes),
+        line("sent", "compiled", sent, human_bytes),
         dataclasses.replace(of_floors, cells=told),
-        line("warnings", "", lambda report: len(report.warnings), "{:.0f}".format),
+        line("warnings", "", [len(report.warnings) for report in reports], str),
     ]

@@ -4,34 +4,19 @@ import json
 from collections.abc import Sequence
 
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.show import collectives
+from gspmd_lm.foresight.show import collectives, figures
 from gspmd_lm.foresight.show.drawing import bar, text, timeline
-from gspmd_lm.foresight.show.figures import (
-    breakdown,
-    compared,
-    errors,
-    fit,
-    hardware,
-    layout,
-    mesh,
-    of_floor,
-    other_temporaries_bytes,
-    parameters,
-    parts,
-    percent,
-    placement_text,
-    ranked,
-    sent_bytes,
-    verdict,
-    winner,
-)
 from gspmd_lm.foresight.show.pieces import (
+    Part,
     breakable,
     document,
     facts_of,
     file_of,
+    folded,
     known_as,
-    made_by,
+    legend,
+    notes_of,
+    pick,
     rows_of,
     scroll,
     section,
@@ -39,7 +24,7 @@ from gspmd_lm.foresight.show.pieces import (
     term,
     words,
 )
-from gspmd_lm.train.table import PlacedArray
+from gspmd_lm.train.table import split
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 
@@ -48,11 +33,12 @@ def render(reports: Sequence[Report], command: str = "") -> str:
 
     command: what made the page, for readers who want to repeat it.
     """
-    reports = ranked(reports)
+    reports = figures.ranked(reports)
     several = len(reports) > 1
-    title = f"{len(reports)} layouts of {_one_of(reports, 'config')}" if several else _name(reports[0])
-    body = made_by(command) + (_comparison(reports) if several else "") + layouts(reports) + words()
-    return document(title, body, data(reports))
+    configs = ", ".join(dict.fromkeys(report.config for report in reports))
+    title = f"{len(reports)} layouts of {configs}" if several else _name(reports[0])
+    body = (_comparison(reports) if several else "") + layouts(reports) + words()
+    return document(title, command, body, data(reports))
 
 
 def layouts(reports: Sequence[Report]) -> str:
@@ -82,49 +68,40 @@ def data(reports: Sequence[Report]) -> str:
     return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _one_of(reports: Sequence[Report], field: str) -> str:
-    names = dict.fromkeys(getattr(report, field) for report in reports)
-    return ", ".join(names)
-
-
 def _name(report: Report) -> str:
-    return f"{report.config} under {layout(report)} on {report.target}"
+    return f"{report.config} under {report.layout} on {report.target}"
 
 
 # ---- parts of the page
 
 
 def _comparison(reports: Sequence[Report]) -> str:
-    heads = [
-        f'<th scope="col" data-column="{i}"><button type="button" class="pick" data-layout="{i}" aria-pressed="false">'
-        f"{text(layout(report))}</button></th>"
-        for i, report in enumerate(reports)
-    ]
+    names = [report.layout for report in reports]
+    heads = [f'<th scope="col" data-column="{i}">{pick(i, name)}</th>' for i, name in enumerate(names)]
     rows = [
         f'<tr><th scope="row">{term(row.label)} {known_as(row.known)}</th>'
         + "".join(
             f'<td class="num{" best" if i in row.best else " bad" if cell == "NO" else ""}" '
-            f'data-name="{text(layout(reports[i]))}">'
-            f"{text(cell)}{'*' if i in row.best else ''}</td>"
+            f'data-name="{text(names[i])}">{text(cell)}{"*" if i in row.best else ""}</td>'
             for i, cell in enumerate(row.cells)
         )
         + "</tr>"
-        for row in compared(reports)
+        for row in figures.compared(reports)
     ]
     slowest = max((report.prediction.step_time_s for report in reports if report.prediction), default=0)
     largest = max(max(report.memory.peak_bytes, report.memory.limit_bytes or 0) for report in reports)
     bars = "".join(
-        f"<dt>{text(layout(report))}</dt><dd>{_memory_bar(report, largest)}"
+        f"<dt>{text(report.layout)}</dt><dd>{_memory_bar(report, largest)}"
         f"{_time_bar(report, slowest) if report.prediction else ''}</dd>"
         for report in reports
     )
     head = f"<tr><td></td>{''.join(heads)}</tr>"
     table = f'<table class="compare stack"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
     content = (
-        f'<p class="verdict">{text(winner(reports))}</p>'
+        f'<p class="verdict">{text(figures.winner(reports))}</p>'
         + scroll("Comparison of layouts", table)
         + "<p>* best of those that fit. Ranked by predicted time. Choose a name to see that layout below.</p>"
-        + "".join(f"<p>Error of predicted times: {text(error)}.</p>" for error in errors(reports))
+        + "".join(f"<p>Error of predicted times: {text(error)}.</p>" for error in figures.errors(reports))
         + f"<h3>Memory {known_as('compiled')} above step time {known_as('predicted')}, on one scale each</h3>"
         + "<p>Lines mark the peak and the limit of memory, and the floor of compute.</p>"
         + f'<dl class="bars">{bars}</dl>'
@@ -133,62 +110,61 @@ def _comparison(reports: Sequence[Report]) -> str:
 
 
 def _layout(report: Report, number: int, heading: str) -> str:
-    sections = [
-        _facts(report),
-        _warnings(report, heading),
-        _memory(report, heading),
-        _time(report, heading),
-        _layer(report, heading),
-        _mesh(report, number, heading),
-        collectives.table(report, heading),
-        _made_with(report, heading),
+    found = [
+        _warnings(report),
+        _memory(report),
+        _time(report),
+        _layer(report),
+        _mesh(report, number),
+        collectives.table(report),
+        _made_with(report),
     ]
+    sections = "".join(section(heading, *part) for part in found if part)
     name = f"<h2>{text(_name(report))}</h2>" if heading == "h3" else ""
     about = (
-        f"{text(layout(report))} on {text(hardware(report))}, mesh {text(mesh(report.mesh))}. "
-        f"{parameters(report)} and {human_count(report.tokens)} tokens per step "
+        f"{text(report.layout)} on {text(figures.hardware(report.devices, report.chip))}, "
+        f"mesh {text(figures.mesh(report.mesh))}. "
+        f"{figures.parameters(report)} and {human_count(report.tokens)} tokens per step "
         f"{known_as('counted')}; phase {text(report.phase)}."
     )
     return (
         f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>'
-        f'<p class="verdict">{text(verdict(report))}</p>{"".join(sections)}</article>'
+        f'<p class="verdict">{text(figures.verdict(report))}</p>{_facts(report)}{sections}</article>'
     )
 
 
 def _facts(report: Report) -> str:
     memory, found = report.memory, report.prediction
     of_limit = f"of {human_bytes(memory.limit_bytes)}: " if memory.limit_bytes is not None else ""
-    facts = [("peak memory", "compiled", human_bytes(memory.peak_bytes), of_limit + fit(memory))]
+    facts = [("peak memory", "compiled", human_bytes(memory.peak_bytes), of_limit + figures.fit(memory))]
     if found:
         facts += [
             ("step time", "predicted", human_seconds(found.step_time_s), f"error: {found.error}"),
-            ("tokens/s per device", "predicted", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {percent(found.mfu)}"),
+            ("tokens/s per device", "predicted", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {found.mfu:.1%}"),
             ("exposed communication", "predicted", human_seconds(found.exposed_communication_s),
-             f"{percent(found.exposed_communication_s / found.step_time_s)} of the step"),
+             f"{found.exposed_communication_s / found.step_time_s:.1%} of the step"),
         ]  # fmt: skip
     else:
         facts.append(("step time", "predicted", "none", report.no_prediction))
     if not memory.refusal:
-        facts.append(("sent per device and step", "compiled", human_bytes(sent_bytes(report)), of_floor(report)))
+        facts.append(("sent per device and step", "compiled", human_bytes(report.sent_bytes), figures.of_floor(report)))
     return facts_of(facts, over=not memory.fits)
 
 
-def _warnings(report: Report, heading: str) -> str:
+def _warnings(report: Report) -> Part:
     found = [
         f"<li><b>{text(warning.code)}</b> {text(warning.message)}<br><span>Fix: {text(warning.fix)}</span></li>"
         for warning in report.warnings
     ]
     content = f'<ul class="warnings">{"".join(found)}</ul>' if found else "<p>None.</p>"
-    return section(heading, f"Warnings ({len(found)})", "", content)
+    return f"Warnings ({len(found)})", "", content
 
 
-def _memory(report: Report, heading: str) -> str:
+def _memory(report: Report) -> Part:
     memory = report.memory
-    amounts = [(name, name, size) for name, size in parts(memory)]
-    extra = [("", "peak", memory.peak_bytes), ("", "limit", memory.limit_bytes), ("", "on the host", memory.host_bytes)]
-    rows = [
-        [swatch(kind), term(name), human_bytes(size)] for kind, name, size in [*amounts, *extra] if size is not None
-    ]
+    rows = [[swatch(name), term(name), human_bytes(size)] for name, size in figures.parts(memory)]
+    whole = (("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("on the host", memory.host_bytes))
+    rows += [["", term(name), human_bytes(size)] for name, size in whole if size is not None]
     largest = [
         [human_bytes(found.bytes), f"<code>{breakable(found.shape)}</code>",
          text(" ".join(axis or "?" for axis in found.axes)), f"<code>{breakable(found.source)}</code>",
@@ -196,40 +172,39 @@ def _memory(report: Report, heading: str) -> str:
         for found in memory.largest
     ]  # fmt: skip
     if largest:
-        largest.append([human_bytes(other_temporaries_bytes(memory)), "all others", "", "", ""])
+        largest.append([human_bytes(figures.other_temporaries_bytes(memory)), "all others", "", "", ""])
     refusal = (
         f'<p class="refusal">The compiler refused the program: {text(memory.refusal)}</p>' if memory.refusal else ""
     )
     content = (
         _memory_bar(report, max(memory.peak_bytes, memory.limit_bytes or 0))
-        + f'<p class="{"good" if memory.fits else "bad"}">{text(fit(memory))}.</p>{refusal}'
+        + f'<p class="{"good" if memory.fits else "bad"}">{text(figures.fit(memory))}.</p>{refusal}'
         + '<div class="pair">'
         + rows_of(["", "part", "size"], rows, "Memory per device", numbers=(2,))
         + rows_of(["size", "largest temporaries", "axes", "source", "op"], largest, "Largest temporaries", numbers=(0,))
         + "</div>"
     )
-    return section(heading, "Memory per device", "compiled", content)
+    return "Memory per device", "compiled", content
 
 
 def _memory_bar(report: Report, whole: float) -> str:
     memory = report.memory
-    amounts = [(name, f"{name} {human_bytes(size)}", float(size)) for name, size in parts(memory)]
+    amounts = [(name, f"{name} {human_bytes(size)}", float(size)) for name, size in figures.parts(memory)]
     total = sum(size for _, _, size in amounts)
     marks = [(f"peak {human_bytes(memory.peak_bytes)}", float(memory.peak_bytes))]
     if memory.limit_bytes is not None:
         marks.append((f"limit {human_bytes(memory.limit_bytes)}", float(memory.limit_bytes)))
-    label = f"Memory of {layout(report)}: " + ", ".join(about for _, about, _ in amounts) + f"; {fit(memory)}"
+    label = f"Memory of {report.layout}: " + ", ".join(about for _, about, _ in amounts) + f"; {figures.fit(memory)}"
     return bar(amounts, max(whole, total), label, marks)
 
 
-def _time(report: Report, heading: str) -> str:
+def _time(report: Report) -> Part:
     found, floor = report.prediction, report.floor
     if found is None:
-        return section(heading, "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>")
+        return "Step time", "predicted", f"<p>None: {text(report.no_prediction)}.</p>"
     rows = [
-        [swatch(kind), text(label), human_seconds(seconds), percent(seconds / found.step_time_s)]
-        for kind, label, seconds in breakdown(found)
-        if seconds
+        [swatch(kind), text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}"]
+        for kind, label, seconds in figures.breakdown(found)
     ]
     rows.append(["", "step", human_seconds(found.step_time_s), ""])
     notes = [("Basis", found.basis), ("Error", found.error)]
@@ -245,44 +220,44 @@ def _time(report: Report, heading: str) -> str:
         notes.append(("Floor of communication (counted)", least + (f": {by_axis}" if by_axis else "")))
     notes.append(("Communication, exposed or not", human_seconds(found.communication_s)))
     if found.unpriced_share:
-        shares = ", ".join(f"{name} {percent(share)}" for name, share in found.unpriced.items())
-        notes.append(("Not priced", f"{percent(found.unpriced_share)} of the program's bytes: {shares}"))
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in found.unpriced.items())
+        notes.append(("Not priced", f"{found.unpriced_share:.1%} of the program's bytes: {shares}"))
     costly = [[breakable(name), human_seconds(seconds)] for name, seconds in found.fusions]
     if costly:
         computed_s = found.matmul_s + found.attention_s + found.other_s
         rest_s = computed_s - sum(seconds for _, seconds in found.fusions)
         costly += [["all others", human_seconds(max(rest_s, 0.0))], ["compute", human_seconds(computed_s)]]
+    operations = rows_of(["operation", "time per step"], costly, "Costliest operations", numbers=(1,))
     content = (
         _time_bar(report, found.step_time_s)
         + '<div class="pair">'
         + rows_of(["", "where it goes", "time", "share"], rows, "Where the step's time goes", numbers=(2, 3))
-        + '<dl class="notes">'
-        + "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in notes)
-        + "</dl></div>"
-        + (f"<details><summary>Costliest operations</summary>"
-           f"{rows_of(['operation', 'time per step'], costly, 'Costliest operations', numbers=(1,))}</details>"
-           if costly else "")
-    )  # fmt: skip
-    return section(heading, "Step time", "predicted", content)
+        + notes_of(notes)
+        + "</div>"
+        + (folded("Costliest operations", operations) if costly else "")
+    )
+    return "Step time", "predicted", content
 
 
 def _time_bar(report: Report, whole: float) -> str:
     assert report.prediction is not None
     pieces = [
-        (kind, f"{label} {human_seconds(seconds)}", seconds) for kind, label, seconds in breakdown(report.prediction)
+        (kind, f"{label} {human_seconds(seconds)}", seconds)
+        for kind, label, seconds in figures.breakdown(report.prediction)
     ]
-    label = f"Step time of {layout(report)}: " + ", ".join(about for _, about, seconds in pieces if seconds)
+    label = f"Step time of {report.layout}: " + ", ".join(about for _, about, _ in pieces)
     floor = report.floor.compute_s
     marks = [] if floor is None else [(f"floor of compute {human_seconds(floor)}", floor)]
     return bar(pieces, whole, label, marks)
 
 
-def _layer(report: Report, heading: str) -> str:
+def _layer(report: Report) -> Part | None:
     spans = report.prediction.timeline if report.prediction else ()
     if not spans:
-        return ""
+        return None
     kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
              ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
+    zoom = '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label>'
     rows = [
         [text(span.part), text(span.lane), text(span.kind), breakable(span.name), human_seconds(span.start_s),
          human_seconds(span.end_s - span.start_s)]
@@ -290,22 +265,21 @@ def _layer(report: Report, heading: str) -> str:
     ]  # fmt: skip
     table = rows_of(["part", "lane", "kind", "name", "start", "duration"], rows, "Spans of one layer", numbers=(4, 5))
     content = (
-        f'<p class="legend">{"".join(f"<span>{swatch(kind)}{name}</span>" for kind, name in kinds)}'
-        '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label></p>'
+        f"{legend(kinds, zoom)}"
         f'<div class="timeline">{timeline(spans)}</div>'
         '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
-        f"<details><summary>The same as a table</summary>{table}</details>"
+        f"{folded('The same as a table', table)}"
     )
-    return section(heading, "One layer, in time", "predicted", content)
+    return "One layer, in time", "predicted", content
 
 
-def _mesh(report: Report, number: int, heading: str) -> str:
+def _mesh(report: Report, number: int) -> Part:
     rows = [
         [
             breakable(array.path),
-            text(_shape(array)),
-            "-" if array.at_rest is None else text(placement_text(array.axes, array.at_rest)),
-            text(placement_text(array.axes, array.in_use)),
+            text(", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))),
+            "-" if array.at_rest is None else text(split(array.axes, array.at_rest)),
+            text(split(array.axes, array.in_use)),
             human_bytes(array.bytes_per_device),
         ]
         for array in report.arrays
@@ -318,17 +292,12 @@ def _mesh(report: Report, number: int, heading: str) -> str:
         "device, or go from one to the next with the arrow keys.</p>"
         f"{rows_of(columns, rows, 'Arrays and how they are split', numbers=(4,))}"
     )
-    return section(heading, "Mesh and arrays", "counted", content)
+    return "Mesh and arrays", "counted", content
 
 
-def _shape(array: PlacedArray) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True))
-
-
-def _made_with(report: Report, heading: str) -> str:
+def _made_with(report: Report) -> Part:
     rows = [[breakable(name), breakable(value)] for name, value in report.versions.items()]
-    versions = rows_of(["what", "which"], rows, "Versions")
-    content = f"<details><summary>Versions and compiler options</summary>{versions}</details>"
+    content = folded("Versions and compiler options", rows_of(["what", "which"], rows, "Versions"))
     if report.rules_text:
-        content = f"<p>{text(layout(report))}, the rules file:</p>{file_of(report.rules_text)}{content}"
-    return section(heading, "Made with", "", f"{content}<p>Compiled in {human_seconds(report.compile_s)}.</p>")
+        content = f"<p>{text(report.layout)}, the rules file:</p>{file_of(report.rules_text)}{content}"
+    return "Made with", "", f"{content}<p>Compiled in {human_seconds(report.compile_s)}.</p>"

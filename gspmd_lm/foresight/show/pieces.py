@@ -11,13 +11,18 @@ from gspmd_lm.foresight.show.meanings import MEANINGS
 
 MOST_ON_A_PHONE = 4  # short columns side by side
 TEMPLATE = importlib.resources.files("gspmd_lm.foresight.show") / "page.html"
+Part = tuple[str, str, str]  # of a page: a title, how its figures are known, and HTML
 
 
-def document(title: str, body: str, data: str) -> str:
-    """The HTML of a page. Its styles and scripts are in `page.html`. `data` is the JSON that the scripts draw from."""
+def document(title: str, command: str, body: str, data: str = "[]") -> str:
+    """The HTML of a page. Its styles and scripts are in `page.html`. `data` is the JSON that the scripts draw from.
+
+    command: what made the page, for readers who want to repeat it; "" for pages made in Python.
+    """
+    made_by = f"<p class=about><code>{text(command)}</code></p>" if command else ""
     filled = TEMPLATE.read_text(encoding="utf-8")
     # The filled-in text contains no "<!--", so no place is filled twice.
-    for place, content in {"title": text(title), "body": body, "data": data}.items():
+    for place, content in {"title": text(title), "body": made_by + body, "data": data}.items():
         filled = filled.replace(f"<!-- {place} -->", content)
     return filled
 
@@ -44,13 +49,23 @@ def breakable(name: object) -> str:
 
 def words() -> str:
     """The meanings of all words, folded: for screens on which one cannot point."""
-    told = "".join(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in MEANINGS.items())
-    return f'<details><summary>What the words mean</summary><dl class="notes">{told}</dl></details>'
+    return folded("What the words mean", notes_of(MEANINGS.items()))
 
 
-def made_by(command: str) -> str:
-    """The line below a title that says which command made the page; "" for pages made in Python."""
-    return f"<p class=about><code>{text(command)}</code></p>" if command else ""
+def notes_of(notes: Iterable[tuple[str, str]]) -> str:
+    """A list of names, each with what is said of it."""
+    told = "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in notes)
+    return f'<dl class="notes">{told}</dl>'
+
+
+def folded(summary: str, content: str) -> str:
+    """Content that is shown once its summary is chosen."""
+    return f"<details><summary>{summary}</summary>{content}</details>"
+
+
+def pick(number: int, name: str) -> str:
+    """The button that shows a layout, counted as `page.layouts` counts them."""
+    return f'<button type="button" class="pick" data-layout="{number}" aria-pressed="false">{text(name)}</button>'
 
 
 def file_of(content: str) -> str:
@@ -69,6 +84,11 @@ def facts_of(facts: Iterable[tuple[str, str, str, str]], over: bool = False) -> 
 
 def swatch(kind: str) -> str:
     return f'<i class="swatch k-{kind}"></i>' if kind else ""
+
+
+def legend(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
+    """What colours mean: kinds, each with a name."""
+    return f'<p class="legend">{"".join(f"<span>{swatch(kind)}{name}</span>" for kind, name in kinds)}{more}</p>'
 
 
 def scroll(name: str, content: str) -> str:

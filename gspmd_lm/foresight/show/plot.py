@@ -62,18 +62,16 @@ class Plot:
         self.marks: list[str] = []
         self.words: list[str] = []
 
-    def line(self, points: Sequence[Point], colour: str, about: str = "", *, dashed: bool = False, thin: bool = False):
+    def line(self, points: Sequence[Point], colour: str, about: str = "", *, dashed: bool = False) -> None:
         """A line through points. One with `about` can be pointed at: a script then says its values."""
-        at = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self._at, points))
         series = f' data-about="{text(about)}"' if about else ""
-        kind = "line" + " dashed" * dashed + " thin" * thin
-        self.marks.append(f'<polyline class="{kind}" style="stroke:{colour}" points="{at}"{series}/>')
+        kind = "line dashed" if dashed else "line"
+        self.marks.append(f'<polyline class="{kind}" style="stroke:{colour}" points="{self._all_at(points)}"{series}/>')
 
     def band(self, points: Sequence[tuple[float, float, float]], colour: str) -> None:
         """An area between two values at each x."""
         edge = [*((x, high) for x, _, high in points), *((x, low) for x, low, _ in reversed(points))]
-        at = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self._at, edge))
-        self.marks.append(f'<polygon class="band" style="fill:{colour}" points="{at}"/>')
+        self.marks.append(f'<polygon class="band" style="fill:{colour}" points="{self._all_at(edge)}"/>')
 
     def dot(self, at: Point, colour: str, about: str, *, size: float = 9, faint: bool = False) -> None:
         """A dot of `size` pixels. Whoever points at it reads what it is."""
@@ -112,6 +110,9 @@ class Plot:
             f'aria-label="{text(label)}">{grid}{"".join(self.marks)}</svg>{names}{"".join(self.words)}</div>'
             f'<p class="under"><span>{text(self.x.name)}</span></p></figure>'
         )
+
+    def _all_at(self, points: Sequence[Point]) -> str:
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self._at, points))
 
     def _at(self, point: Point) -> Point:
         return SIZE * self.x.share(point[0]), SIZE * (1 - self.y.share(point[1]))

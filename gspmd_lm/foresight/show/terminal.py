@@ -1,33 +1,22 @@
-"""Reports on a terminal: one layout as a page, several side by side, or a paragraph before a run."""
+"""Reports on a terminal: one layout as a page, several side by side, or a paragraph before a run.
 
+Cells are `Text`, because text from files must not be read as markup.
+"""
+
+import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.show.figures import (
-    breakdown,
-    communication,
-    compared,
-    errors,
-    fit,
-    hardware,
-    layout,
-    mesh,
-    of_floor,
-    other_temporaries_bytes,
-    parameters,
-    parts,
-    percent,
-    ranked,
-    sent_bytes,
-    winner,
-)
+from gspmd_lm.foresight.show import figures
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 LINES = 49  # of a screen, without the prompt
@@ -41,7 +30,7 @@ MORE = "see --json or --html"
 def show(reports: Sequence[Report], console: Console) -> None:
     """Prints one report as a page, or several side by side with the best first."""
     if len(reports) > 1:
-        _side_by_side(ranked(reports), console)
+        _side_by_side(figures.ranked(reports), console)
         return
     (report,) = reports
     found = len(report.warnings)
@@ -57,20 +46,21 @@ def show(reports: Sequence[Report], console: Console) -> None:
 def paragraph(report: Report) -> str:
     """The paragraph that training prints before it starts: fit, communication, predicted time and warnings."""
     memory, found = report.memory, report.prediction
-    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts(memory))
+    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in figures.parts(memory))
+    hardware = figures.hardware(report.devices, report.chip)
     said = [
-        f"{report.config} under {report.rules} on {hardware(report)}, mesh {mesh(report.mesh)}.",
-        f"Compiled: {human_bytes(memory.peak_bytes)} per device at the peak ({held}); {fit(memory)}.",
+        f"{report.config} under {report.rules} on {hardware}, mesh {figures.mesh(report.mesh)}.",
+        f"Compiled: {human_bytes(memory.peak_bytes)} per device at the peak ({held}); {figures.fit(memory)}.",
     ]
     if not memory.refusal:
-        said.append(f"Compiled: each device sends per step {communication(report)}.")
+        said.append(f"Compiled: each device sends per step {figures.communication(report)}.")
     if found is None:
         said.append(f"No prediction: {report.no_prediction}.")
     else:
         waits = found.exposed_communication_s + found.exposed_host_copy_s
         said.append(
             f"Predicted: {human_seconds(found.step_time_s)} per step, {found.tokens_per_s_per_device:,.0f} tokens/s "
-            f"per device, MFU {percent(found.mfu)}, {percent(waits / found.step_time_s)} of the time waiting "
+            f"per device, MFU {found.mfu:.1%}, {waits / found.step_time_s:.1%} of the time waiting "
             f"(error: {found.error})."
         )
     if report.warnings:
@@ -86,42 +76,43 @@ def _page(report: Report, wide: bool, collectives: int, warnings: int) -> Group:
 
 
 def _header(report: Report) -> Text:
-    target = f"{hardware(report)} ({report.target})" if report.chip else f"{report.target}, {hardware(report)}"
+    hardware = figures.hardware(report.devices, report.chip)
+    target = f"{hardware} ({report.target})" if report.chip else f"{report.target}, {hardware}"
     return Text.assemble(
         (f"{'' if report.phase == 'train' else f'{report.phase} of '}{report.config} under {report.rules}", "bold"),
         f" on {target}\n",
-        f"mesh {mesh(report.mesh)}; counted {parameters(report)}, {human_count(report.tokens)} tokens per step",
+        f"mesh {figures.mesh(report.mesh)}; counted {figures.parameters(report)}, "
+        f"{human_count(report.tokens)} tokens per step",
     )
 
 
 def _memory(report: Report, wide: bool) -> RenderableType:
     memory = report.memory
-    amounts = [*parts(memory), ("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("host", memory.host_bytes)]
-    table = _table([(name, "right") for name, size in amounts if size is not None])
-    table.add_row(*(human_bytes(size) for _, size in amounts if size is not None))
-    blocks: list[RenderableType] = [
-        _title("Memory per device", f"compiled in {human_seconds(report.compile_s)}"),
-        _indented(table),
-    ]
+    whole = (("peak", memory.peak_bytes), ("limit", memory.limit_bytes), ("host", memory.host_bytes))
+    known = [(name, size) for name, size in (*figures.parts(memory), *whole) if size is not None]
+    table = _table([(name, "right") for name, _ in known])
+    table.add_row(*(human_bytes(size) for _, size in known))
     style = "green" if memory.fits else "red"
     line = Table.grid(padding=(0, 1))
     if memory.limit_bytes is not None:
         filled, width = min(memory.limit_bytes, memory.peak_bytes), 60 if wide else 28
         bar = ProgressBar(memory.limit_bytes, filled, width, complete_style=style, finished_style=style)
-        line.add_row(bar, Text("|"), Text(fit(memory), style=style))
+        line.add_row(bar, Text("|"), Text(figures.fit(memory), style=style))
     else:
-        line.add_row(Text(fit(memory)))
-    blocks.append(_indented(line))
+        line.add_row(Text(figures.fit(memory)))
+    title = _title("Memory per device", f"compiled in {human_seconds(report.compile_s)}")
+    blocks: list[RenderableType] = [title, Padding.indent(table, 2), Padding.indent(line, 2)]
     if memory.refusal:
-        blocks.append(_indented(Text(memory.refusal, style="dim")))
-    largest = _table([("", "right"), ("", "left"), ("", "left"), ("", "left")], head=False)
-    for found in memory.largest[:3]:
-        axes = " ".join(axis or "?" for axis in found.axes)
-        largest.add_row(*_cells(human_bytes(found.bytes), found.shape, axes, _place(found.source, wide)))
+        blocks.append(Padding.indent(Text(memory.refusal, style="dim"), 2))
     if memory.largest:
-        if others := other_temporaries_bytes(memory):
-            largest.add_row(*_cells(human_bytes(others), "all others", "", ""))
-        blocks += [Text("  largest temporaries", style="dim"), _indented(largest)]
+        largest = _table([("", "right"), ("", "left"), ("", "left"), ("", "left")], head=False)
+        for found in memory.largest[:3]:
+            axes = " ".join(axis or "?" for axis in found.axes)
+            source = found.source if wide else found.source.removeprefix("gspmd_lm/")
+            largest.add_row(*map(Text, (human_bytes(found.bytes), found.shape, axes, source)))
+        if others := figures.other_temporaries_bytes(memory):
+            largest.add_row(human_bytes(others), "all others")
+        blocks += [Text("  largest temporaries", style="dim"), Padding.indent(largest, 2)]
     return Group(*blocks)
 
 
@@ -129,8 +120,8 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
     if report.memory.refusal:
         return Group(_title("Collectives", "compiled"), Text("  none to show: there is no program"))
     groups = _grouped(report.collectives)
-    sent = f"{human_bytes(sent_bytes(report))} per device and step"
-    counted = of_floor(report)
+    sent = f"{human_bytes(report.sent_bytes)} per device and step"
+    counted = figures.of_floor(report)
     title = _title("Collectives", "compiled", sent + (f", {counted} (counted)" if counted else ""))
     if not groups:
         return Group(title, Text("  no collectives"))
@@ -147,22 +138,21 @@ def _collectives(report: Report, wide: bool, most: int) -> RenderableType:
         others, op = f" +{more}" if more else "", found.op if wide else found.op.removeprefix("layers.")
         room = (40 if wide else 15) - len(others)
         rows = " ".join(key.removeprefix("rules.") for key in found.rules)  # as in the file
-        table.add_row(
-            *_cells(
-                found.kind,
-                "+".join(found.mesh_axes),
-                f"{found.times_per_step:,}",
-                human_bytes(found.bytes_per_device_per_step),
-                found.phase if wide else PHASES.get(found.phase, found.phase),
-                (op if len(op) <= room else f"{op[: room - 1]}…") + others,
-                rows or "no row",
-                "yes" if found.overlapped else "no",
-            )
+        cells = (
+            found.kind,
+            "+".join(found.mesh_axes),
+            f"{found.times_per_step:,}",
+            human_bytes(found.bytes_per_device_per_step),
+            found.phase if wide else PHASES.get(found.phase, found.phase),
+            (op if len(op) <= room else f"{op[: room - 1]}…") + others,
+            rows or "no row",
+            "yes" if found.overlapped else "no",
         )
+        table.add_row(*map(Text, cells))
     rest = groups[most:]
     left = sum(found.bytes_per_device_per_step for found, _ in rest)
     tail = [Text(f"  and {len(rest)} more, {human_bytes(left)}", style="dim")] if rest else []
-    return Group(title, _indented(table), *tail)
+    return Group(title, Padding.indent(table, 2), *tail)
 
 
 def _grouped(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
@@ -174,50 +164,42 @@ def _grouped(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
     for found in sorted(collectives, key=lambda found: -found.bytes_per_device_per_step):
         key = (found.kind, found.mesh_axes, found.dtype, found.phase, found.rules, found.overlapped)
         groups.setdefault(key, []).append(found)
-    sums = [
-        dataclasses.replace(
-            group[0],
-            times_per_step=sum(found.times_per_step for found in group),
-            bytes_per_device_per_step=sum(found.bytes_per_device_per_step for found in group),
-        )
-        for group in groups.values()
-    ]
-    pairs = zip(sums, (len({found.op for found in group}) - 1 for group in groups.values()), strict=True)
+    pairs = []
+    for group in groups.values():
+        times = sum(found.times_per_step for found in group)
+        sent = sum(found.bytes_per_device_per_step for found in group)
+        whole = dataclasses.replace(group[0], times_per_step=times, bytes_per_device_per_step=sent)
+        pairs.append((whole, len({found.op for found in group}) - 1))
     return sorted(pairs, key=lambda pair: -pair[0].bytes_per_device_per_step)
 
 
 def _time(report: Report, wide: bool) -> RenderableType:
     found, floor = report.prediction, report.floor
     if found is None:
-        return Group(_title("Step time", "predicted"), _indented(Text(f"none: {report.no_prediction}")))
-    title = _title(
-        "Step time",
-        "predicted",
-        f"{human_seconds(found.step_time_s)}, {found.tokens_per_s_per_device:,.0f} tokens/s/device, "
-        f"MFU {percent(found.mfu)}",
-    )
+        return Group(_title("Step time", "predicted"), Padding.indent(Text(f"none: {report.no_prediction}"), 2))
+    speed = f"{found.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {found.mfu:.1%}"
+    title = _title("Step time", "predicted", f"{human_seconds(found.step_time_s)}, {speed}")
     table = Table.grid(padding=(0, 1))
     for column in ("left", "right", "right"):
         table.add_column(justify=column, no_wrap=True)
-    for kind, label, seconds in breakdown(found):
-        if seconds:
-            style = "yellow" if kind in ("wait", "host") else "blue"
-            bar = ProgressBar(
-                total=found.step_time_s, completed=seconds, width=60 if wide else 40, complete_style=style
-            )
-            table.add_row(Text(label), human_seconds(seconds), percent(seconds / found.step_time_s), bar)
-    notes = _table([("", "left"), ("", "left")], head=False)
+    for kind, label, seconds in figures.breakdown(found):
+        style = "yellow" if kind in ("wait", "host") else "blue"
+        bar = ProgressBar(found.step_time_s, seconds, 60 if wide else 40, complete_style=style)
+        table.add_row(Text(label), human_seconds(seconds), f"{seconds / found.step_time_s:.1%}", bar)
+    notes = []
     if floor.compute_s is not None and floor.memory_s is not None:
         least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
         times = found.step_time_s / max(floor.compute_s, floor.memory_s)
-        notes.add_row(Text("floor, counted"), Text(f"{least}: the step takes {times:.2f}x"))
-    notes.add_row(Text("basis"), Text(found.basis))
-    notes.add_row(Text("error"), Text(found.error))
+        notes.append(("floor, counted", f"{least}: the step takes {times:.2f}x"))
+    notes += [("basis", found.basis), ("error", found.error)]
     if found.unpriced_share:
-        most = sorted(found.unpriced, key=found.unpriced.__getitem__, reverse=True)
+        most = list(found.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")
-        notes.add_row(Text("not priced"), Text(f"{percent(found.unpriced_share)} of the program's bytes: {names}"))
-    return Group(title, _indented(table), _indented(notes))
+        notes.append(("not priced", f"{found.unpriced_share:.1%} of the program's bytes: {names}"))
+    below = _table([("", "left"), ("", "left")], head=False)
+    for note in notes:
+        below.add_row(*map(Text, note))
+    return Group(title, Padding.indent(table, 2), Padding.indent(below, 2))
 
 
 def _warnings(report: Report, most: int) -> RenderableType:
@@ -235,16 +217,14 @@ def _warnings(report: Report, most: int) -> RenderableType:
 
 def _side_by_side(reports: Sequence[Report], console: Console) -> None:
     """Prints the comparison, with as many columns at a time as the console has room for."""
-    rows = compared(reports)
-    names = [layout(report) for report in reports]
-    cells = [[name, *(row.cells[i] + "*" * (i in row.best) for row in rows)] for i, name in enumerate(names)]
+    rows, names = figures.compared(reports), [report.layout for report in reports]
     room = console.width - max(len(f"{row.label} {row.known}") for row in rows) - 3
+    columns = [[name, *(row.cells[i] + "*" * (i in row.best) for row in rows)] for i, name in enumerate(names)]
+    widths = [max(map(len, column)) + 2 for column in columns]
     first = 0
     while first < len(reports):
-        last, used = first, 0
-        while last < len(reports) and (last == first or used + _width(cells[last]) <= room):
-            used += _width(cells[last])
-            last += 1
+        with_room = sum(used <= room for used in itertools.accumulate(widths[first:]))
+        last = first + max(1, with_room)
         table = _table([("", "left"), ("", "left"), *((name, "right") for name in names[first:last])])
         for row in rows:
             marked = [Text(cell, overflow="fold") for cell in row.cells[first:last]]
@@ -257,34 +237,28 @@ def _side_by_side(reports: Sequence[Report], console: Console) -> None:
         console.print(table)
         console.print()
         first = last
-    console.print(Text(winner(reports)))
-    console.print(Text("* best of those that fit; ranked by predicted time", style="dim"))
-    for error in errors(reports):
-        console.print(Text(f"error of predicted times: {error}", style="dim"))
+    console.print(Text(figures.winner(reports)))
+    notes = ["* best of those that fit; ranked by predicted time"]
+    notes += [f"error of predicted times: {error}" for error in figures.errors(reports)]
+    found = collections.defaultdict[tuple[str, str], list[str]](list)
     for report, name in zip(reports, names, strict=True):
         if report.prediction is None:
-            console.print(Text(f"{name}: no prediction, {report.no_prediction}", style="dim"))
-    found: dict[tuple[str, str], list[str]] = {}
-    for report, name in zip(reports, names, strict=True):
-        for code, fix in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
-            found.setdefault((code, fix), []).append(name)
-    shown = list(found.items())[:MOST_WARNINGS]
-    for (code, fix), where in shown:
+            notes.append(f"{name}: no prediction, {report.no_prediction}")
+        for finding in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
+            found[finding].append(name)
+    for note in notes:
+        console.print(Text(note, style="dim"))
+    for (code, fix), where in itertools.islice(found.items(), MOST_WARNINGS):
         table = Table.grid(padding=(0, 1))
-        table.add_row(
-            Text(" !", style="yellow"), Text.assemble(f"{code}: {', '.join(where)}; ", (f"fix  {fix}", "dim"))
-        )
+        said = Text.assemble(f"{code}: {', '.join(where)}; ", (f"fix  {fix}", "dim"))
+        table.add_row(Text(" !", style="yellow"), said)
         console.print(table)
-    if len(found) > len(shown):
-        console.print(Text(f" ! and {len(found) - len(shown)} more; {MORE}", style="yellow"))
+    if len(found) > MOST_WARNINGS:
+        console.print(Text(f" ! and {len(found) - MOST_WARNINGS} more; {MORE}", style="yellow"))
 
 
-def _width(column: Sequence[str]) -> int:
-    return max(map(len, column)) + 2
-
-
-def _title(name: str, known: str, figures: str = "") -> Text:
-    return Text.assemble((name, "bold"), f", {known}", f": {figures}" if figures else "")
+def _title(name: str, known: str, said: str = "") -> Text:
+    return Text.assemble((name, "bold"), f", {known}", f": {said}" if said else "")
 
 
 def _table(columns: Sequence[tuple[str, str]], head: bool = True) -> Table:
@@ -292,18 +266,3 @@ def _table(columns: Sequence[tuple[str, str]], head: bool = True) -> Table:
     for heading, justify in columns:
         table.add_column(Text(heading), justify=justify, overflow="fold")  # type: ignore[arg-type]
     return table
-
-
-def _cells(*values: str) -> list[Text]:
-    """Cells of plain text, because text from files must not be read as markup."""
-    return [Text(value) for value in values]
-
-
-def _indented(block: RenderableType) -> Table:
-    grid = Table.grid()
-    grid.add_row(Text("  "), block)
-    return grid
-
-
-def _place(source: str, wide: bool) -> str:
-    return source if wide else source.removeprefix("gspmd_lm/")
