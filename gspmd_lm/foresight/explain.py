@@ -101,7 +101,7 @@ def report(
         module = hlo.parse(program.text)
         known, accepted = _known(named, rules.mesh), target.platform == "tpu"
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        found = collectives.find(module, rules, named, network, traced)
+        found = collectives.find(module, rules, {row.path: row.axes for row in named}, network, traced)
         if target.chip:
             error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
             needed = 0.0

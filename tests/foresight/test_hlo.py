@@ -54,8 +54,7 @@ def test_sources_are_lines_of_the_package(name):
     sources = {instruction.source: instruction for instruction in matmuls}
     assert any(source.startswith("gspmd_lm/model/projection.py:") for source in sources), sources.keys()
     instruction = next(i for source, i in sources.items() if "projection" in source)
-    functions = [function for file, function, _ in instruction.frames if "gspmd_lm" in file]
-    assert functions[0] in ("fan_in", "fan_out") and "Step._train" in functions
+    assert any(source.startswith("gspmd_lm/train/step.py:") for source in instruction.sources[1:])
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu_jax012"])
@@ -94,8 +93,6 @@ def test_shapes():
         ("bf16", (4, 8), 5), ("s4", (3,), 1), ("pred", (), 0), ("f8e4m3fn", (16,), 0), ("token", (), 0),
     ]  # fmt: skip
     assert [a.bytes for a in shape.arrays] == [64, 2, 1, 16, 0] and shape.bytes == 83
-    assert [len(part.arrays) for part in shape.parts] == [1, 2, 1, 1]
-    assert [part.text for part in shape.parts[1].parts] == ["s4[3]{0:E(4)S(1)}", "pred[]"]
 
 
 @pytest.mark.parametrize(
@@ -296,11 +293,11 @@ def test_exchanges_of_every_form_are_told_once():
         ("all-reduce", "ar", 8, False, 112),
         ("collective-permute", "r", 2, False, 32),
     ]
-    assert [e.whole for e in found][:3] == [(8,), (16,), (32,)]
+    assert [e.elements for e in found][:3] == [8, 16, 32]
     instructions = module.entry.instructions
     assert module.carried(instructions["begin"], "AsyncCollectiveStart") == ("3",)
     assert module.carried(instructions["end"], "AsyncCollectiveDone") == module.carried(instructions["end"]) == ("3",)
-    assert module.computations["called"].thread == instructions["sc-start"].thread == "sparsecore"
+    assert instructions["sc-start"].thread == "sparsecore"
     assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
 
 
@@ -369,8 +366,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     for first, second in (("0", "1"), ("1", "2")):  # before 2025, and since
         root = hlo.parse(head.replace("FIRST", first).replace("SECOND", second)).entry.root
         assert root.frames == (
-            ("lib/site-packages/flax/scan.py", "scan", 7),
-            ("src/gspmd_lm/model/layers.py", "Norm.__call__", 33),
+            ("lib/site-packages/flax/scan.py", 7),
+            ("src/gspmd_lm/model/layers.py", 33),
         )
         assert root.source == "gspmd_lm/model/layers.py:33"
 
@@ -407,9 +404,9 @@ def test_estimated_cycles_and_the_kernels_of_a_tpu_program():
 def test_sparse_core_collectives_are_asynchronous():
     module = saved("tpu7x")
     found = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]
-    threads = [module.computations[e.runs.computation].thread for e in found]
-    assert "sparsecore" in threads
-    assert all(e.asynchronous for e, thread in zip(found, threads, strict=True) if thread == "sparsecore")
+    callers = {e: module.callers.get(e.runs.computation, ()) for e in found}
+    beside = [e for e in found if any(caller.thread == "sparsecore" for caller, _ in callers[e])]
+    assert beside and all(e.asynchronous for e in beside)
 
 
 def test_bytes_of_the_layouts_collectives():

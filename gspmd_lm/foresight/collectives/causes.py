@@ -1,6 +1,6 @@
 """Which rows of the rules file cause a collective: reasoned from the arrays that it stands between."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gspmd_lm.foresight.names import Name
 from gspmd_lm.foresight.traced import Traced
@@ -24,14 +24,12 @@ class Causes:
         """Whether an array of the model is an activation."""
         return array in self.arrays and array not in self.traced.weights
 
-    def splitting(self, table: str, array: str, over: Iterable[str]) -> set[str]:
-        """Keys of the rows by which `table` splits an array over some of the mesh axes `over`."""
-        over, found = set(over), set()
-        for axis in self.arrays.get(array, ()):
-            row = self.rules.row(table, array, axis)
-            if row and over & set(self.rules.split(table, array, axis)):
-                found.add(row.key)
-        return found
+    def splitting(self, table: str, array: str, over: Collection[str], axes: Iterable[str] | None = None) -> set[str]:
+        """Keys of the rows by which `table` splits an array, or some axes of it, over some of the mesh axes `over`."""
+        axes = self.arrays.get(array, ()) if axes is None else axes
+        split = (axis for axis in axes if set(over) & set(self.rules.split(table, array, axis)))
+        rows = (self.rules.row(table, array, axis) for axis in split)
+        return {row.key for row in rows if row}
 
     def reduction(self, name: Name, over: Sequence[str], scattered: bool) -> set[str]:
         """Rows behind a sum over devices: those that split what is summed over.
@@ -55,9 +53,7 @@ class Causes:
         found = set()
         for path in name.sums:
             array, _, axis = path.rpartition(".")
-            row = self.rules.row("rules", array, axis)
-            if row and set(over) & set(self.rules.split("rules", array, axis)):
-                found.add(row.key)
+            found |= self.splitting("rules", array, over, [axis])
         if not name.placed:  # of sums that were added up, the name may say one
             for path in name.of:
                 found |= self.splitting("rules", path, over)
@@ -74,8 +70,7 @@ class Causes:
         for product in self.traced.products:
             x, y = product.x.placed, product.y and product.y.placed
             if product.path == weight and x and y and not self.splitting("rules", y.array, over):
-                row = self.rules.row("rules", x.array, x.axes[0])
-                found |= {row.key} if row and self.rules.split("rules", x.array, x.axes[0]) else set()
+                found |= self.splitting("rules", x.array, self.rules.mesh, x.axes[:1])
         return found
 
     def gather(self, name: Name, over: Sequence[str], weight: str, new: bool) -> set[str]:
@@ -98,9 +93,7 @@ class Causes:
         _, placed = name.placed or ("", "")
         found = {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
         for product in self.traced.products if placed and placed not in self.arrays else ():
-            row = self.rules.row("rules", product.path, product.group) if product.group else None
-            if row and set(over) & set(self.rules.split("rules", product.path, product.group)):
-                found.add(row.key)
+            found |= self.splitting("rules", product.path, over, [product.group] if product.group else [])
         return found
 
     def _nearest(self, name: Name, mesh_axis: str) -> set[str]:
@@ -141,9 +134,9 @@ class Causes:
 
     def look_up(self, name: Name) -> set[str]:
         """Rows that split the rows of a table in which something is looked up: they decide the form of the look-up."""
-        tables = [(path, self.arrays[path][0]) for path in name.of if path in self.traced.looked_up]
-        rows = [self.rules.row("rules", *table) for table in tables if self.rules.split("rules", *table)]
-        return {row.key for row in rows if row}
+        tables = [path for path in name.of if path in self.traced.looked_up]
+        found = [self.splitting("rules", path, self.rules.mesh, self.arrays[path][:1]) for path in tables]
+        return set().union(*found)
 
     def looks_up(self, name: Name) -> bool:
         """Whether a name speaks of a look-up in a table, or of its gradient, and says nothing more."""

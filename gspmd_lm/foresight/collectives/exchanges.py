@@ -39,10 +39,10 @@ class Exchange:
         return math.ceil(self.input_bytes * (n - 1) / n) * (2 if self.kind == "all-reduce" else 1)
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        """Elements of each tensor moved, all of its pieces in one group."""
+    def elements(self) -> int:
+        """Elements of the tensors moved, all of their pieces in one group."""
         pieces = self.group_size if self.kind in ("all-gather", "all-to-all", "ragged-all-to-all") else 1
-        return tuple(array.elements * pieces for array in self.inputs)
+        return pieces * sum(array.elements for array in self.inputs)
 
 
 def of(module: Module, instruction: Instruction, slices: Sequence[int] = ()) -> tuple[Exchange, ...]:
@@ -66,8 +66,7 @@ def rendezvous(instruction: Instruction) -> str:
 
 
 def _exchange(module: Module, inner: Instruction, runs: Instruction) -> Exchange:
-    siblings = module.computations[inner.computation].instructions
-    inputs = tuple(array for name in inner.operands for array in siblings[name].shape.arrays)
+    inputs = tuple(array for operand in module.operands(inner) for array in operand.shape.arrays)
     if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer for the worst case
         inputs = (min(inputs[:2], key=lambda array: array.elements),)
     kind = "reduce-scatter" if inner.base == "all-reduce" and _only_sliced(module, inner, runs) else inner.base
@@ -98,7 +97,5 @@ def _of_all_slices(local: Groups, members: list[list[int]]) -> Groups:
 
 def _only_sliced(module: Module, inner: Instruction, runs: Instruction) -> bool:
     """Whether a device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter."""
-    if runs is inner:
-        return False
-    users = [i for i in module.computations[inner.computation].instructions.values() if inner.name in i.operands]
-    return bool(users) and all(user.opcode == "dynamic-slice" for user in users)
+    users = {user.opcode for user in module.siblings(inner).values() if inner.name in user.operands}
+    return runs is not inner and users == {"dynamic-slice"}

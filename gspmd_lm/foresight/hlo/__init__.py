@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight.hlo import loops
 from gspmd_lm.foresight.hlo.instruction import (
     ARRAY,
     COMMENT,
@@ -19,11 +18,13 @@ from gspmd_lm.foresight.hlo.instruction import (
     QUOTED,
     Array,
     Instruction,
+    Place,
     Shape,
     Tables,
     attributes_of,
     comma_separated,
 )
+from gspmd_lm.foresight.hlo.loops import Loops
 from gspmd_lm.foresight.hlo.replica_groups import groups
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Executed",
     "Instruction",
     "Module",
+    "Place",
     "Shape",
     "groups",
     "parse",
@@ -48,6 +50,11 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+
+# What hands on a value: copies, casts and changes of form; and what runs a computation in its place.
+_COPIES = {"copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape",
+           "optimization-barrier"}  # fmt: skip
+_INLINED = {"fusion", "call"}
 
 _STRING = re.compile(QUOTED, re.S)
 _PARENTHESIS = re.compile(QUOTED + r"|[()]", re.S)
@@ -65,7 +72,6 @@ class Computation:
     name: str
     instructions: Mapping[str, Instruction]
     root: Instruction
-    thread: str = ""  # sparsecore, host, ...; '' for the main thread
 
     @functools.cached_property
     def parameters(self) -> Mapping[int, Instruction]:
@@ -94,27 +100,29 @@ class Module:
     attributes: Mapping[str, str]
 
     @functools.cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The instructions of all computations."""
+        return tuple(i for computation in self.computations.values() for i in computation.instructions.values())
+
+    @functools.cached_property
     def callers(self) -> Mapping[str, tuple[tuple[Instruction, str], ...]]:
         """The callers of each computation: its name -> instructions, each with the role of the computation."""
         found: dict[str, list[tuple[Instruction, str]]] = {}
-        for computation in self.computations.values():
-            for instruction in computation.instructions.values():
-                for role, names in instruction.called.items():
-                    for name in names:
-                        found.setdefault(name, []).append((instruction, role))
+        for instruction in self.instructions:
+            for role, names in instruction.called.items():
+                for name in names:
+                    found.setdefault(name, []).append((instruction, role))
         return {name: tuple(calls) for name, calls in found.items()}
 
     @functools.cached_property
     def kernels(self) -> tuple[Instruction, ...]:
         """All custom calls."""
-        instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
-        return tuple(i for i in instructions if i.custom_call_target)
+        return tuple(i for i in self.instructions if i.custom_call_target)
 
     @functools.cached_property
     def offloads(self) -> bool:
         """Whether the program keeps an array in the memory of the host."""
-        instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
-        return any(array.memory_space == HOST_SPACE for i in instructions for array in i.shape.arrays)
+        return any(array.memory_space == HOST_SPACE for i in self.instructions for array in i.shape.arrays)
 
     @functools.cached_property
     def buffers(self) -> Mapping[int, float]:
@@ -123,15 +131,43 @@ class Module:
         The rows that are sent lie closely in the operand or in the result, whichever has fewer.
         """
         found: dict[int, float] = {}
-        for computation in self.computations.values():
-            for exchange in computation.instructions.values():
-                if exchange.base == "ragged-all-to-all" and exchange.phase != "-done":
-                    few, many = sorted(self.operand(exchange, n).shape.arrays[0].dimensions[0] for n in (0, 1))
-                    found[many] = few / many
+        for exchange in self.instructions:
+            if exchange.base == "ragged-all-to-all" and exchange.phase != "-done":
+                few, many = sorted(self.operand(exchange, n).shape.arrays[0].dimensions[0] for n in (0, 1))
+                found[many] = few / many
         return found
 
+    def siblings(self, instruction: Instruction) -> Mapping[str, Instruction]:
+        """The instructions of the computation that an instruction belongs to."""
+        return self.computations[instruction.computation].instructions
+
     def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
-        return self.computations[instruction.computation].instructions[instruction.operands[number]]
+        return self.siblings(instruction)[instruction.operands[number]]
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        siblings = self.siblings(instruction)
+        return [siblings[name] for name in instruction.operands]
+
+    def before(self, place: Place) -> Place | None:
+        """Where a value stood one step before: it was copied or cast, put into a tuple, or handed to a computation.
+
+        None if the value is computed here, or a loop carries it.
+        """
+        instruction, path = place
+        opcode = instruction.opcode
+        if opcode in _COPIES:
+            return self.operand(instruction), path
+        if opcode == "get-tuple-element":
+            return self.operand(instruction), (instruction.index, *path)
+        if opcode == "tuple" and path:
+            return self.operand(instruction, path[0]), path[1:]
+        if opcode in _INLINED:
+            called = instruction.called.get("calls") or instruction.called["to_apply"]
+            return self.computations[called[0]].root, path
+        callers = self.callers.get(instruction.computation, ()) if opcode == "parameter" else ()
+        if len(callers) == 1 and callers[0][0].opcode in _INLINED:
+            return self.operand(callers[0][0], instruction.index), path
+        return None
 
     def bodies(self, instruction: Instruction) -> tuple[Computation, ...]:
         """The computations that an instruction runs as programs, unlike the computations of fusions and reductions."""
@@ -146,7 +182,8 @@ class Module:
 
     def trip_count(self, loop: Instruction) -> int | None:
         """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
-        return loops.trip_count(self, loop)
+        known = loop.config.get("known_trip_count", {}).get("n")
+        return int(known) if known is not None else Loops(self).turns(loop)
 
     def steps(self) -> Iterator[Executed]:
         """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
@@ -225,9 +262,8 @@ def parse(text: str) -> Module:
     for line in lines:
         if inside is not None:
             if line.startswith("}"):
-                thread = re.search(r'execution_thread="([^"]*)"', line)
                 root = next((i for i in inside.values() if i.is_root), None) or next(reversed(inside.values()))
-                computations[where] = Computation(where, inside, root, thread.group(1) if thread else "")
+                computations[where] = Computation(where, inside, root)
                 inside = None
             elif line.strip():
                 instruction = _instruction(line, where, shapes, built)
