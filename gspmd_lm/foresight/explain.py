@@ -13,7 +13,6 @@ from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
-from gspmd_lm.foresight.floor import decoding as decoding_floor
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.machine.target import Target
@@ -90,7 +89,7 @@ def report(
     else:
         sizes = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // sizes.rows
-        least = decoding_floor.floor(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
+        least = floor.of_generation(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
     limit_bytes = target.chip.usable_hbm_bytes if target.chip else None
     found, predicted, reason = (), None, NOT_ON_CPU
     if program.refusal:
