@@ -127,8 +127,8 @@ def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin
         name = _as_read(name, readers, causes)
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
-        lines = [*origins.called(tensor.name), *trail]
-    result, new = origins.returned.get((tensor.instruction.name, tensor.instruction.computation), ("", ""))
+        lines = [*origins.named.get(tensor.name, ()), *trail]
+    result, new = origins.returned.get(tensor.instruction, ("", ""))
     return _Origin(
         name=name,
         at=lines,
@@ -143,7 +143,7 @@ def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> 
 
     `name` says where the tensor is placed. The products that read it whole say which weights they belong to.
     """
-    if name.placed and not name.of and causes.is_activation(name.placed[1]):
+    if not name.of and causes.is_activation(name.array):
         alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
         direct = {path for reader, itself in alike if itself for path in reader.of}
         nearest = alike[0][0].of if alike else ()
@@ -158,14 +158,14 @@ def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> 
 
 def _speaks_of(weight: str, name: Name) -> bool:
     """Whether a name says where it stands, and if a weight is given, that it stands for that."""
-    named = (*name.of, name.placed[1] if name.placed else "")
-    return name.known and (not weight or weight in named or weight.rpartition(".")[0] == ".".join(name.modules))
+    named = weight in (*name.of, name.array) or weight.rpartition(".")[0] == ".".join(name.modules)
+    return name.known and (not weight or named)
 
 
 def _caused(tensor: MovedTensor, origin: _Origin, causes: Causes, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
     """What a tensor is called, and the rows that cause its movement."""
     name, weight = origin.name, origin.given
-    placed = name.placed[1] if name.placed and name.placed[1] in causes.weights else ""
+    placed = name.array if name.array in causes.weights else ""
     # An all-reduce of what is given adds zeros to a piece: so TPU gathers small arrays.
     gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.sums)
     if tensor.kind in REDUCTIONS and not gathers:
@@ -191,7 +191,7 @@ def _op(name: Name, weight: str) -> str:
         return "+".join(parts)
     if name.modules:
         return ".".join(name.modules)
-    return name.placed[1] if name.placed else "step"
+    return name.array or "step"
 
 
 def _source(instruction: Instruction) -> str:

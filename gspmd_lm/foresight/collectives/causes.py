@@ -41,8 +41,8 @@ class Causes:
         else:
             found = self.statistics(over) if name.phase == "optimizer" else self.activations(name, over)
             found |= self.cut(name, over)
-        if scattered and name.placed:
-            found |= self.splitting(*name.placed, over)
+        if scattered and name.array:
+            found |= self.splitting(name.table, name.array, over)
         elif scattered:
             for path in name.of:
                 found |= self.splitting("optimizer", path, over)
@@ -54,7 +54,7 @@ class Causes:
         for path in name.sums:
             array, _, axis = path.rpartition(".")
             found |= self.splitting("rules", array, over, [axis])
-        if not name.placed:  # of sums that were added up, the name may say one
+        if not name.array:  # of sums that were added up, the name may say one
             for path in name.of:
                 found |= self.splitting("rules", path, over)
         return found
@@ -65,7 +65,7 @@ class Causes:
         Where `over` splits the gradients that the product reads, though not the activation that they are of, the
         compiler could gather them instead. It sums because the product is cut along the rows of the batch.
         """
-        weight = name.placed[1] if name.phase == "backward" and name.placed else ""
+        weight = name.array if name.phase == "backward" else ""
         found = set()
         for product in self.traced.products:
             x, y = product.x.placed, product.y and product.y.placed
@@ -90,9 +90,8 @@ class Causes:
 
         What no trace knows a place of is on its way to groups, as tokens to their experts: those are split too.
         """
-        _, placed = name.placed or ("", "")
         found = {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
-        for product in self.traced.products if placed and placed not in self.arrays else ():
+        for product in self.traced.products if name.array and name.array not in self.arrays else ():
             found |= self.splitting("rules", product.path, over, [product.group] if product.group else [])
         return found
 
@@ -108,12 +107,11 @@ class Causes:
         First comes what the placed activation is made from, then itself, then what stands around the operation, and
         then what those are made from.
         """
-        _, placed = name.placed or ("", "")
         around, backward = self.traced.around, name.phase == "backward"
-        if self.is_activation(placed):
-            yield self.traced.made_from(placed, backward)
-            yield [placed]
-        near = {array for path in filter(None, (*name.of, placed)) for array in around(path)}
+        if self.is_activation(name.array):
+            yield self.traced.made_from(name.array, backward)
+            yield [name.array]
+        near = {array for path in filter(None, (*name.of, name.array)) for array in around(path)}
         yield near
         for depth in range(len(name.modules), 0, -1):
             found = around(modules=name.modules[:depth])
@@ -140,7 +138,7 @@ class Causes:
 
     def looks_up(self, name: Name) -> bool:
         """Whether a name speaks of a look-up in a table, or of its gradient, and says nothing more."""
-        return not (name.placed or name.sums) and any(path in self.traced.looked_up for path in name.of)
+        return not (name.array or name.sums) and any(path in self.traced.looked_up for path in name.of)
 
     def statistics(self, over: Sequence[str]) -> set[str]:
         """Rows behind a sum over all weights, such as the gradient's norm: those of the weights that `over` splits."""

@@ -27,7 +27,7 @@ class Provenance:
     def __init__(self, module: Module):
         self.module = module
         self._users = functools.cache(self._users_in)  # in the instance, so that it goes with the module
-        self._asked: set[tuple[int, tuple[int, ...]]] = set()  # what loops carry whose beginning is being looked for
+        self._asked: set[Place] = set()  # what loops carry whose beginning is being looked for
 
     def trail(self, place: Place) -> list[Instruction]:
         """The instructions through which a value came, the nearest first.
@@ -35,10 +35,10 @@ class Provenance:
         The last one computed the value, or is the program's argument.
         """
         found: list[Instruction] = []
-        seen: set[tuple[int, tuple[int, ...]]] = set()
+        seen: set[Place] = set()
         current: Place | None = place
-        while current and (id(current[0]), current[1]) not in seen:
-            seen.add((id(current[0]), current[1]))
+        while current and current not in seen:
+            seen.add(current)
             found.append(current[0])
             current = self._before(current)
         return found
@@ -49,11 +49,9 @@ class Provenance:
         while waiting:
             trail = self.trail(waiting.pop(0))
             last = trail[-1]
-            if id(last) in seen:
-                continue
-            seen.add(id(last))
-            yield from trail
-            if last.opcode != "parameter":
+            if last not in seen:
+                seen.add(last)
+                yield from trail
                 waiting += [(operand, ()) for operand in self.module.operands(last)]
 
     def pieces(self, place: Place) -> list[tuple[Place, int]]:
@@ -65,35 +63,28 @@ class Provenance:
         return [piece for operand in self.module.operands(instruction) for piece in self.pieces((operand, ()))]
 
     @functools.cached_property
-    def results(self) -> dict[int, tuple[str, str]]:
-        """What the step returns -> `state` of the argument that it replaces."""
-        pairs = re.findall(r"\{(\d+)\}: \((\d+),", self.module.attributes.get("input_output_alias", ""))
-        arguments = self.module.entry.parameters
-        return {int(result): state(arguments[int(argument)].op_name) for result, argument in pairs}
+    def returned(self) -> dict[Instruction, tuple[str, str]]:
+        """Collective -> the array of the new state that it is, where nothing but copies lies between: see `state`.
 
-    @functools.cached_property
-    def returned(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """Collective and operand -> the array of the new state that it is, where nothing but copies lies between."""
-        found = {}
-        root = self.module.entry.root
-        for number in range(len(root.operands)) if root.opcode == "tuple" else ():
-            if number in self.results:
-                for at in self.trail((self.module.operand(root, number), ())):
-                    if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
-                        found.setdefault((at.name, at.computation), self.results[number])
+        A result of the step has the name of the argument that it replaces.
+        """
+        found: dict[Instruction, tuple[str, str]] = {}
+        arguments, root = self.module.entry.parameters, self.module.entry.root
+        pairs = re.findall(r"\{(\d+)\}: \((\d+),", self.module.attributes.get("input_output_alias", ""))
+        for result, argument in pairs if root.opcode == "tuple" else ():
+            for at in self.trail((self.module.operand(root, int(result)), ())):
+                if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
+                    found.setdefault(at, state(arguments[int(argument)].op_name))
         return found
 
     @functools.cached_property
-    def _called(self) -> dict[str, list[Instruction]]:
+    def named(self) -> dict[str, list[Instruction]]:
+        """The instructions of each op_name."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.module.instructions:
             if instruction.op_name:
                 found.setdefault(instruction.op_name, []).append(instruction)
         return found
-
-    def called(self, op_name: str) -> list[Instruction]:
-        """The instructions of that name."""
-        return self._called.get(op_name, [])
 
     def consumers(self, instruction: Instruction) -> Iterator[Instruction]:
         """Those who use a value, the nearest first, within the computation."""
@@ -152,7 +143,7 @@ class Provenance:
         if role not in ("body", "condition"):
             return (self.module.operand(caller, parameter.index), path) if role == "calls" else None
         first: Place = self.module.operand(caller), path
-        body, carried = self.module.computations[caller.called["body"][0]], (id(parameter), path)
+        body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
         if carried in self._asked:  # of a loop in a loop, whose own turns are the way back to it
             return None
         self._asked.add(carried)

@@ -25,7 +25,6 @@ from gspmd_lm.foresight.hlo.instruction import (
     comma_separated,
 )
 from gspmd_lm.foresight.hlo.loops import Loops
-from gspmd_lm.foresight.hlo.replica_groups import groups
 
 __all__ = [
     "COLLECTIVES",
@@ -37,7 +36,6 @@ __all__ = [
     "Module",
     "Place",
     "Shape",
-    "groups",
     "parse",
 ]
 
@@ -171,14 +169,9 @@ class Module:
 
     def bodies(self, instruction: Instruction) -> tuple[Computation, ...]:
         """The computations that an instruction runs as programs, unlike the computations of fusions and reductions."""
-        roles = {
-            "while": ("condition", "body"),
-            "conditional": ("branch_computations", "true_computation", "false_computation"),
-            "call": ("to_apply", "calls"),
-            "call-start": ("to_apply", "calls"),
-            "async-start": ("calls", "to_apply"),
-        }.get(instruction.opcode, ())
-        return tuple(self.computations[name] for role in roles for name in instruction.called.get(role, ()))
+        if instruction.opcode not in ("while", "conditional", "call", "call-start", "async-start"):
+            return ()
+        return tuple(self.computations[name] for names in instruction.called.values() for name in names)
 
     def trip_count(self, loop: Instruction) -> int | None:
         """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
@@ -228,14 +221,14 @@ class Module:
         begin = [i for i in inside if i.base in COLLECTIVES and i.phase in ("", "-start")]
         return tuple(i for i in begin if "async_collective_fusion_config" not in i.config or i.name in started)
 
-    def carried(self, fusion: Instruction, target: str = "") -> tuple[str, ...]:
-        """The chain_ids of the asynchronous collectives that a TPU fusion starts, carries on or ends.
+    def carried(self, fusion: Instruction, target: str) -> tuple[str, ...]:
+        """The chain_ids of the asynchronous collectives that a TPU fusion starts or ends.
 
-        With `target` AsyncCollectiveStart or AsyncCollectiveDone, only those that it starts or ends.
+        `target` is AsyncCollectiveStart or AsyncCollectiveDone.
         """
         inside = list(self.inside(fusion))
         kept = {name for i in inside if i.custom_call_target == target for name in i.operands}
-        found = (i for i in inside if "async_collective_fusion_config" in i.config and (not target or i.name in kept))
+        found = (i for i in inside if i.name in kept and "async_collective_fusion_config" in i.config)
         return tuple(i.frontend.get("chain_id", i.name) for i in found)
 
 
@@ -314,7 +307,7 @@ def _instruction(line: str, computation: str, shapes: dict[str, Shape], tables: 
     if not named or not opcode:
         raise InputError(f"the compiled program has an instruction that cannot be read: {line.strip()[:120]!r}")
     text = line[named.end() : end]
-    shape = shapes.setdefault(text, Shape(text)) if text not in shapes else shapes[text]
+    shape = shapes.setdefault(text, Shape(text))
     close = _closing(line, opcode.end() - 1)
     arguments = line[opcode.end() : close]
     if "%" in arguments:

@@ -13,6 +13,8 @@ QUOTED = r'"(?:[^"\\]|\\.)*"'
 COMMENT = re.compile(r"/\*.*?\*/")
 ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{((?:[^{}]|\{[^{}]*\})*)\})?")
 
+_ROLES = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation",
+          "called_computations")  # fmt: skip
 _PHASES = ("-start", "-update", "-done")
 _BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
@@ -105,9 +107,7 @@ class Instruction:
     @functools.cached_property
     def config(self) -> Mapping:
         """The backend_config. A value that is not JSON has the key 'text'."""
-        text = self.attributes.get("backend_config", "")
-        if text.startswith('"'):
-            text = _unquoted(text)
+        text = _unquoted(self.attributes.get("backend_config", ""))
         try:
             found = json.loads(text or "{}")
         except json.JSONDecodeError:
@@ -135,24 +135,18 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
-        """The called computations: role (calls, to_apply, body, condition, branch_computations, ...) -> names."""
-        roles = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation")
-        roles = (*roles, "false_computation", "called_computations")
-        found = {role: self.attributes[role] for role in roles if role in self.attributes}
+        """The called computations: their role, one of _ROLES -> names."""
+        found = {role: self.attributes[role] for role in _ROLES if role in self.attributes}
         return {role: tuple(n.strip(" %") for n in text.strip("{}").split(",")) for role, text in found.items()}
 
     @property
     def custom_call_target(self) -> str:
-        return self.text_of("custom_call_target")
+        return _unquoted(self.attributes.get("custom_call_target", ""))
 
     @property
     def thread(self) -> str:
         """The thread of an asynchronous computation: sparsecore, host, ...; '' for the main thread."""
-        return self.text_of("async_execution_thread")
-
-    def text_of(self, attribute: str) -> str:
-        """The text of an attribute, without its quotes; '' if there is none."""
-        return _unquoted(self.attributes.get(attribute, ""))
+        return _unquoted(self.attributes.get("async_execution_thread", ""))
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
