@@ -127,7 +127,7 @@ def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin
         name = _as_read(name, readers, causes)
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
-        lines = [*origins.named.get(tensor.name, ()), *trail]
+        lines = [*origins.named[tensor.name], *trail]
     result, new = origins.returned.get(tensor.instruction, ("", ""))
     return _Origin(
         name=name,

@@ -54,9 +54,7 @@ def of(module: Module, instruction: Instruction, slices: Sequence[int] = ()) -> 
     if instruction.opcode == "send":
         found = [_sent(module, instruction, slices)]
     else:
-        found = [_exchange(module, inner, instruction) for inner in module.collectives(instruction)]
-        if len(slices) > module.devices:
-            found = [dataclasses.replace(e, groups=_of_all_slices(e.groups, _members(slices))) for e in found]
+        found = [_exchange(module, inner, instruction, slices) for inner in module.collectives(instruction)]
     return tuple(exchange for exchange in found if exchange)
 
 
@@ -65,7 +63,7 @@ def rendezvous(instruction: Instruction) -> str:
     return instruction.frontend.get("_xla_host_transfer_rendezvous", "")
 
 
-def _exchange(module: Module, inner: Instruction, runs: Instruction) -> Exchange:
+def _exchange(module: Module, inner: Instruction, runs: Instruction, slices: Sequence[int]) -> Exchange:
     inputs = tuple(array for operand in module.operands(inner) for array in operand.shape.arrays)
     if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer for the worst case
         inputs = (min(inputs[:2], key=lambda array: array.elements),)
@@ -73,7 +71,10 @@ def _exchange(module: Module, inner: Instruction, runs: Instruction) -> Exchange
     around = module.callers.get(runs.computation, ())
     asynchronous = inner.phase == "-start" or "async_collective_fusion_config" in inner.config
     asynchronous |= any(caller.phase == "-start" for caller, _ in around)  # on the sparse core, say
-    return Exchange(kind, inputs, groups(inner, module.devices), inner, runs, asynchronous)
+    among = groups(inner, module.devices)
+    if len(slices) > module.devices:
+        among = tuple(tuple(inside[k] for k in group) for inside in _members(slices) for group in among)
+    return Exchange(kind, inputs, among, inner, runs, asynchronous)
 
 
 def _sent(module: Module, send: Instruction, slices: Sequence[int]) -> Exchange | None:
@@ -89,10 +90,6 @@ def _sent(module: Module, send: Instruction, slices: Sequence[int]) -> Exchange 
 def _members(slices: Sequence[int]) -> list[list[int]]:
     """The partitions of each slice, in their order."""
     return [[k for k, at in enumerate(slices) if at == n] for n in sorted(set(slices))]
-
-
-def _of_all_slices(local: Groups, members: list[list[int]]) -> Groups:
-    return tuple(tuple(inside[k] for k in group) for inside in members for group in local)
 
 
 def _only_sliced(module: Module, inner: Instruction, runs: Instruction) -> bool:

@@ -4,9 +4,10 @@ Compilers merge, split and move collectives, and then one name stands for severa
 back to the computation or the parameter that it comes from, through copies, fusions, loops and other collectives.
 """
 
+import collections
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gspmd_lm.foresight.collectives.exchanges import rendezvous
 from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Place
@@ -26,7 +27,6 @@ class Provenance:
 
     def __init__(self, module: Module):
         self.module = module
-        self._users = functools.cache(self._users_in)  # in the instance, so that it goes with the module
         self._asked: set[Place] = set()  # what loops carry whose beginning is being looked for
 
     def trail(self, place: Place) -> list[Instruction]:
@@ -78,34 +78,34 @@ class Provenance:
         return found
 
     @functools.cached_property
-    def named(self) -> dict[str, list[Instruction]]:
+    def named(self) -> Mapping[str, list[Instruction]]:
         """The instructions of each op_name."""
-        found: dict[str, list[Instruction]] = {}
+        found: Mapping[str, list[Instruction]] = collections.defaultdict(list)
         for instruction in self.module.instructions:
             if instruction.op_name:
-                found.setdefault(instruction.op_name, []).append(instruction)
+                found[instruction.op_name].append(instruction)
         return found
 
     def consumers(self, instruction: Instruction) -> Iterator[Instruction]:
         """Those who use a value, the nearest first, within the computation."""
-        users = self._users(instruction.computation)
-        waiting, seen = list(users.get(instruction.name, ())), {instruction.name}
+        waiting, seen = [*self._users[instruction]], {instruction}
         while waiting:
             user = waiting.pop(0)
-            if user.name not in seen:
-                seen.add(user.name)
+            if user not in seen:
+                seen.add(user)
                 yield user
-                waiting += users.get(user.name, ())
+                waiting += self._users[user]
 
     def reads(self, user: Instruction, instruction: Instruction) -> bool:
         """Whether a value is an operand of one of its consumers, but for copies."""
         return any(instruction in self.trail((operand, ())) for operand in self.module.operands(user))
 
-    def _users_in(self, computation: str) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
-        for instruction in self.module.computations[computation].instructions.values():
-            for name in instruction.operands:
-                found.setdefault(name, []).append(instruction)
+    @functools.cached_property
+    def _users(self) -> Mapping[Instruction, list[Instruction]]:
+        found: Mapping[Instruction, list[Instruction]] = collections.defaultdict(list)
+        for instruction in self.module.instructions:
+            for operand in self.module.operands(instruction):
+                found[operand].append(instruction)
         return found
 
     def _before(self, place: Place) -> Place | None:

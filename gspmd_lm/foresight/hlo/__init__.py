@@ -60,7 +60,7 @@ _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) [(].*\{\s*$", re.S)
 _NAMED = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_NUMBERED = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+_NUMBERED = re.compile(r"""(\d+) ["{](.*)["}]$""")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -264,7 +264,7 @@ def parse(text: str) -> Module:
         elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             table = tables.setdefault(line, {})
         elif table is not None and (row := _NUMBERED.match(line)):
-            table[int(row.group(1))] = row.group(2) if row.group(2) is not None else row.group(3)
+            table[int(row.group(1))] = row.group(2)
         elif header := _HEAD.match(line):
             where, inside = header.group(2), {}
             entry = where if header.group(1) else entry
@@ -278,18 +278,12 @@ def parse(text: str) -> Module:
 
 def _lines(text: str) -> Iterator[str]:
     """The logical lines of a text: a line that ends inside quotes or brackets goes on in the next one."""
-    begin, size = 0, len(text)
-    while begin < size:
-        end = text.find("\n", begin)
-        end = size if end < 0 else end
-        line = text[begin:end]
+    lines = iter(text.split("\n"))
+    for line in lines:
         opens = line.endswith("{") and not line[0].isspace() and not line.startswith("HloModule")
-        while end < size and not opens and not _closed(line):
-            end = text.find("\n", end + 1)
-            end = size if end < 0 else end
-            line = text[begin:end]
+        while not opens and not _closed(line) and (more := next(lines, None)) is not None:
+            line += f"\n{more}"
         yield line
-        begin = end + 1
 
 
 def _closed(line: str) -> bool:
