@@ -136,12 +136,11 @@ class Provenance:
 
     def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Place | None:
         """What a computation is given: of a loop that begins with nothing in it, what its turns compute."""
-        callers = self.module.callers.get(parameter.computation, ())
-        if len(callers) != 1:
+        caller, role = self.module.caller(parameter)
+        if not caller or role not in ("calls", "body", "condition"):
             return None
-        caller, role = callers[0]
-        if role not in ("body", "condition"):
-            return (self.module.operand(caller, parameter.index), path) if role == "calls" else None
+        if role == "calls":
+            return self.module.operand(caller, parameter.index), path
         first: Place = self.module.operand(caller), path
         body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
         if carried in self._asked:  # of a loop in a loop, whose own turns are the way back to it

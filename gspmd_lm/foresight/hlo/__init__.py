@@ -16,7 +16,6 @@ from gspmd_lm.foresight.hlo.instruction import (
     COMMENT,
     HOST_SPACE,
     QUOTED,
-    Array,
     Instruction,
     Place,
     Shape,
@@ -24,20 +23,8 @@ from gspmd_lm.foresight.hlo.instruction import (
     attributes_of,
     comma_separated,
 )
+from gspmd_lm.foresight.hlo.instruction import Array as Array
 from gspmd_lm.foresight.hlo.loops import Loops
-
-__all__ = [
-    "COLLECTIVES",
-    "HOST_SPACE",
-    "Array",
-    "Computation",
-    "Executed",
-    "Instruction",
-    "Module",
-    "Place",
-    "Shape",
-    "parse",
-]
 
 COLLECTIVES = (
     "all-gather",
@@ -112,6 +99,11 @@ class Module:
                     found.setdefault(name, []).append((instruction, role))
         return {name: tuple(calls) for name, calls in found.items()}
 
+    def caller(self, instruction: Instruction) -> tuple[Instruction | None, str]:
+        """What runs the computation of an instruction, and the role of this computation; None if there are several."""
+        callers = self.callers.get(instruction.computation, ())
+        return callers[0] if len(callers) == 1 else (None, "")
+
     @functools.cached_property
     def kernels(self) -> tuple[Instruction, ...]:
         """All custom calls."""
@@ -162,9 +154,9 @@ class Module:
         if opcode in _INLINED:
             called = instruction.called.get("calls") or instruction.called["to_apply"]
             return self.computations[called[0]].root, path
-        callers = self.callers.get(instruction.computation, ()) if opcode == "parameter" else ()
-        if len(callers) == 1 and callers[0][0].opcode in _INLINED:
-            return self.operand(callers[0][0], instruction.index), path
+        caller, _ = self.caller(instruction)
+        if opcode == "parameter" and caller and caller.opcode in _INLINED:
+            return self.operand(caller, instruction.index), path
         return None
 
     def bodies(self, instruction: Instruction) -> tuple[Computation, ...]:

@@ -81,11 +81,8 @@ class Loops:
 
     def _before(self, parameter: Instruction, path: tuple[int, ...]) -> int | None:
         """The integer at a place of a loop's parameter, if the loop does not change it; else None."""
-        callers = self.module.callers.get(parameter.computation, ())
-        if len(callers) != 1:
-            return None
-        caller, role = callers[0]
-        if role not in ("body", "condition") or not self._invariant(caller, path):
+        caller, role = self.module.caller(parameter)
+        if not caller or role not in ("body", "condition") or not self._invariant(caller, path):
             return None
         return self.value((self.module.operand(caller), path))
 
