@@ -13,7 +13,6 @@ from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
-from gspmd_lm.foresight.floor import decoding as decoding_floor
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.machine.target import Target
@@ -93,7 +92,7 @@ def report(
     else:
         sizes = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // sizes.rows
-        least = decoding_floor.floor(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
+        least = floor.of_generation(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     module, found, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:
@@ -103,7 +102,7 @@ def report(
         module = hlo.parse(program.text)
         known, accepted = _known(named, rules), target.platform == "tpu"
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        found = collectives.find(module, rules, named, network, traced)
+        found = collectives.find(module, rules, {row.path: row.axes for row in named}, network, traced)
         if target.chip:
             error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
             each = tokens / target.devices

@@ -22,14 +22,15 @@ class Name:
     modules: tuple[str, ...]  # layers, attention_norm
     of: tuple[str, ...] = ()  # weights, or a part of the step that has none
     sums: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
-    placed: tuple[str, str] | None = None  # the table, and the array where it puts it
+    table: str = ""  # rules, weights or optimizer: the operation puts `array` where this table says
+    array: str = ""
     einsum: str = ""
     sees: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
 
     @property
     def known(self) -> bool:
         """Whether it says where in the model it stands."""
-        return bool(self.of or self.sums or self.placed or self.modules)
+        return bool(self.of or self.sums or self.array or self.modules)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -37,14 +38,13 @@ def read(op_name: str) -> Name:
     """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.mlp.w_down/sum.layers.mlp.w_down.mlp/...' in parts."""
     words = [word for word in re.split(r"[/()]+", re.sub(r"\bjit\([^()]*\)", "", op_name)) if word]
     scopes: dict[str, str] = {}
-    placed: tuple[str, str] | None = None
-    modules, einsum = [], ""
+    modules, table, array, einsum = [], "", "", ""
     for number, word in enumerate(words):
         role, dot, rest = word.partition(".")
         if dot and role in ("of", "sum", "sees"):
             scopes[role] = rest
         elif dot and role in TABLES:
-            placed = role, rest
+            table, array = role, rest
         elif "->" in word:
             einsum = word.replace("z", "").replace("r", "")  # pieces of weights and rows (products.py)
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
@@ -59,7 +59,7 @@ def read(op_name: str) -> Name:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
         phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
     sums = tuple(filter(None, scopes.get("sum", "").split("+")))
-    return Name(phase, tuple(modules), of, sums, placed, einsum, scopes.get("sees", ""))
+    return Name(phase, tuple(modules), of, sums, table, array, einsum, scopes.get("sees", ""))
 
 
 def each(op_name: str, count: int) -> list[str]:

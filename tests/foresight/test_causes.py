@@ -35,8 +35,8 @@ def collectives_of(step, text, where):
     """The collectives of a program of `step`, a train step or a request."""
     found = step.arrays if hasattr(step, "arrays") else state.arrays(step.config)
     recorded = state.recorded(step.config, found, step.rules.microbatches, step.rules)
-    rows = list(table.rows(step.config, step.rules, found, recorded.arrays))
-    return collectives.find(hlo.parse(text), step.rules, rows, where, Traced.of(recorded, found))
+    axes = {row.path: row.axes for row in table.rows(step.config, step.rules, found, recorded.arrays)}
+    return collectives.find(hlo.parse(text), step.rules, axes, where, Traced.of(recorded, found))
 
 
 @pytest.fixture(scope="module")
@@ -189,20 +189,17 @@ def test_programs_of_accelerators(request_of, cache, target):
 # Single programs, written down
 
 
+W_UP = {"layers.mlp.w_up": ("layers", "embed", "mlp"), "block_input": ("batch", "seq", "embed")}
+
+
 def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
     loaded = dataclasses.replace(rules_file.load(rules), mesh=mesh or {"fsdp": 8})
     count = len(slices) or 8
     slices = slices or [0] * count
     chips = [((k % 8) // 4, k % 4, 0) for k in range(count)]
     where = network(CHIPS["v5e"], chips, slices, slices, loaded.mesh.values(), loaded.mesh)
-    nothing = Traced(jax.make_jaxpr(lambda: ())(), [array.path for array in arrays if "." in array.path])
-    return collectives.find(hlo.parse(text), loaded, arrays, where, nothing)
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    path: str
-    axes: tuple[str, ...]
+    nothing = Traced(jax.make_jaxpr(lambda: ())(), [path for path in arrays if "." in path])
+    return collectives.find(hlo.parse(text), loaded, dict(arrays), where, nothing)
 
 
 def program(body, computations="", devices=8):
@@ -239,9 +236,7 @@ def test_a_reduce_scatter_hidden_in_a_fusion_of_tpu():
   ROOT %slice = f32[520,64]{1,0} dynamic-slice(%all-reduce, %at, %at), dynamic_slice_sizes={520,64}
 }
 """
-    weight = Weight("layers.mlp.w_up", ("layers", "embed", "mlp"))
-    activation = Weight("block_input", ("batch", "seq", "embed"))
-    (one,) = found_in(program(body, scatter), arrays=[weight, activation])
+    (one,) = found_in(program(body, scatter), arrays=W_UP)
     assert (one.kind, one.elements) == ("reduce-scatter", 4096 * 64)  # the padding is not sent
     assert one.bytes_per_device_per_step == 4096 * 64 * 4 * 7 // 8
     assert one.rules == ("rules.batch", "weights.embed") and one.einsum == "BTD,BTF->DF" and one.phase == "backward"
@@ -266,7 +261,7 @@ def test_tensors_that_a_compiler_laid_side_by_side():
   ROOT %y = f32[17]{0} tanh(%x)
 }
 """
-    found = found_in(program(body, join), arrays=[Weight("residual", ("batch", "seq", "embed"))])
+    found = found_in(program(body, join), arrays={"residual": ("batch", "seq", "embed")})
     assert [(one.op, one.phase, one.elements, one.overlapped) for one in found] == [
         ("final_norm", "backward", 16, True),
         ("loss", "forward", 1, True),
@@ -284,9 +279,7 @@ def test_slices_exchange_through_their_hosts():
   %recv = (f32[64,8]{{1,0}}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, frontend_attributes={{{attributes}}}
   %recv-done = (f32[64,8]{{1,0}}, token[]) recv-done(%recv)
   ROOT %out = f32[64,8]{{1,0}} get-tuple-element(%recv-done), index=0"""
-    arrays = [Weight("layers.mlp.w_up", ("layers", "embed", "mlp")), Weight("block_input", ("batch", "seq", "embed"))]
-    mesh = {"fsdp": 16}
-    (one,) = found_in(program(body), mesh=mesh, slices=[0] * 8 + [1] * 8, arrays=arrays)
+    (one,) = found_in(program(body), mesh={"fsdp": 16}, slices=[0] * 8 + [1] * 8, arrays=W_UP)
     assert (one.kind, one.mesh_axes, one.link) == ("all-reduce", ("fsdp",), "dcn")
     assert one.bytes_per_device_per_step == 64 * 8 * 4 and one.group_size == 2
     assert one.rules == ("rules.batch",) and not one.overlapped
@@ -314,17 +307,17 @@ def test_names_of_merged_tensors(op_name, count, expected):
 @pytest.mark.parametrize(
     ("op_name", "phase", "parts"),
     [
-        ("jit(_train)/jvp(Decoder)/while/body/closed_call/layers/attention_norm/mul", "forward", (("layers", "attention_norm"), (), (), None)),
+        ("jit(_train)/jvp(Decoder)/while/body/closed_call/layers/attention_norm/mul", "forward", (("layers", "attention_norm"), (), (), ("", ""))),
         ("jit(_train)/transpose(jvp(Decoder))/while/body/checkpoint/rematted_computation/layers/of.a.wq+a.wk/rules.a.wq/convert_element_type", "recomputation", (("layers",), ("a.wq", "a.wk"), (), ("rules", "a.wq"))),
         ("jit(_train)/transpose(jvp(Decoder))/checkpoint/layers/of.a.wo/sum.q.heads+k.kv_heads/rules.residual/shard_map/reduce_scatter", "backward", (("layers",), ("a.wo",), ("q.heads", "k.kv_heads"), ("rules", "residual"))),
         ("jit(_train)/jvp(of.loss)/sum.logits.vocab/rules.residual/shard_map/psum", "backward", ((), ("loss",), ("logits.vocab",), ("rules", "residual"))),
-        ("jit(_train)/of.gradient_norm/reduce_sum", "optimizer", ((), ("gradient_norm",), (), None)),
-        ("jit(_train)/jit(clip)/min", "optimizer", ((), (), (), None)),
+        ("jit(_train)/of.gradient_norm/reduce_sum", "optimizer", ((), ("gradient_norm",), (), ("", ""))),
+        ("jit(_train)/jit(clip)/min", "optimizer", ((), (), (), ("", ""))),
     ],
 )  # fmt: skip
 def test_what_names_say(op_name, phase, parts):
     name = names.read(op_name)
-    assert (name.phase, (name.modules, name.of, name.sums, name.placed)) == (phase, parts)
+    assert (name.phase, (name.modules, name.of, name.sums, (name.table, name.array))) == (phase, parts)
 
 
 def test_arguments_of_the_step():

@@ -8,7 +8,7 @@ from saved_programs import program, saved
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import flops
-from gspmd_lm.foresight.hlo import replica_groups
+from gspmd_lm.foresight.hlo.replica_groups import groups, read
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
@@ -39,8 +39,7 @@ def test_sources_are_lines_of_the_package(name):
     sources = {instruction.source: instruction for instruction in matmuls}
     assert any(source.startswith("gspmd_lm/model/projection.py:") for source in sources), sources.keys()
     instruction = next(i for source, i in sources.items() if "projection" in source)
-    functions = [function for file, function, _ in instruction.frames if "gspmd_lm" in file]
-    assert functions[0] in ("fan_in", "fan_out") and "Step._train" in functions
+    assert any(source.startswith("gspmd_lm/train/step.py:") for source in instruction.sources[1:])
 
 
 def test_frontend_attributes_over_several_lines_end_where_they_end():
@@ -67,8 +66,6 @@ def test_shapes():
         ("bf16", (4, 8), 5), ("s4", (3,), 1), ("pred", (), 0), ("f8e4m3fn", (16,), 0), ("token", (), 0),
     ]  # fmt: skip
     assert [a.bytes for a in shape.arrays] == [64, 2, 1, 16, 0] and shape.bytes == 83
-    assert [len(part.arrays) for part in shape.parts] == [1, 2, 1, 1]
-    assert [part.text for part in shape.parts[1].parts] == ["s4[3]{0:E(4)S(1)}", "pred[]"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +89,7 @@ def test_shapes():
     ],
 )  # fmt: skip
 def test_groups_in_every_syntax(text, expected):
-    assert replica_groups.read(text, 8) == expected
+    assert read(text, 8) == expected
 
 
 def test_groups_of_instructions_with_commas_behind_them():
@@ -102,10 +99,10 @@ def test_groups_of_instructions_with_commas_behind_them():
   ROOT %c = f32[8]{0} collective-permute(%p), channel_id=2, source_target_pairs={{0,1},{1,0}}"""
     )
     gather, permute = module.entry.instructions["g"], module.entry.root
-    assert hlo.groups(gather, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) and gather.attributes["dimensions"] == "{0}"
-    assert hlo.groups(permute, 8) == ((0, 1), (1, 0))
+    assert groups(gather, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) and gather.attributes["dimensions"] == "{0}"
+    assert groups(permute, 8) == ((0, 1), (1, 0))
     with pytest.raises(InputError, match=r"replica_groups=<all>"):
-        replica_groups.read("<all>", 8)
+        read("<all>", 8)
 
 
 LOOP = """%body (s: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {{
@@ -232,8 +229,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     for first, second in (("0", "1"), ("1", "2")):  # before 2025, and since
         root = hlo.parse(head.replace("FIRST", first).replace("SECOND", second)).entry.root
         assert root.frames == (
-            ("lib/site-packages/flax/scan.py", "scan", 7),
-            ("src/gspmd_lm/model/layers.py", "Norm.__call__", 33),
+            ("lib/site-packages/flax/scan.py", 7),
+            ("src/gspmd_lm/model/layers.py", 33),
         )
         assert root.source == "gspmd_lm/model/layers.py:33"
 

@@ -2,18 +2,16 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from gspmd_lm.foresight.collectives.causes import Causes
 from gspmd_lm.foresight.collectives.provenance import Provenance
-from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, overlaps, tensors
+from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, tensors
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.names import Name, each, read, state
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Rules
-from gspmd_lm.vocabulary import Vocabulary
 
 NEAR = 30  # instructions within which a tensor without a name of its own is explained
 # Files whose lines say less than those that call them.
@@ -42,30 +40,20 @@ class Collective:
     in_loop: bool = False  # once for every layer, every chunk of the loss or every microbatch
 
 
-class HasAxes(Protocol):
-    """An array of the model: the path of a weight or the name of an activation, and its logical axes."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-
 def find(
-    module: Module, rules: Rules, arrays: Iterable[HasAxes], network: Network, traced: Traced
+    module: Module, rules: Rules, axes: Mapping[str, Sequence[str]], network: Network, traced: Traced
 ) -> tuple[Collective, ...]:
-    """Every collective of a program, the largest traffic first. `rules` are filled for the devices of `network`."""
-    origins, causes = Provenance(module), Causes(rules, {array.path: array.axes for array in arrays}, traced)
-    overlapped: dict[str, bool] = {}
+    """Every collective of a program, the largest traffic first. `rules` are filled for the devices of `network`.
+
+    `axes` are the logical axes of the model's arrays, by the path of a weight or the name of an activation.
+    """
+    origins, causes = Provenance(module), Causes(rules, axes, traced)
     found: dict[Collective, list[Collective]] = {}
     for tensor in tensors(module, origins, network.slices):
         exchange, times = tensor.exchange, tensor.step.times
         mesh_axes = network.axes(exchange.groups)
         if not mesh_axes:
             continue
-        if exchange.runs.name not in overlapped:
-            overlapped[exchange.runs.name] = overlaps(module, exchange)
         origin = _origin(tensor, origins, causes)
         op, rows = _caused(tensor, origin, causes, mesh_axes)
         one = Collective(
@@ -78,11 +66,11 @@ def find(
             op=op,
             source=next(filter(None, map(_source, origin.at)), ""),
             rules=causes.ordered(rows),
-            overlapped=overlapped[exchange.runs.name],
+            overlapped=tensor.overlapped,
             group_size=exchange.group_size,
-            elements=tensor.whole,
+            elements=exchange.elements,
             instructions=(tensor.instruction.name,),
-            einsum=origin.einsum or _einsum_after(origins, tensor, origin.given),
+            einsum=origin.einsum,
             link=network.link(exchange.groups),
             in_loop=bool(tensor.step.loops),
         )
@@ -107,7 +95,7 @@ class _Origin:
 
     name: Name
     at: Sequence[Instruction]  # those that may know the source line, the best first
-    einsum: str
+    einsum: str  # the product that it comes from, or the nearest that uses it
     given: str  # the weight that it is, from the step's arguments
     updated: str  # the new weight that it is, among the step's results
 
@@ -121,9 +109,12 @@ def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin
     if not tensor.name:  # the name of one of several tensors is better than none
         told.append((tensor.instruction.op_name, tensor.instruction))
     names = [(read(text), at) for text, at in told if text and not state(text)[0]]
-    einsum = next((name.einsum for name, _ in names if name.einsum), "")
+    users = list(itertools.islice(origins.consumers(tensor.instruction), NEAR))
+    after = [read(user.op_name) for user in users] if tensor.kind not in REDUCTIONS else []
+    products = [name for name in after if name.of and (not given or given in name.of)]
+    einsum = next((name.einsum for name in (*(name for name, _ in names), *products) if name.einsum), "")
     if not any(_speaks_of(given, name) for name, _ in names):
-        around = itertools.chain(origins.consumers(tensor.instruction), origins.ancestors(tensor.place))
+        around = itertools.chain(users, origins.ancestors(tensor.place))
         names += [(read(at.op_name), at) for at in itertools.islice(around, NEAR) if not state(at.op_name)[0]]
     # A parameter that is gathered is read before the optimizer runs. The optimizer's name on a merged operation is
     # that of another tensor.
@@ -131,14 +122,13 @@ def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin
     nothing = next(iter(names), (read(tensor.instruction.op_name), tensor.instruction))
     name, at = next((pair for pair in known if _speaks_of(given, pair[0])), next(iter(known), nothing))
     if tensor.kind in GATHERS:
-        users = [user for user in itertools.islice(origins.consumers(tensor.instruction), NEAR)
-                 if user.op_name != at.op_name]  # fmt: skip
-        readers = [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in users]
+        others = [user for user in users if user.op_name != at.op_name]
+        readers = [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in others]
         name = _as_read(name, readers, causes)
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
-        lines = [*origins.called(tensor.name), *trail]
-    result, new = origins.returned.get((tensor.instruction.name, tensor.instruction.computation), ("", ""))
+        lines = [*origins.named[tensor.name], *trail]
+    result, new = origins.returned.get(tensor.instruction, ("", ""))
     return _Origin(
         name=name,
         at=lines,
@@ -153,11 +143,12 @@ def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> 
 
     `name` says where the tensor is placed. The products that read it whole say which weights they belong to.
     """
-    if name.placed and not name.of and causes.is_activation(name.placed[1]):
+    if not name.of and causes.is_activation(name.array):
         alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
         direct = {path for reader, itself in alike if itself for path in reader.of}
         nearest = alike[0][0].of if alike else ()
-        ordered = sorted(direct, key=lambda path: _in_the_model(path, causes.rules.vocabulary))
+        order = {weight: number for number, weight in enumerate(causes.rules.vocabulary.weights)}
+        ordered = sorted(direct, key=lambda path: order.get(path.rpartition(".")[2], len(order)))
         name = dataclasses.replace(name, of=tuple(ordered) or nearest)
     phases = [reader.phase for reader, _ in users if reader.of == name.of != ()]
     if name.phase == "forward" and phases and "forward" not in phases:
@@ -165,23 +156,16 @@ def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> 
     return name
 
 
-def _in_the_model(path: str, vocabulary: Vocabulary) -> tuple[bool, int]:
-    """Where a weight stands in the table of weights; what is none comes last."""
-    names = list(vocabulary.weights)
-    last = path.rpartition(".")[2]
-    return last not in names, names.index(last) if last in names else 0
-
-
 def _speaks_of(weight: str, name: Name) -> bool:
     """Whether a name says where it stands, and if a weight is given, that it stands for that."""
-    named = (*name.of, name.placed[1] if name.placed else "")
-    return name.known and (not weight or weight in named or weight.rpartition(".")[0] == ".".join(name.modules))
+    named = weight in (*name.of, name.array) or weight.rpartition(".")[0] == ".".join(name.modules)
+    return name.known and (not weight or named)
 
 
 def _caused(tensor: MovedTensor, origin: _Origin, causes: Causes, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
     """What a tensor is called, and the rows that cause its movement."""
     name, weight = origin.name, origin.given
-    placed = name.placed[1] if name.placed and name.placed[1] in causes.weights else ""
+    placed = name.array if name.array in causes.weights else ""
     # An all-reduce of what is given adds zeros to a piece: so TPU gathers small arrays.
     gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.sums)
     if tensor.kind in REDUCTIONS and not gathers:
@@ -207,19 +191,10 @@ def _op(name: Name, weight: str) -> str:
         return "+".join(parts)
     if name.modules:
         return ".".join(name.modules)
-    return name.placed[1] if name.placed else "step"
+    return name.array or "step"
 
 
 def _source(instruction: Instruction) -> str:
     """The innermost line that is not one of the package's general functions."""
     special = [source for source in instruction.sources if not source.rpartition(":")[0].endswith(_GENERAL)]
     return next(iter(special), instruction.source)
-
-
-def _einsum_after(origins: Provenance, tensor: MovedTensor, weight: str) -> str:
-    """The nearest product with a weight that uses what was moved."""
-    if tensor.kind in REDUCTIONS:
-        return ""
-    near = itertools.islice(origins.consumers(tensor.instruction), NEAR)
-    names = (read(user.op_name) for user in near)
-    return next((name.einsum for name in names if name.einsum and name.of and (not weight or weight in name.of)), "")

@@ -1,6 +1,6 @@
 """Which rows of the rules file cause a collective: reasoned from the arrays that it stands between."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gspmd_lm.foresight.names import Name
 from gspmd_lm.foresight.traced import Traced
@@ -24,14 +24,13 @@ class Causes:
         """Whether an array of the model is an activation."""
         return array in self.arrays and array not in self.traced.weights
 
-    def splitting(self, table: str, array: str, over: Iterable[str]) -> set[str]:
-        """Keys of the rows by which `table` splits an array over some of the mesh axes `over`."""
-        over, found = set(over), set()
-        for axis in self.arrays.get(array, ()):
-            row = self.rules.row(table, array, axis)
-            if row and over & set(self.rules.split(table, array, axis)):
-                found.add(row.key)
-        return found
+    def splitting(
+        self, table: str, arrays: Iterable[str], over: Collection[str], axes: Iterable[str] | None = None
+    ) -> set[str]:
+        """Keys of the rows by which `table` splits arrays, or some axes of them, over some of the mesh axes `over`."""
+        found = [(array, axis) for array in arrays for axis in (self.arrays.get(array, ()) if axes is None else axes)]
+        rows = [self.rules.row(table, *one) for one in found if set(over) & set(self.rules.split(table, *one))]
+        return {row.key for row in rows if row}
 
     def reduction(self, name: Name, over: Sequence[str], scattered: bool) -> set[str]:
         """Rows behind a sum over devices: those that split what is summed over.
@@ -43,24 +42,19 @@ class Causes:
         else:
             found = self.statistics(over) if name.phase == "optimizer" else self.activations(name, over)
             found |= self.cut(name, over)
-        if scattered and name.placed:
-            found |= self.splitting(*name.placed, over)
+        if scattered and name.array:
+            found |= self.splitting(name.table, [name.array], over)
         elif scattered:
-            for path in name.of:
-                found |= self.splitting("optimizer", path, over)
+            found |= self.splitting("optimizer", name.of, over)
         return found
 
     def summed(self, name: Name, over: Sequence[str]) -> set[str]:
         """Rows that split the axes which a name says are summed over."""
-        found = set()
+        # Of sums that were added up, the name may say one. It then places nothing.
+        found = set() if name.array else self.splitting("rules", name.of, over)
         for path in name.sums:
             array, _, axis = path.rpartition(".")
-            row = self.rules.row("rules", array, axis)
-            if row and set(over) & set(self.rules.split("rules", array, axis)):
-                found.add(row.key)
-        if not name.placed:  # of sums that were added up, the name may say one
-            for path in name.of:
-                found |= self.splitting("rules", path, over)
+            found |= self.splitting("rules", [array], over, [axis])
         return found
 
     def cut(self, name: Name, over: Sequence[str]) -> set[str]:
@@ -69,21 +63,20 @@ class Causes:
         Where `over` splits the gradients that the product reads, though not the activation that they are of, the
         compiler could gather them instead. It sums because the product is cut along the rows of the batch.
         """
-        weight = name.placed[1] if name.phase == "backward" and name.placed else ""
+        weight = name.array if name.phase == "backward" else ""
         found = set()
         for product in self.traced.products:
             x, y = product.x.placed, product.y and product.y.placed
-            if product.path == weight and x and y and not self.splitting("rules", y.array, over):
-                row = self.rules.row("rules", x.array, x.axes[0])
-                found |= {row.key} if row and self.rules.split("rules", x.array, x.axes[0]) else set()
+            if product.path == weight and x and y and not self.splitting("rules", [y.array], over):
+                found |= self.splitting("rules", [x.array], self.rules.mesh, x.axes[:1])
         return found
 
     def gather(self, name: Name, over: Sequence[str], weight: str, new: bool) -> set[str]:
         """Rows that split a weight or an activation before it was put together; of a new weight, those of the
         optimizer."""
         if new:
-            return self.splitting("optimizer", weight, over) - self.splitting("weights", weight, over)
-        return self.splitting("weights", weight, over) if weight else self.activations(name, over)
+            return self.splitting("optimizer", [weight], over) - self.splitting("weights", [weight], over)
+        return self.splitting("weights", [weight], over) if weight else self.activations(name, over)
 
     def complete(self, found: set[str], name: Name, over: Sequence[str]) -> set[str]:
         """`found`, and for mesh axes that none of these rows maps to the rows of what stands around."""
@@ -95,17 +88,14 @@ class Causes:
 
         What no trace knows a place of is on its way to groups, as tokens to their experts: those are split too.
         """
-        _, placed = name.placed or ("", "")
         found = {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
-        for product in self.traced.products if placed and placed not in self.arrays else ():
-            row = self.rules.row("rules", product.path, product.group) if product.group else None
-            if row and set(over) & set(self.rules.split("rules", product.path, product.group)):
-                found.add(row.key)
+        for product in self.traced.products if name.array and name.array not in self.arrays else ():
+            found |= self.splitting("rules", [product.path], over, [product.group] if product.group else [])
         return found
 
     def _nearest(self, name: Name, mesh_axis: str) -> set[str]:
         for arrays in self._outward(name):
-            if found := {key for array in arrays for key in self.splitting("rules", array, [mesh_axis])}:
+            if found := self.splitting("rules", arrays, [mesh_axis]):
                 return found
         return self.mapping([mesh_axis])
 
@@ -115,12 +105,11 @@ class Causes:
         First comes what the placed activation is made from, then itself, then what stands around the operation, and
         then what those are made from.
         """
-        _, placed = name.placed or ("", "")
         around, backward = self.traced.around, name.phase == "backward"
-        if self.is_activation(placed):
-            yield self.traced.made_from(placed, backward)
-            yield [placed]
-        near = {array for path in filter(None, (*name.of, placed)) for array in around(path)}
+        if self.is_activation(name.array):
+            yield self.traced.made_from(name.array, backward)
+            yield [name.array]
+        near = {array for path in filter(None, (*name.of, name.array)) for array in around(path)}
         yield near
         for depth in range(len(name.modules), 0, -1):
             found = around(modules=name.modules[:depth])
@@ -134,29 +123,26 @@ class Causes:
     def resharding(self, name: Name, over: Sequence[str], weight: str) -> set[str]:
         """Rows behind a move from one split to another: those of the source and of the destination."""
         found = self.activations(name, over) if name.phase != "optimizer" else set()
-        weights = {weight} if weight else {path for path in name.of if path in self.arrays}
-        for path in weights:
-            found |= self.splitting("optimizer" if name.phase == "backward" else "weights", path, over)
+        table = "optimizer" if name.phase == "backward" else "weights"
+        found |= self.splitting(table, [weight] if weight else name.of, over)
         return found or self.mapping(over)
 
     def look_up(self, name: Name) -> set[str]:
         """Rows that split the rows of a table in which something is looked up: they decide the form of the look-up."""
-        tables = [(path, self.arrays[path][0]) for path in name.of if path in self.traced.looked_up]
-        rows = [self.rules.row("rules", *table) for table in tables if self.rules.split("rules", *table)]
-        return {row.key for row in rows if row}
+        tables = [path for path in name.of if path in self.traced.looked_up]
+        found = [self.splitting("rules", [path], self.rules.mesh, self.arrays[path][:1]) for path in tables]
+        return set().union(*found)
 
     def looks_up(self, name: Name) -> bool:
         """Whether a name speaks of a look-up in a table, or of its gradient, and says nothing more."""
-        return not (name.placed or name.sums) and any(path in self.traced.looked_up for path in name.of)
+        return not (name.array or name.sums) and any(path in self.traced.looked_up for path in name.of)
 
     def statistics(self, over: Sequence[str]) -> set[str]:
         """Rows behind a sum over all weights, such as the gradient's norm: those of the weights that `over` splits."""
-        found = set()
-        for path in self.weights:
-            split = {name for axis in self.arrays[path] for name in self.rules.split("optimizer", path, axis)}
-            if set(over) <= split:
-                found |= self.splitting("optimizer", path, over)
-        return found or self.mapping(over)
+        split = {path: {name for axis in self.arrays[path] for name in self.rules.split("optimizer", path, axis)}
+                 for path in self.weights}  # fmt: skip
+        found = [path for path in self.weights if set(over) <= split[path]]
+        return self.splitting("optimizer", found, over) or self.mapping(over)
 
     def mapping(self, over: Sequence[str]) -> set[str]:
         """Every row that maps to one of the mesh axes."""

@@ -39,10 +39,10 @@ class Exchange:
         return math.ceil(self.input_bytes * (n - 1) / n) * (2 if self.kind == "all-reduce" else 1)
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        """Elements of each tensor moved, all of its pieces in one group."""
+    def elements(self) -> int:
+        """Elements of the tensors moved, all of their pieces in one group."""
         pieces = self.group_size if self.kind in ("all-gather", "all-to-all", "ragged-all-to-all") else 1
-        return tuple(array.elements * pieces for array in self.inputs)
+        return pieces * sum(array.elements for array in self.inputs)
 
 
 def of(module: Module, instruction: Instruction, slices: Sequence[int] = ()) -> tuple[Exchange, ...]:
@@ -54,9 +54,7 @@ def of(module: Module, instruction: Instruction, slices: Sequence[int] = ()) -> 
     if instruction.opcode == "send":
         found = [_sent(module, instruction, slices)]
     else:
-        found = [_exchange(module, inner, instruction) for inner in module.collectives(instruction)]
-        if len(slices) > module.devices:
-            found = [dataclasses.replace(e, groups=_of_all_slices(e.groups, _members(slices))) for e in found]
+        found = [_exchange(module, inner, instruction, slices) for inner in module.collectives(instruction)]
     return tuple(exchange for exchange in found if exchange)
 
 
@@ -65,16 +63,18 @@ def rendezvous(instruction: Instruction) -> str:
     return instruction.frontend.get("_xla_host_transfer_rendezvous", "")
 
 
-def _exchange(module: Module, inner: Instruction, runs: Instruction) -> Exchange:
-    siblings = module.computations[inner.computation].instructions
-    inputs = tuple(array for name in inner.operands for array in siblings[name].shape.arrays)
+def _exchange(module: Module, inner: Instruction, runs: Instruction, slices: Sequence[int]) -> Exchange:
+    inputs = tuple(array for operand in module.operands(inner) for array in operand.shape.arrays)
     if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer for the worst case
         inputs = (min(inputs[:2], key=lambda array: array.elements),)
     kind = "reduce-scatter" if inner.base == "all-reduce" and _only_sliced(module, inner, runs) else inner.base
     around = module.callers.get(runs.computation, ())
     asynchronous = inner.phase == "-start" or "async_collective_fusion_config" in inner.config
     asynchronous |= any(caller.phase == "-start" for caller, _ in around)  # on the sparse core, say
-    return Exchange(kind, inputs, groups(inner, module.devices), inner, runs, asynchronous)
+    among = groups(inner, module.devices)
+    if len(slices) > module.devices:
+        among = tuple(tuple(inside[k] for k in group) for inside in _members(slices) for group in among)
+    return Exchange(kind, inputs, among, inner, runs, asynchronous)
 
 
 def _sent(module: Module, send: Instruction, slices: Sequence[int]) -> Exchange | None:
@@ -92,13 +92,7 @@ def _members(slices: Sequence[int]) -> list[list[int]]:
     return [[k for k, at in enumerate(slices) if at == n] for n in sorted(set(slices))]
 
 
-def _of_all_slices(local: Groups, members: list[list[int]]) -> Groups:
-    return tuple(tuple(inside[k] for k in group) for inside in members for group in local)
-
-
 def _only_sliced(module: Module, inner: Instruction, runs: Instruction) -> bool:
     """Whether a device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter."""
-    if runs is inner:
-        return False
-    users = [i for i in module.computations[inner.computation].instructions.values() if inner.name in i.operands]
-    return bool(users) and all(user.opcode == "dynamic-slice" for user in users)
+    users = {user.opcode for user in module.siblings(inner).values() if inner.name in user.operands}
+    return runs is not inner and users == {"dynamic-slice"}

@@ -4,20 +4,20 @@ Compilers merge, split and move collectives, and then one name stands for severa
 back to the computation or the parameter that it comes from, through copies, fusions, loops and other collectives.
 """
 
+import collections
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gspmd_lm.foresight.collectives.exchanges import rendezvous
-from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module
+from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Place
 from gspmd_lm.foresight.names import state
 
-Place = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
-
+# What has the elements of its operand, or some of them, in another order: besides what `Module.before` passes.
 _SAME = {
-    "copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape", "transpose", "slice",
-    "dynamic-slice", "pad", "reduce-precision", "optimization-barrier", "all-gather-done", "all-reduce-done",
-    "collective-permute-done", "reduce-scatter-done", "all-to-all-done", "recv-done", "send-done",
+    "transpose", "slice", "dynamic-slice", "pad", "reduce-precision", "all-gather-done", "all-reduce-done",
+    "collective-permute-done", "reduce-scatter-done", "all-to-all-done", "recv-done", "send-done", "async-done",
+    "async-update", "call-done", "call-update",
 }  # fmt: skip
 _EMPTY = {"constant", "broadcast", "iota", "custom-call"}  # what a loop's accumulator begins as
 
@@ -27,11 +27,7 @@ class Provenance:
 
     def __init__(self, module: Module):
         self.module = module
-        self._users = functools.cache(self._users_in)  # in the instance, so that it goes with the module
-        self._asked: set[tuple[int, tuple[int, ...]]] = set()  # what loops carry whose beginning is being looked for
-
-    def operand(self, instruction: Instruction, number: int = 0) -> Place:
-        return self.module.operand(instruction, number), ()
+        self._asked: set[Place] = set()  # what loops carry whose beginning is being looked for
 
     def trail(self, place: Place) -> list[Instruction]:
         """The instructions through which a value came, the nearest first.
@@ -39,12 +35,12 @@ class Provenance:
         The last one computed the value, or is the program's argument.
         """
         found: list[Instruction] = []
-        seen: set[tuple[int, tuple[int, ...]]] = set()
+        seen: set[Place] = set()
         current: Place | None = place
-        while current and (id(current[0]), current[1]) not in seen:
-            seen.add((id(current[0]), current[1]))
+        while current and current not in seen:
+            seen.add(current)
             found.append(current[0])
-            current = self._before(*current)
+            current = self._before(current)
         return found
 
     def ancestors(self, place: Place) -> Iterator[Instruction]:
@@ -53,122 +49,100 @@ class Provenance:
         while waiting:
             trail = self.trail(waiting.pop(0))
             last = trail[-1]
-            if id(last) in seen:
-                continue
-            seen.add(id(last))
-            yield from trail
-            if last.opcode != "parameter":
-                waiting += [self.operand(last, number) for number in range(len(last.operands))]
+            if last not in seen:
+                seen.add(last)
+                yield from trail
+                waiting += [(operand, ()) for operand in self.module.operands(last)]
 
     def pieces(self, place: Place) -> list[tuple[Place, int]]:
         """The values that lie side by side in one, each with its number of elements."""
-        instruction, path = place
-        while instruction.opcode in ("bitcast", "reshape", "copy", "fusion", "parameter", "get-tuple-element"):
-            before = self._before(instruction, path)
-            if before is None:
-                break
-            instruction, path = before
-        if instruction.opcode != "concatenate":
+        passed = ("bitcast", "reshape", "copy", "fusion", "parameter", "get-tuple-element")
+        instruction = next((at for at in self.trail(place) if at.opcode not in passed), None)
+        if instruction is None or instruction.opcode != "concatenate":
             return [(place, place[0].shape.arrays[0].elements)]
-        operands = [self.operand(instruction, number) for number in range(len(instruction.operands))]
-        return [piece for operand in operands for piece in self.pieces(operand)]
+        return [piece for operand in self.module.operands(instruction) for piece in self.pieces((operand, ()))]
 
     @functools.cached_property
-    def results(self) -> dict[int, tuple[str, str]]:
-        """What the step returns -> `state` of the argument that it replaces."""
+    def returned(self) -> dict[Instruction, tuple[str, str]]:
+        """Collective -> the array of the new state that it is, where nothing but copies lies between: see `state`.
+
+        A result of the step has the name of the argument that it replaces.
+        """
+        found: dict[Instruction, tuple[str, str]] = {}
+        arguments, root = self.module.entry.parameters, self.module.entry.root
         pairs = re.findall(r"\{(\d+)\}: \((\d+),", self.module.attributes.get("input_output_alias", ""))
-        arguments = self.module.entry.parameters
-        return {int(result): state(arguments[int(argument)].op_name) for result, argument in pairs}
-
-    @functools.cached_property
-    def returned(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """Collective and operand -> the array of the new state that it is, where nothing but copies lies between."""
-        found = {}
-        root = self.module.entry.root
-        for number in range(len(root.operands)) if root.opcode == "tuple" else ():
-            if number in self.results:
-                for at in self.trail(self.operand(root, number)):
-                    if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
-                        found.setdefault((at.name, at.computation), self.results[number])
+        for result, argument in pairs if root.opcode == "tuple" else ():
+            for at in self.trail((self.module.operand(root, int(result)), ())):
+                if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
+                    found.setdefault(at, state(arguments[int(argument)].op_name))
         return found
 
     @functools.cached_property
-    def _called(self) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
-        for computation in self.module.computations.values():
-            for instruction in computation.instructions.values():
-                if instruction.op_name:
-                    found.setdefault(instruction.op_name, []).append(instruction)
+    def named(self) -> Mapping[str, list[Instruction]]:
+        """The instructions of each op_name."""
+        found: Mapping[str, list[Instruction]] = collections.defaultdict(list)
+        for instruction in self.module.instructions:
+            if instruction.op_name:
+                found[instruction.op_name].append(instruction)
         return found
-
-    def called(self, op_name: str) -> list[Instruction]:
-        """The instructions of that name."""
-        return self._called.get(op_name, [])
 
     def consumers(self, instruction: Instruction) -> Iterator[Instruction]:
         """Those who use a value, the nearest first, within the computation."""
-        users = self._users(instruction.computation)
-        waiting, seen = list(users.get(instruction.name, ())), {instruction.name}
+        waiting, seen = [*self._users[instruction]], {instruction}
         while waiting:
             user = waiting.pop(0)
-            if user.name not in seen:
-                seen.add(user.name)
+            if user not in seen:
+                seen.add(user)
                 yield user
-                waiting += users.get(user.name, ())
+                waiting += self._users[user]
 
     def reads(self, user: Instruction, instruction: Instruction) -> bool:
         """Whether a value is an operand of one of its consumers, but for copies."""
-        operands = (self.operand(user, number) for number in range(len(user.operands)))
-        return any(instruction in self.trail(operand) for operand in operands)
+        return any(instruction in self.trail((operand, ())) for operand in self.module.operands(user))
 
-    def _users_in(self, computation: str) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
-        for instruction in self.module.computations[computation].instructions.values():
-            for name in instruction.operands:
-                found.setdefault(name, []).append(instruction)
+    @functools.cached_property
+    def _users(self) -> Mapping[Instruction, list[Instruction]]:
+        found: Mapping[Instruction, list[Instruction]] = collections.defaultdict(list)
+        for instruction in self.module.instructions:
+            for operand in self.module.operands(instruction):
+                found[operand].append(instruction)
         return found
 
-    def _before(self, instruction: Instruction, path: tuple[int, ...]) -> Place | None:
-        """One step back."""
-        opcode, operands = instruction.opcode, instruction.operands
+    def _before(self, place: Place) -> Place | None:
+        """One step back, also through collectives and into the loops that computed a value."""
+        instruction, path = place
+        opcode, operands = instruction.opcode, self.module.operands(instruction)
+        if (operands or opcode == "parameter") and (handed_on := self.module.before(place)):
+            return handed_on
         if opcode == "parameter":
             return self._argument(instruction, path)
         if opcode == "recv":  # the answer to what was sent to other slices
-            beside = self.module.computations[instruction.computation].instructions.values()
+            beside = self.module.siblings(instruction).values()
             sends = (i for i in beside if i.opcode == "send" and rendezvous(i) == rendezvous(instruction))
-            return next((self.operand(send) for send in sends), None)
-        if not operands:
-            return None
-        if opcode == "get-tuple-element":
-            return self.module.operand(instruction), (instruction.index, *path)
-        if opcode == "tuple":
-            return (self.module.operand(instruction, path[0]), path[1:]) if path else None
-        if opcode in ("fusion", "call", "async-start", "call-start"):
-            called = instruction.called.get("calls") or instruction.called.get("to_apply", ())
-            return (self.module.computations[called[0]].root, path) if called else None
-        if opcode in _SAME or opcode in ("async-done", "async-update", "call-done", "call-update"):
-            return self.module.operand(instruction), path
+            return next(((self.module.operand(send), ()) for send in sends), None)
+        if opcode in _SAME:
+            return operands[0], path
+        if opcode in ("async-start", "call-start"):
+            return self.module.bodies(instruction)[0].root, path
         if opcode == "while":
             return self.module.computations[instruction.called["body"][0]].root, path
         if instruction.base in COLLECTIVES:
-            return self.module.operand(instruction, path[-1] if path and path[-1] < len(operands) else 0), ()
+            return operands[path[-1] if path and path[-1] < len(operands) else 0], ()
         if opcode == "dynamic-update-slice":
-            return self.module.operand(instruction, 1), ()
+            return operands[1], ()
         if opcode == "concatenate":
-            largest = max(range(len(operands)), key=lambda n: self.module.operand(instruction, n).shape.bytes)
-            return self.module.operand(instruction, largest), ()
+            return max(operands, key=lambda operand: operand.shape.bytes), ()
         return None
 
     def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Place | None:
-        callers = self.module.callers.get(parameter.computation, ())
-        if len(callers) != 1:
+        """What a computation is given: of a loop that begins with nothing in it, what its turns compute."""
+        caller, role = self.module.caller(parameter)
+        if not caller or role not in ("calls", "body", "condition"):
             return None
-        caller, role = callers[0]
-        if role not in ("body", "condition"):
-            inlined = role == "calls" or caller.opcode == "call"
-            return (self.module.operand(caller, parameter.index), path) if inlined else None
+        if role == "calls":
+            return self.module.operand(caller, parameter.index), path
         first: Place = self.module.operand(caller), path
-        body, carried = self.module.computations[caller.called["body"][0]], (id(parameter), path)
+        body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
         if carried in self._asked:  # of a loop in a loop, whose own turns are the way back to it
             return None
         self._asked.add(carried)

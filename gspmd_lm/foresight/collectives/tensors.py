@@ -6,12 +6,12 @@ stands for.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.collectives.exchanges import Exchange
-from gspmd_lm.foresight.collectives.provenance import Place, Provenance
-from gspmd_lm.foresight.hlo import Array, Executed, Instruction, Module
+from gspmd_lm.foresight.collectives.provenance import Provenance
+from gspmd_lm.foresight.hlo import Array, Executed, Instruction, Module, Place
 from gspmd_lm.foresight.hlo.replica_groups import Groups
 from gspmd_lm.foresight.names import each
 
@@ -32,34 +32,25 @@ class MovedTensor:
     place: Place  # what a device hands in
     name: str  # the tensor's own, where the instruction's does not stand for several
     merged: bool  # whether the instruction has others
-    windowed_bytes: int = 0  # what one device sends in a windowed einsum
+    sent_bytes: int  # what one device sends each time
+    overlapped: bool
 
     @property
     def instruction(self) -> Instruction:
         """The collective, or the send."""
         return self.exchange.instruction
 
-    @property
-    def whole(self) -> int:
-        """Elements, all of its pieces in one group."""
-        return sum(self.exchange.whole)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What one device sends each time."""
-        return self.windowed_bytes or self.exchange.sent_bytes
-
 
 def tensors(module: Module, origins: Provenance, slices: Sequence[int] = ()) -> Iterator[MovedTensor]:
     """All of them, in the order of the schedule."""
-    windows: set[str] = set()  # loops that were told as the one operation that they are
-    parts = {permute.instruction.name for loop in _windows(module) for permute in _ring_of(module, loop)}
+    loops = (i for i in module.instructions if i.opcode == "while" and "windowed_dot_general_body" in _body(i))
+    windows = {loop.name: _ring_of(module, loop) for loop in loops}  # told as the one operation that they are
+    parts = {permute.instruction.name for permutes in windows.values() for permute in permutes}
     for step in module.steps():
         if any(loop.name in windows for loop in step.loops) or step.instruction.name in parts:
             continue
-        if step.instruction.opcode == "while" and _is_window(step.instruction):
-            windows.add(step.instruction.name)
-            yield from _of_window(module, origins, step)
+        if permutes := windows.get(step.instruction.name):
+            yield _of_window(module, step, permutes)
         for exchange in exchanges.of(module, step.instruction, slices):
             yield from _of_exchange(module, origins, step, exchange)
 
@@ -68,9 +59,9 @@ def _of_exchange(module: Module, origins: Provenance, step: Executed, exchange: 
     instruction, inputs, kind = exchange.instruction, exchange.inputs, exchange.kind
     if kind == "all-to-all" and len(inputs) == exchange.group_size:  # one array, handed in as its pieces
         inputs = (Array(inputs[0].dtype, (len(inputs), *inputs[0].dimensions)),)
-    names = each(instruction.op_name, len(inputs))
+    names, overlapped = each(instruction.op_name, len(inputs)), _overlaps(module, exchange)
     for number, array in enumerate(inputs):
-        place = origins.operand(instruction, number)
+        place = module.operand(instruction, number), ()
         if exchange.runs is not instruction and place[0].opcode == "pad":  # what is added is not sent
             place = module.operand(place[0]), ()
             array = place[0].shape.arrays[0]
@@ -79,44 +70,38 @@ def _of_exchange(module: Module, origins: Provenance, step: Executed, exchange: 
             one = array if len(pieces) == 1 else Array(array.dtype, (elements,))
             own = names[number] if names and len(pieces) == 1 else ""
             merged = len(inputs) > 1 or len(pieces) > 1
-            yield MovedTensor(kind, dataclasses.replace(exchange, inputs=(one,)), step, piece, own, merged)
+            alone = dataclasses.replace(exchange, inputs=(one,))
+            yield MovedTensor(kind, alone, step, piece, own, merged, alone.sent_bytes, overlapped)
 
 
-def _is_window(loop: Instruction) -> bool:
-    """Whether a loop is a windowed einsum."""
-    return "windowed_dot_general_body" in loop.called["body"][0]
-
-
-def _windows(module: Module) -> list[Instruction]:
-    computations = module.computations.values()
-    return [i for computation in computations for i in computation.instructions.values()
-            if i.opcode == "while" and _is_window(i)]  # fmt: skip
+def _body(loop: Instruction) -> str:
+    return loop.called["body"][0]
 
 
 def _ring_of(module: Module, loop: Instruction) -> list[Exchange]:
     """The permutes of a windowed einsum: those in its loop, and the first or last ones beside it."""
-    inside = module.computations[loop.called["body"][0]].instructions.values()
-    turning = [permute for i in inside for permute in exchanges.of(module, i) if permute.kind == "collective-permute"]
+
+    def permutes(instructions: Iterable[Instruction]) -> list[Exchange]:
+        return [e for i in instructions for e in exchanges.of(module, i) if e.kind == "collective-permute"]
+
+    turning = permutes(module.computations[_body(loop)].instructions.values())
     names = {permute.instruction.op_name for permute in turning}
-    beside = (i for i in module.computations[loop.computation].instructions.values() if i.op_name in names)
-    return turning + [e for i in beside for e in exchanges.of(module, i) if e.kind == "collective-permute"]
+    return turning + permutes(i for i in module.siblings(loop).values() if i.op_name in names)
 
 
-def _of_window(module: Module, origins: Provenance, step: Executed) -> Iterator[MovedTensor]:
-    """The ring of permutes in a windowed einsum."""
-    loop, permutes = step.instruction, _ring_of(module, step.instruction)
-    if not permutes:
-        return
-    kind = "reduce-scatter" if re.search(r"body_(ar|rs)", loop.called["body"][0]) else "all-gather"
-    turns, first = module.trip_count(loop) or 1, permutes[0]
+def _of_window(module: Module, step: Executed, permutes: Sequence[Exchange]) -> MovedTensor:
+    """The ring of permutes in a windowed einsum, which run piece by piece so that matmuls hide them."""
+    loop, first = step.instruction, permutes[0]
+    kind = "reduce-scatter" if re.search(r"body_(ar|rs)", _body(loop)) else "all-gather"
+    turns = module.trip_count(loop) or 1
     sent_bytes = sum(p.sent_bytes * (turns if p.instruction.computation != loop.computation else 1) for p in permutes)
     rings = _rings([pair for permute in permutes for pair in permute.groups])
     piece = first.inputs[0]
     pieces = 1 if kind == "all-gather" else max(map(len, rings))  # a reduction begins with pieces for everybody
     held = Array(piece.dtype, (pieces, *piece.dimensions))
     ring = Exchange(kind, (held,), rings, first.instruction, loop, True)
-    place = origins.operand(first.instruction)
-    yield MovedTensor(WINDOWED + kind, ring, step, place, first.instruction.op_name, False, sent_bytes)
+    place = module.operand(first.instruction), ()
+    return MovedTensor(WINDOWED + kind, ring, step, place, first.instruction.op_name, False, sent_bytes, True)
 
 
 def _rings(pairs: Sequence[tuple[int, ...]]) -> Groups:
@@ -128,18 +113,16 @@ def _rings(pairs: Sequence[tuple[int, ...]]) -> Groups:
     return tuple(tuple(sorted(ring)) for ring in rings)
 
 
-def overlaps(module: Module, exchange: Exchange) -> bool:
+def _overlaps(module: Module, exchange: Exchange) -> bool:
     """Whether a device computes between the beginning and the end of a movement."""
     runs = exchange.runs
-    if runs.opcode == "while":
-        return True  # done piece by piece so that matmuls hide it
     if not exchange.asynchronous or runs.config.get("collective_backend_config", {}).get("is_sync"):
         return False
     callers = [caller for caller, _ in module.callers.get(runs.computation, ()) if caller.phase == "-start"]
     start = callers[0] if callers else runs
     ends = _ends(module, start)
     begun = False
-    for instruction in module.computations[start.computation].instructions.values():
+    for instruction in module.siblings(start).values():
         if begun and instruction.name in ends:
             return False
         if begun and instruction.opcode in _COMPUTES:
@@ -150,7 +133,7 @@ def overlaps(module: Module, exchange: Exchange) -> bool:
 
 def _ends(module: Module, start: Instruction) -> set[str]:
     """Names of the instructions with which a movement that `start` begins can end."""
-    siblings = module.computations[start.computation].instructions.values()
+    siblings = module.siblings(start).values()
     if start.opcode == "send":
         meeting = exchanges.rendezvous(start)
         received = {i.name for i in siblings if i.opcode == "recv" and exchanges.rendezvous(i) == meeting}

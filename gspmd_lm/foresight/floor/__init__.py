@@ -12,8 +12,11 @@ from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES
 from gspmd_lm.foresight.floor.traffic import Traffic
 from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Node, Traced
+from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.rules import Rules
-from gspmd_lm.train.metrics import flops_of_step, keys_seen
+from gspmd_lm.train.metrics import flops_of_step, flops_per_token, keys_seen
+
+_FORWARD = 1 / 3  # of the FLOPs of a training step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +39,50 @@ def floor(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, trace
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
-    flops = flops_of_step(config, arrays) / rules.devices
-    sent, wide = (Traffic(rules, arrays, traced, narrowest=narrowest).sent for narrowest in (0, FLOAT32_BYTES))
-    return bounds(config, chip, flops, memory_bytes(rules, arrays, traced), sent, wide)
+    flops, moved_bytes = flops_of_step(config, arrays), memory_bytes(rules, arrays, traced)
+    return _bounds(config, rules, arrays, chip, traced, flops, moved_bytes, trains=True)
 
 
-def bounds(
+def of_generation(
     config: Config,
+    rules: Rules,
+    arrays: Arrays,
     chip: Chip | None,
+    traced: Traced,
+    sizes: Sizes,
+    tokens: int,
+    cache_bytes: int,
+) -> Floor:
+    """The floor of prefill (`tokens` per row, all slots of a prompt) or decode (one token per row).
+
+    The same logic as in `floor`, of the forward pass alone, which `traced` recorded. Every weight and, in decode, every
+    slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
+
+    `cache_bytes` is what one device holds of keys and values.
+    """
+    model = config.model
+    alone = tokens == 1
+    keys = sizes.slots if alone else sizes.prompt
+    per_token = flops_per_token(model, arrays.active_count(model), keys, last=alone) * _FORWARD
+    per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
+    state_bytes = used_bytes(rules, pairs(arrays.named_params, arrays.params), traced) + cache_bytes
+    flops = per_token * sizes.rows * tokens
+    return _bounds(config, rules, arrays, chip, traced, flops, round(state_bytes), trains=False)
+
+
+def _bounds(
+    config: Config,
+    rules: Rules,
+    arrays: Arrays,
+    chip: Chip | None,
+    traced: Traced,
     flops: float,
     moved_bytes: float,
-    sent: Mapping[str, float],
-    wide: Mapping[str, float],
+    trains: bool,
 ) -> Floor:
-    """The floor of a program of the decoder, from what one device multiplies, reads and writes, and sends.
-
-    `sent` and `wide` are bytes by mesh axes: as they are, and if all of it is as wide as float32.
-    """
+    """The floor of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
+    flops /= rules.devices
+    sent, wide = (Traffic(rules, arrays, traced, trains, narrowest).sent for narrowest in (0, FLOAT32_BYTES))
     return Floor(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,

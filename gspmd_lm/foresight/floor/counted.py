@@ -7,6 +7,7 @@ backward pass are not counted among the bytes either, so that the floor stays on
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.extend import core
 
 from gspmd_lm.arrays import Arrays
@@ -37,7 +38,8 @@ def flops_of_step(task: Task, arrays: Arrays) -> float:
     """What the products and convolutions of the loss and its gradients take, as they are traced for one device."""
 
     def loss(trained: Any, params: Any, batch: Any, key: Any) -> jax.Array:
-        return task.sums(_over(params, trained), batch, key if task.random else None).loss
+        joined = unflatten_dict(flatten_dict(params) | flatten_dict(trained))
+        return task.sums(joined, batch, key if task.random else None).loss
 
     key = jax.eval_shape(jax.random.key, 0)
     program = jax.make_jaxpr(jax.grad(loss))(arrays.trained, arrays.params, task.batch(task.rows), key)
@@ -62,10 +64,3 @@ def _jaxprs(params: Any) -> list[Any]:
     leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
     found = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
     return [one for one in found if isinstance(one, core.Jaxpr)]
-
-
-def _over(params: Any, trained: Any) -> Any:
-    """A nested dict with the leaves of `trained` in place of its own."""
-    if not isinstance(trained, dict):
-        return trained
-    return {name: _over(leaf, trained[name]) if name in trained else leaf for name, leaf in params.items()}

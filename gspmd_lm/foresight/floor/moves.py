@@ -78,6 +78,7 @@ class Moves(abc.ABC):
     def __init__(self, rules: Rules, arrays: Arrays, traced: Traced, trains: bool = True, narrowest: int = 0):
         self.rules, self.traced, self.trains, self.narrowest = rules, traced, trains, narrowest
         self.microbatches = rules.microbatches if trains else 1
+        self.kept = {*rules.remat.save, *rules.remat.offload}  # names of activations
         # Mesh axes over which gradients are summed once, after the last microbatch.
         self.waiting = {*rules.replicas} if self.microbatches > 1 else set()
         self.moves: list[Move] = []

@@ -5,8 +5,8 @@ placed: weights are gathered, their gradients are reduced, and a product that su
 model moves between two placements of its activations is not counted.
 """
 
-from gspmd_lm.foresight.floor.moves import Moves, Place, without
-from gspmd_lm.foresight.traced import Node, Product
+from gspmd_lm.foresight.floor.moves import Moves, without
+from gspmd_lm.foresight.traced import Product
 
 
 class OwnTraffic(Moves):
@@ -30,14 +30,10 @@ class OwnTraffic(Moves):
         """The reductions of a product's result and of its two gradients."""
         weight, x, times = self.weights[product.path], self.place(product.x), product.node.times
         y = self.place(product.y) if product.y else x
-        self.reduced(product.node, y, {name for axis in weight.sizes if axis in x for name in weight.use[axis]}, times)
+        self.move(self.bytes(product.node), y, y, without(weight.use, *(weight.use.keys() - x.keys())), times)
         if not self.trains:
             return
-        self.reduced(product.x, x, {name for axis in weight.sizes if axis not in x for name in weight.use[axis]}, times)
+        self.move(self.bytes(product.x), x, x, without(weight.use, *x), times)
         if weight.trained:
             rows = without(x, *weight.sizes)
             self.move(self.bytes(product.weight), weight.use, weight.gradient, rows, times, "gradients")
-
-    def reduced(self, node: Node, place: Place, over: set[str], times: int) -> None:
-        """A sum over mesh axes, for an array like `node` that lives where `place` says."""
-        self.move(self.bytes(node), place, place, over, times)

@@ -78,9 +78,9 @@ class Traffic(Moves):
 
     def fan_out(self, x: Node, group: list[Product], products: list[Product]) -> None:
         """One input, read with several weights; forward and backward. `products` are those of no adapter."""
-        home, remat = self.traced.source(x), self.rules.remat
+        home = self.traced.source(x)
         assert home and x.placed
-        kept = remat.policy == "none" or x.placed.array in (*remat.save, *remat.offload)
+        kept = self.rules.remat.policy == "none" or x.placed.array in self.kept
         learns = any(self.weights[product.path].trained for product in group)
         for _ in range(2 if learns and not kept else 1):  # the input, gathered; for the weights' gradients again
             self.move(self.bytes(x), self.place(home), self.place(x), times=x.times)
@@ -92,9 +92,8 @@ class Traffic(Moves):
 
     def fan_in(self, y: Node, products: list[Product]) -> None:
         """Several inputs, each through its own weight, summed into the residual stream; forward and backward."""
-        home, remat = self.traced.home(y), self.rules.remat
-        again = remat.policy == "block"
-        again |= remat.policy == "names" and "residual" not in (*remat.save, *remat.offload)
+        home = self.traced.home(y)
+        again = self.rules.remat.policy in ("block", "names") and "residual" not in self.kept
         for _ in range(2 if self.trains and again and self.read_again(home) else 1):
             self.summed(y, home, products, [product.x for product in products])
         if self.trains:
@@ -111,8 +110,8 @@ class Traffic(Moves):
         weight, tokens = self.weights[product.path], axes_of(self.place(near), "batch", "seq")
         far = {axis: names for axis, names in self.far(product, near).items() if axis not in weight.sizes}
         if weight.trained and self.trains:
-            matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
-            self.move(matrix_bytes, weight.use, weight.gradient, tokens | axes_of(far), near.times, "gradients")
+            over = tokens | axes_of(far)
+            self.move(self.bytes(product.weight), weight.use, weight.gradient, over, near.times, "gradients")
 
     def travel(self, x: Node, products: list[Product]) -> None:
         """Tokens on their way to the experts that `products` read them with, and back, if both are split alike."""
@@ -123,14 +122,13 @@ class Traffic(Moves):
         if not over or not over <= tokens:
             return
         rows, width = product.node.shape[0], x.shape[-1]
-        remat, there = self.rules.remat, {product.group: tuple(over)}
         # There and back; their gradients the other way; and there again for what is computed again.
-        again = remat.policy != "none" and "dispatched" not in (*remat.save, *remat.offload)
-        here = {"batch": tuple(tokens)}
+        again = self.rules.remat.policy != "none" and "dispatched" not in self.kept
+        here, there = {"batch": tuple(tokens)}, {"batch": tuple(tokens - over), product.group: tuple(over)}
         for _ in range(4 + again if self.trains else 2):
-            self.move(rows * width * self.itemsize(x), here, {"batch": tuple(tokens - over), **there}, times=x.times)
+            self.move(rows * width * self.itemsize(x), here, there, times=x.times)
         if self.trains:  # for the gradients of the weights of a token's experts, one number for each of these
-            self.move(rows * FLOAT32_BYTES, here, {"batch": tuple(tokens - over), **there}, times=x.times)
+            self.move(rows * FLOAT32_BYTES, here, there, times=x.times)
 
     def experts(self, product: Product) -> set[str]:
         """The mesh axes that split the experts of a product."""
@@ -172,7 +170,7 @@ class Traffic(Moves):
         if self.rules.context == "ulysses" and far.placed.array in (*_READ, _OUT) and axes_of(x, "seq"):
             self.move(size_bytes, have, {**y, "seq": x["seq"]}, over_shared, times)
             apart = {**y, "seq": (), wide[0]: (*y[wide[0]], *x["seq"])}
-            again &= far.placed.array not in {*self.rules.remat.save, *self.rules.remat.offload} & {_OUT}
+            again &= far.placed.array != _OUT or _OUT not in self.kept
             for _ in range(2 + again):  # heads for tokens, their gradients, and what is computed again
                 self.move(size_bytes, {**y, "seq": x["seq"]}, apart, times=times)
         elif apart_queries:  # each query reads all keys; their gradients come from everywhere
@@ -183,7 +181,7 @@ class Traffic(Moves):
                 self.move(size_bytes, {**whole, "seq": x["seq"]}, whole, (), times, what)
         else:
             self.move(size_bytes, have, y, over_shared, times)
-        matrix_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
+        matrix_bytes = self.bytes(product.weight)
         if apart := axes_of(weight.use, *shared) - over_shared:
             # A mesh axis splits the weight in use, but not its input. Either the weight is gathered, or the sums over
             # embed are reduced and the result on the other side is gathered. Only the first is possible where that
@@ -237,11 +235,11 @@ class Traffic(Moves):
             weight = self.weights[product.path]
             gathered = self.cost(weight.elements * self.itemsize(product.weight), weight.rest, weight.use)
             self.add(gathered, 1, "weights", product.node.times > 1)
-            own_bytes = math.prod(product.weight.shape) * self.itemsize(product.weight)
             wide = without(weight.use, "layers", *stream)
             if weight.trained:
                 rows = axes_of(stream, "batch", "seq")
-                self.move(own_bytes, weight.use, weight.gradient, rows | inner, product.node.times, "gradients")
+                over, times = rows | inner, product.node.times
+                self.move(self.bytes(product.weight), weight.use, weight.gradient, over, times, "gradients")
             if product is first:
                 inner = wide
             elif wide and self.trains:

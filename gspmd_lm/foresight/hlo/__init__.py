@@ -11,33 +11,20 @@ import re
 from collections.abc import Iterator, Mapping
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight.hlo import loops
 from gspmd_lm.foresight.hlo.instruction import (
     ARRAY,
     COMMENT,
     HOST_SPACE,
     QUOTED,
-    Array,
     Instruction,
+    Place,
     Shape,
     Tables,
     attributes_of,
     comma_separated,
 )
-from gspmd_lm.foresight.hlo.replica_groups import groups
-
-__all__ = [
-    "COLLECTIVES",
-    "HOST_SPACE",
-    "Array",
-    "Computation",
-    "Executed",
-    "Instruction",
-    "Module",
-    "Shape",
-    "groups",
-    "parse",
-]
+from gspmd_lm.foresight.hlo.instruction import Array as Array
+from gspmd_lm.foresight.hlo.loops import Loops
 
 COLLECTIVES = (
     "all-gather",
@@ -49,13 +36,18 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
+# What hands on a value: copies, casts and changes of form; and what runs a computation in its place.
+_COPIES = {"copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape",
+           "optimization-barrier"}  # fmt: skip
+_INLINED = {"fusion", "call"}
+
 _STRING = re.compile(QUOTED, re.S)
 _PARENTHESIS = re.compile(QUOTED + r"|[()]", re.S)
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) [(].*\{\s*$", re.S)
 _NAMED = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_NUMBERED = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+_NUMBERED = re.compile(r"""(\d+) ["{](.*)["}]$""")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +57,6 @@ class Computation:
     name: str
     instructions: Mapping[str, Instruction]
     root: Instruction
-    thread: str = ""  # sparsecore, host, ...; '' for the main thread
 
     @functools.cached_property
     def parameters(self) -> Mapping[int, Instruction]:
@@ -94,27 +85,34 @@ class Module:
     attributes: Mapping[str, str]
 
     @functools.cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The instructions of all computations."""
+        return tuple(i for computation in self.computations.values() for i in computation.instructions.values())
+
+    @functools.cached_property
     def callers(self) -> Mapping[str, tuple[tuple[Instruction, str], ...]]:
         """The callers of each computation: its name -> instructions, each with the role of the computation."""
         found: dict[str, list[tuple[Instruction, str]]] = {}
-        for computation in self.computations.values():
-            for instruction in computation.instructions.values():
-                for role, names in instruction.called.items():
-                    for name in names:
-                        found.setdefault(name, []).append((instruction, role))
+        for instruction in self.instructions:
+            for role, names in instruction.called.items():
+                for name in names:
+                    found.setdefault(name, []).append((instruction, role))
         return {name: tuple(calls) for name, calls in found.items()}
+
+    def caller(self, instruction: Instruction) -> tuple[Instruction | None, str]:
+        """What runs the computation of an instruction, and the role of this computation; None if there are several."""
+        callers = self.callers.get(instruction.computation, ())
+        return callers[0] if len(callers) == 1 else (None, "")
 
     @functools.cached_property
     def kernels(self) -> tuple[Instruction, ...]:
         """All custom calls."""
-        instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
-        return tuple(i for i in instructions if i.custom_call_target)
+        return tuple(i for i in self.instructions if i.custom_call_target)
 
     @functools.cached_property
     def offloads(self) -> bool:
         """Whether the program keeps an array in the memory of the host."""
-        instructions = (i for computation in self.computations.values() for i in computation.instructions.values())
-        return any(array.memory_space == HOST_SPACE for i in instructions for array in i.shape.arrays)
+        return any(array.memory_space == HOST_SPACE for i in self.instructions for array in i.shape.arrays)
 
     @functools.cached_property
     def buffers(self) -> Mapping[int, float]:
@@ -123,30 +121,54 @@ class Module:
         The rows that are sent lie closely in the operand or in the result, whichever has fewer.
         """
         found: dict[int, float] = {}
-        for computation in self.computations.values():
-            for exchange in computation.instructions.values():
-                if exchange.base == "ragged-all-to-all" and exchange.phase != "-done":
-                    few, many = sorted(self.operand(exchange, n).shape.arrays[0].dimensions[0] for n in (0, 1))
-                    found[many] = few / many
+        for exchange in self.instructions:
+            if exchange.base == "ragged-all-to-all" and exchange.phase != "-done":
+                few, many = sorted(self.operand(exchange, n).shape.arrays[0].dimensions[0] for n in (0, 1))
+                found[many] = few / many
         return found
 
+    def siblings(self, instruction: Instruction) -> Mapping[str, Instruction]:
+        """The instructions of the computation that an instruction belongs to."""
+        return self.computations[instruction.computation].instructions
+
     def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
-        return self.computations[instruction.computation].instructions[instruction.operands[number]]
+        return self.siblings(instruction)[instruction.operands[number]]
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        siblings = self.siblings(instruction)
+        return [siblings[name] for name in instruction.operands]
+
+    def before(self, place: Place) -> Place | None:
+        """Where a value stood one step before: it was copied or cast, put into a tuple, or handed to a computation.
+
+        None if the value is computed here, or a loop carries it.
+        """
+        instruction, path = place
+        opcode = instruction.opcode
+        if opcode in _COPIES:
+            return self.operand(instruction), path
+        if opcode == "get-tuple-element":
+            return self.operand(instruction), (instruction.index, *path)
+        if opcode == "tuple" and path:
+            return self.operand(instruction, path[0]), path[1:]
+        if opcode in _INLINED:
+            called = instruction.called.get("calls") or instruction.called["to_apply"]
+            return self.computations[called[0]].root, path
+        caller, _ = self.caller(instruction)
+        if opcode == "parameter" and caller and caller.opcode in _INLINED:
+            return self.operand(caller, instruction.index), path
+        return None
 
     def bodies(self, instruction: Instruction) -> tuple[Computation, ...]:
         """The computations that an instruction runs as programs, unlike the computations of fusions and reductions."""
-        roles = {
-            "while": ("condition", "body"),
-            "conditional": ("branch_computations", "true_computation", "false_computation"),
-            "call": ("to_apply", "calls"),
-            "call-start": ("to_apply", "calls"),
-            "async-start": ("calls", "to_apply"),
-        }.get(instruction.opcode, ())
-        return tuple(self.computations[name] for role in roles for name in instruction.called.get(role, ()))
+        if instruction.opcode not in ("while", "conditional", "call", "call-start", "async-start"):
+            return ()
+        return tuple(self.computations[name] for names in instruction.called.values() for name in names)
 
     def trip_count(self, loop: Instruction) -> int | None:
         """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
-        return loops.trip_count(self, loop)
+        known = loop.config.get("known_trip_count", {}).get("n")
+        return int(known) if known is not None else Loops(self).turns(loop)
 
     def steps(self) -> Iterator[Executed]:
         """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
@@ -191,14 +213,14 @@ class Module:
         begin = [i for i in inside if i.base in COLLECTIVES and i.phase in ("", "-start")]
         return tuple(i for i in begin if "async_collective_fusion_config" not in i.config or i.name in started)
 
-    def carried(self, fusion: Instruction, target: str = "") -> tuple[str, ...]:
-        """The chain_ids of the asynchronous collectives that a TPU fusion starts, carries on or ends.
+    def carried(self, fusion: Instruction, target: str) -> tuple[str, ...]:
+        """The chain_ids of the asynchronous collectives that a TPU fusion starts or ends.
 
-        With `target` AsyncCollectiveStart or AsyncCollectiveDone, only those that it starts or ends.
+        `target` is AsyncCollectiveStart or AsyncCollectiveDone.
         """
         inside = list(self.inside(fusion))
         kept = {name for i in inside if i.custom_call_target == target for name in i.operands}
-        found = (i for i in inside if "async_collective_fusion_config" in i.config and (not target or i.name in kept))
+        found = (i for i in inside if i.name in kept and "async_collective_fusion_config" in i.config)
         return tuple(i.frontend.get("chain_id", i.name) for i in found)
 
 
@@ -225,9 +247,8 @@ def parse(text: str) -> Module:
     for line in lines:
         if inside is not None:
             if line.startswith("}"):
-                thread = re.search(r'execution_thread="([^"]*)"', line)
                 root = next((i for i in inside.values() if i.is_root), None) or next(reversed(inside.values()))
-                computations[where] = Computation(where, inside, root, thread.group(1) if thread else "")
+                computations[where] = Computation(where, inside, root)
                 inside = None
             elif line.strip():
                 instruction = _instruction(line, where, shapes, built)
@@ -235,7 +256,7 @@ def parse(text: str) -> Module:
         elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             table = tables.setdefault(line, {})
         elif table is not None and (row := _NUMBERED.match(line)):
-            table[int(row.group(1))] = row.group(2) if row.group(2) is not None else row.group(3)
+            table[int(row.group(1))] = row.group(2)
         elif header := _HEAD.match(line):
             where, inside = header.group(2), {}
             entry = where if header.group(1) else entry
@@ -249,18 +270,12 @@ def parse(text: str) -> Module:
 
 def _lines(text: str) -> Iterator[str]:
     """The logical lines of a text: a line that ends inside quotes or brackets goes on in the next one."""
-    begin, size = 0, len(text)
-    while begin < size:
-        end = text.find("\n", begin)
-        end = size if end < 0 else end
-        line = text[begin:end]
+    lines = iter(text.split("\n"))
+    for line in lines:
         opens = line.endswith("{") and not line[0].isspace() and not line.startswith("HloModule")
-        while end < size and not opens and not _closed(line):
-            end = text.find("\n", end + 1)
-            end = size if end < 0 else end
-            line = text[begin:end]
+        while not opens and not _closed(line) and (more := next(lines, None)) is not None:
+            line += f"\n{more}"
         yield line
-        begin = end + 1
 
 
 def _closed(line: str) -> bool:
@@ -278,7 +293,7 @@ def _instruction(line: str, computation: str, shapes: dict[str, Shape], tables: 
     if not named or not opcode:
         raise InputError(f"the compiled program has an instruction that cannot be read: {line.strip()[:120]!r}")
     text = line[named.end() : end]
-    shape = shapes.setdefault(text, Shape(text)) if text not in shapes else shapes[text]
+    shape = shapes.setdefault(text, Shape(text))
     close = _closing(line, opcode.end() - 1)
     arguments = line[opcode.end() : close]
     if "%" in arguments:

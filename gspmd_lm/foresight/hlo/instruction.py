@@ -13,6 +13,8 @@ QUOTED = r'"(?:[^"\\]|\\.)*"'
 COMMENT = re.compile(r"/\*.*?\*/")
 ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{((?:[^{}]|\{[^{}]*\})*)\})?")
 
+_ROLES = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation",
+          "called_computations")  # fmt: skip
 _PHASES = ("-start", "-update", "-done")
 _BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
@@ -20,7 +22,7 @@ _TILED = re.compile(r"([\d,]*):.*?T\((\d+(?:,\d+)*)\)")
 _WIDTH = re.compile(r"[a-z]+(\d+)")
 _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
-_IDENTIFIER = re.compile(r"(\w+)=(\d+)")
+_FIELD = re.compile(r"(\w+)=(\d+)")
 _INSTALLED = ("site-packages/", "dist-packages/", "/lib/python")  # in the paths of libraries, whose lines tell little
 HOST_SPACE = 5  # the memory space of the host in layouts of TPU programs
 
@@ -59,16 +61,9 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A shape as the program writes it; a tuple has `parts`."""
+    """A shape as the program writes it."""
 
     text: str
-
-    @functools.cached_property
-    def parts(self) -> tuple["Shape", ...]:
-        """The shapes in a tuple; () for an array."""
-        if not self.text.startswith("("):
-            return ()
-        return tuple(Shape(part) for part in comma_separated(COMMENT.sub("", self.text[1:-1])))
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -78,9 +73,6 @@ class Shape:
     @property
     def bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,9 +107,7 @@ class Instruction:
     @functools.cached_property
     def config(self) -> Mapping:
         """The backend_config. A value that is not JSON has the key 'text'."""
-        text = self.attributes.get("backend_config", "")
-        if text.startswith('"'):
-            text = _unquoted(text)
+        text = _unquoted(self.attributes.get("backend_config", ""))
         try:
             found = json.loads(text or "{}")
         except json.JSONDecodeError:
@@ -145,24 +135,18 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
-        """The called computations: role (calls, to_apply, body, condition, branch_computations, ...) -> names."""
-        roles = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation")
-        roles = (*roles, "false_computation", "called_computations")
-        found = {role: self.attributes[role] for role in roles if role in self.attributes}
+        """The called computations: their role, one of _ROLES -> names."""
+        found = {role: self.attributes[role] for role in _ROLES if role in self.attributes}
         return {role: tuple(n.strip(" %") for n in text.strip("{}").split(",")) for role, text in found.items()}
 
     @property
     def custom_call_target(self) -> str:
-        return self.text_of("custom_call_target")
+        return _unquoted(self.attributes.get("custom_call_target", ""))
 
     @property
     def thread(self) -> str:
         """The thread of an asynchronous computation: sparsecore, host, ...; '' for the main thread."""
-        return self.text_of("async_execution_thread")
-
-    def text_of(self, attribute: str) -> str:
-        """The text of an attribute, without its quotes; '' if there is none."""
-        return _unquoted(self.attributes.get(attribute, ""))
+        return _unquoted(self.attributes.get("async_execution_thread", ""))
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
@@ -175,18 +159,18 @@ class Instruction:
         return self.metadata.get("op_name", "")
 
     @functools.cached_property
-    def frames(self) -> tuple[tuple[str, str, int], ...]:
-        """The Python frames that made the instruction, innermost first, each (file, function, line)."""
+    def frames(self) -> tuple[tuple[str, int], ...]:
+        """The lines of Python that made the instruction, innermost first, each (file, line)."""
         frame = int(self.metadata.get("stack_frame_id", 0))
         if not frame and "source_file" in self.metadata:
-            return ((self.metadata["source_file"], "", int(self.metadata.get("source_line", 0))),)
+            return ((self.metadata["source_file"], int(self.metadata.get("source_line", 0))),)
         return self.tables.frames(frame)
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
         """file:line of the frames of this package, from its root, and of models of one's own; innermost first."""
         found = []
-        for file, _, line in self.frames:
+        for file, line in self.frames:
             _, package, rest = file.rpartition("gspmd_lm/")
             if package:
                 found.append(f"{package}{rest}:{line}")
@@ -212,6 +196,9 @@ class Instruction:
         raise ValueError(f"{self.name}: a {self.opcode} has no index")
 
 
+Place = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
+
+
 class Tables:
     """The stack frames at the head of the text."""
 
@@ -219,31 +206,30 @@ class Tables:
         self._tables = tables  # filled later
 
     @functools.cached_property
-    def _frames(self) -> tuple[Mapping[int, tuple[int, int]], int]:
-        rows = self._tables.get("StackFrames", {})
-        frames = {n: _pair(row, "file_location_id", "parent_frame_id") for n, row in rows.items()}
+    def _frames(self) -> Mapping[int, tuple[int, int]]:
+        """The number of a frame -> its location, and the number of the frame that called it."""
+        rows = {n: _fields(row) for n, row in self._tables.get("StackFrames", {}).items()}
+        parents = {n: row.get("parent_frame_id", 0) for n, row in rows.items()}
         # XLA's printer adds 1 to the parents (hlo_module.cc, 2025). Before, the outermost frame had parent 0.
-        return frames, int(all(parent > 0 for _, parent in frames.values()))
+        shift = int(all(parents.values()))
+        return {n: (row["file_location_id"], parents[n] - shift) for n, row in rows.items()}
 
-    def frames(self, number: int) -> tuple[tuple[str, str, int], ...]:
-        frames, shift = self._frames
+    def frames(self, number: int) -> tuple[tuple[str, int], ...]:
         found = []
-        while number in frames:
-            location, parent = frames[number]
-            row = dict(_IDENTIFIER.findall(self._tables["FileLocations"][location]))
-            file = self._tables["FileNames"][int(row["file_name_id"])]
-            found.append((file, self._tables["FunctionNames"][int(row["function_name_id"])], int(row["line"])))
-            if parent - shift >= number:
+        while number in self._frames:
+            location, parent = self._frames[number]
+            row = _fields(self._tables["FileLocations"][location])
+            found.append((self._tables["FileNames"][row["file_name_id"]], row["line"]))
+            if parent >= number:
                 raise InputError(
                     f"the compiled program's stack frame {number} has the later frame {parent} as its caller"
                 )
-            number = parent - shift
+            number = parent
         return tuple(found)
 
 
-def _pair(row: str, first: str, second: str) -> tuple[int, int]:
-    values = dict(_IDENTIFIER.findall(row))
-    return int(values[first]), int(values.get(second, 0))
+def _fields(row: str) -> dict[str, int]:
+    return {name: int(value) for name, value in _FIELD.findall(row)}
 
 
 def bits(dtype: str) -> int:

@@ -7,26 +7,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gspmd_lm.foresight.hlo import Module
-    from gspmd_lm.foresight.hlo.instruction import Instruction
+    from gspmd_lm.foresight.hlo.instruction import Instruction, Place
 
-_SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done", "optimization-barrier", "reshape", "bitcast-convert")
 _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_Place = tuple["Instruction", tuple[int, ...]]  # an element of the value of an instruction
 
 
-def trip_count(module: Module, loop: Instruction) -> int | None:
-    """The turns of a while loop: known_trip_count, else from `counter < limit`; None if they cannot be told."""
-    known = loop.config.get("known_trip_count", {}).get("n")
-    return int(known) if known is not None else _Reader(module).turns(loop)
-
-
-class _Reader:
-    """Follows values to their origins."""
+class Loops:
+    """The loops of one module. It follows values to their origins."""
 
     def __init__(self, module: Module):
         self.module = module
 
     def turns(self, loop: Instruction) -> int | None:
+        """The turns of a while loop, from `counter < limit`; None if they cannot be told."""
         condition = self.module.computations[loop.called["condition"][0]]
         compare, _ = self.origin((condition.root, ()))
         if compare.opcode != "compare":
@@ -55,7 +48,7 @@ class _Reader:
             return None
         return max(0, math.ceil((limit - start) / step))
 
-    def _offset(self, place: _Place, counter: _Place) -> int | None:
+    def _offset(self, place: Place, counter: Place) -> int | None:
         """The constant that is added to the counter to get `place`; None if it is not such a sum."""
         instruction, path = self.origin(place)
         if (instruction, path) == counter:
@@ -71,7 +64,7 @@ class _Reader:
                 return base - added if one is left else None
         return None
 
-    def value(self, place: _Place) -> int | None:
+    def value(self, place: Place) -> int | None:
         """The integer at a place, if it is the same in every turn; else None."""
         instruction, path = self.origin(place)
         if instruction.opcode == "constant":
@@ -88,11 +81,8 @@ class _Reader:
 
     def _before(self, parameter: Instruction, path: tuple[int, ...]) -> int | None:
         """The integer at a place of a loop's parameter, if the loop does not change it; else None."""
-        callers = self.module.callers.get(parameter.computation, ())
-        if len(callers) != 1:
-            return None
-        caller, role = callers[0]
-        if role not in ("body", "condition") or not self._invariant(caller, path):
+        caller, role = self.module.caller(parameter)
+        if not caller or role not in ("body", "condition") or not self._invariant(caller, path):
             return None
         return self.value((self.module.operand(caller), path))
 
@@ -100,25 +90,12 @@ class _Reader:
         body = self.module.computations[loop.called["body"][0]]
         return self.origin((body.root, path)) == (body.parameters[0], path)
 
-    def origin(self, place: _Place) -> _Place:
+    def origin(self, place: Place) -> Place:
         """The origin of a value, followed through copies, tuples, fusions, calls and loops that keep it."""
-        instruction, path = place
         while True:
-            if instruction.opcode in _SAME:
-                instruction = self.module.operand(instruction)
-            elif instruction.opcode == "tuple" and path:
-                instruction, path = self.module.operand(instruction, path[0]), path[1:]
-            elif instruction.opcode == "get-tuple-element":
-                instruction, path = self.module.operand(instruction), (instruction.index, *path)
-            elif instruction.opcode == "while" and path and self._invariant(instruction, path):
-                instruction = self.module.operand(instruction)
-            elif instruction.opcode in ("fusion", "call"):
-                called = instruction.called.get("calls") or instruction.called["to_apply"]
-                instruction = self.module.computations[called[0]].root
-            elif instruction.opcode == "parameter":
-                callers = self.module.callers.get(instruction.computation, ())
-                if len(callers) != 1 or callers[0][0].opcode not in ("fusion", "call"):
-                    return instruction, path
-                instruction = self.module.operand(callers[0][0], instruction.index)
-            else:
-                return instruction, path
+            instruction, path = place
+            kept = instruction.opcode == "while" and path and self._invariant(instruction, path)
+            before = (self.module.operand(instruction), path) if kept else self.module.before(place)
+            if before is None:
+                return place
+            place = before

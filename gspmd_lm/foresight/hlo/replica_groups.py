@@ -24,10 +24,7 @@ _AXIS = re.compile(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?")
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """The groups of a collective, each in its order; for a permute, its (source, target) pairs.
-
-    Raises: InputError for a way of writing that is not known.
-    """
+    """The groups of a collective, each in its order; for a permute, its (source, target) pairs. Raises as `read`."""
     pairs = instruction.attributes.get("source_target_pairs")
     return read(pairs if pairs is not None else instruction.attributes.get("replica_groups", "{}"), devices)
 
@@ -46,8 +43,7 @@ def read(text: str, devices: int) -> Groups:
     if match := _MESH.match(text):
         return _of_mesh(*match.groups())
     if (match := _IOTA.fullmatch(text)) and match.group(2):
-        order = _iota(match)
-        return tuple(tuple(int(d) for d in row) for row in order.reshape(_numbers(match.group(1))))
+        return tuple(map(tuple, _iota(match).reshape(_numbers(match.group(1))).tolist()))
     raise InputError(f"replica_groups={text[:80]}: an unknown form of replica groups")
 
 
@@ -61,17 +57,13 @@ def _of_mesh(sizes: str, device_ids: str | None, axes: str) -> Groups:
         devices = _iota(iota) if iota else np.array(_numbers(re.sub(r"[^\d,]", "", device_ids)))
     dimensions: list[tuple[str, int, int]] = []  # name, how many parts are before it, size
     for name, size in mesh.items():
-        cuts = {1, size}
-        for other, before, part in wanted:
-            if other == name:
-                cuts |= {before, before * part}
-        edges = sorted(cuts)
+        cuts = {(before, before * part) for other, before, part in wanted if other == name}
+        edges = sorted({1, size}.union(*cuts))
         dimensions += [(name, low, high // low) for low, high in itertools.pairwise(edges)]
     inside = [dimensions.index(axis) for axis in wanted if axis[2] > 1]
     outside = [n for n in range(len(dimensions)) if n not in inside]
     shaped = devices.reshape([size for _, _, size in dimensions]).transpose(outside + inside)
-    rows = shaped.reshape(-1, math.prod(size for _, _, size in wanted))
-    return tuple(tuple(int(d) for d in row) for row in rows)
+    return tuple(map(tuple, shaped.reshape(-1, math.prod(size for _, _, size in wanted)).tolist()))
 
 
 def _iota(match: re.Match) -> np.ndarray:
