@@ -100,16 +100,8 @@ class Links:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
         key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
         if key not in self._networks:
-            ordered = list(meshes.build(rules, self._devices).devices.flat)
-            network = Network(
-                self.target.chip,
-                tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in ordered),
-                tuple(getattr(device, "slice_index", None) or 0 for device in ordered),
-                tuple(device.process_index for device in ordered),
-                tuple(rules.mesh.values()),
-                tuple(rules.mesh),
-            )
-            self._networks[key] = network, _Groups(rules)
+            places = targets.places(meshes.build(rules, self._devices))
+            self._networks[key] = Network(self.target.chip, **places, mesh=rules.mesh), _Groups(rules)
         return self._networks[key]
 
 

@@ -19,7 +19,7 @@ from gspmd_lm.data import loader, sources, trained
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.machine import hardware, target
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.show import terminal
 from gspmd_lm.infer.samples import Writer
 from gspmd_lm.rules import Problem
@@ -156,7 +156,7 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
             terminal.paragraph(found),
             found.prediction.step_time_s if found.prediction else None,
             found.memory.peak_bytes,
-            hardware.peak_flops_per_s(built.mesh.devices.flat[0].device_kind),
+            here.chip and here.chip.peak_bf16_flops_per_s,
         )
 
     return foresee

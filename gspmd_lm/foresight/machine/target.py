@@ -16,12 +16,8 @@ from gspmd_lm.foresight.machine.hardware import CHIPS, Chip, chip_of, gpu_target
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod
-_SMALL_CUBOIDS = (
-    "2x2x1",
-    "2x2x2",
-    "2x2x4",
-    "2x4x4",
-)  # v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes
+# v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes.
+_SMALL_CUBOIDS = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 _CUBE = 4
 _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")  # of the larger ones, cubes doubled
 # How many such cubes a slice has at most. Source: Cloud TPU documentation, per-version pages, read in 2026: a v4 pod
@@ -196,6 +192,16 @@ def of(devices: Sequence[Any]) -> Target:
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
     text = f"{chip.name}:{'x'.join(map(str, topology))}"
     return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
+
+
+def places(mesh: Any) -> dict[str, tuple[Any, ...]]:
+    """Where the devices of a jax mesh are, in their order: the coordinates of their chips, their slices and hosts."""
+    devices = list(mesh.devices.flat)
+    return {
+        "coords": tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in devices),
+        "slices": tuple(getattr(device, "slice_index", None) or 0 for device in devices),
+        "hosts": tuple(device.process_index for device in devices),
+    }
 
 
 def devices(target: Target) -> list[Any]:
