@@ -6,10 +6,11 @@ share it out. The trace knows all but the last, which follows from where the nea
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable
 
-from gspmd_lm.foresight.traced import GROUPED, PRODUCTS, Node, Traced
+from gspmd_lm.foresight.traced import GROUPED, PRODUCTS, Node, Traced, reached
 from gspmd_lm.kernels import attention
 from gspmd_lm.rules import Remat
 
@@ -107,17 +108,8 @@ class Work:
             return self.places(node.inputs[0])
         if product := self.products.get(node):
             return tuple(filter(None, (product.x, product.weight, product.y)))
-        for forward in (True, False):
-            waiting, seen = [node], {node}
-            while waiting:
-                for near in waiting[0].users if forward else waiting[0].inputs:
-                    if near.placed:
-                        return (near,)
-                    if near not in seen:
-                        seen.add(near)
-                        waiting.append(near)
-                waiting.pop(0)
-        return ()
+        near = itertools.chain(reached([node], lambda one: one.users), reached([node], lambda one: one.inputs))
+        return tuple(itertools.islice((one for one in near if one.placed), 1))
 
     def in_block(self, node: Node) -> bool:
         return bool(node.name.modules) and node.name.modules[0] in self.blocks
@@ -208,14 +200,12 @@ class Work:
     @functools.cached_property
     def _active(self) -> frozenset[Node]:
         """What depends on a weight: all that has a derivative."""
-        waiting = [node for node in self.traced.nodes if node.placed and node.placed.array in self.traced.weights]
-        found = set(waiting)
-        while waiting:
-            for user in waiting.pop().users:
-                if user not in found and user.floats and user.primitive != "stop_gradient":
-                    found.add(user)
-                    waiting.append(user)
-        return frozenset(found)
+        weights = [node for node in self.traced.nodes if node.placed and node.placed.array in self.traced.weights]
+
+        def derived(node: Node) -> list[Node]:
+            return [user for user in node.users if user.floats and user.primitive != "stop_gradient"]
+
+        return frozenset(weights).union(reached(weights, derived, lambda _: True))
 
     def _kept(self, remat: Remat) -> Kept:
         """What the backward pass finds, and what it computes again."""

@@ -88,18 +88,18 @@ def cloud_names(chip: Chip) -> dict[int, str]:
     v4, v5p and tpu7x have two TensorCores in a chip, which the number counts. Of several shapes with as many cubes, a
     name means the one nearest to a cube.
     """
-    if chip.torus_dimensions == 2:
-        shapes = [tuple(map(int, size.split("x"))) for size in _FLAT]
-    else:
-        shapes = [tuple(map(int, size.split("x"))) for size in _SMALL_CUBOIDS]
-        for cubes in range(1, _MOST_CUBES[chip.name] + 1):
-            whole = [(a, b, cubes // (a * b)) for a in range(1, cubes + 1) for b in range(a, cubes // a + 1)
-                     if cubes % (a * b) == 0 and cubes // (a * b) >= b]  # fmt: skip
-            shape = min(whole, key=sum)
-            if shape[-1] * _CUBE <= _LONGEST:
-                shapes.append(tuple(side * _CUBE for side in shape))
-    per_chip = chip.torus_dimensions - 1
-    return {math.prod(shape) * per_chip: "x".join(map(str, shape)) for shape in shapes}
+    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS]
+    for cubes in range(1, _MOST_CUBES.get(chip.name, 0) + 1):
+        whole = [(a, b, cubes // (a * b)) for a in range(1, cubes + 1) for b in range(a, cubes // a + 1)
+                 if cubes % (a * b) == 0 and cubes // (a * b) >= b]  # fmt: skip
+        sides = [side * _CUBE for side in min(whole, key=sum)]
+        if sides[-1] <= _LONGEST:
+            sizes.append("x".join(map(str, sides)))
+    return {_chips(size) * (chip.torus_dimensions - 1): size for size in sizes}
+
+
+def _chips(size: str) -> int:
+    return math.prod(map(int, size.split("x")))
 
 
 def _meant(place: str, name: str, number: str) -> str:
@@ -174,7 +174,7 @@ def larger(target: Target) -> Iterator[Target]:
     sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS, *_CUBOIDS]
     count = math.prod(target.topology)
     for size in sizes:
-        if math.prod(map(int, size.split("x"))) > count:
+        if _chips(size) > count:
             yield parse(f"{before}:{size}")
 
 
