@@ -130,6 +130,10 @@ class Module:
                     found[many] = few / many
         return found
 
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        siblings = self.computations[instruction.computation].instructions
+        return [siblings[name] for name in instruction.operands]
+
     def operand(self, instruction: Instruction, number: int = 0) -> Instruction:
         return self.computations[instruction.computation].instructions[instruction.operands[number]]
 
