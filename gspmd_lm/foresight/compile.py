@@ -136,11 +136,6 @@ def programs(
         return [found[request.key()] for request in requests]
 
 
-def load(path: Path, request: CompileRequest, trust: bool = False) -> Any:
-    """The exported executable of `request`, ready to run on the devices that are here; see exported.load."""
-    return exported.load(path, request.key(), request.name, compilers(request.target), trust)
-
-
 def side_by_side(wanted: int) -> int:
     """How many compilations at once: as many as there are cores, and memory that is free."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -316,7 +311,6 @@ def described(
     """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
     import jax
 
-    trees = built.held
     text, memory = "", {}
     if not isinstance(compiled, str):
         analysis: Any = compiled.memory_analysis()
@@ -327,7 +321,7 @@ def described(
         executable=None,
         refusal=compiled if isinstance(compiled, str) else "",
         memory=memory,
-        state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in trees.items()},
+        state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
         **targets.places(built.mesh),
         options=dict(options),
         versions=compilers(target),

@@ -1,12 +1,13 @@
 """What a layout sends, and how long compute waits for it: on the links of the real mesh, beside what loops compute."""
 
 import collections
-import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from gspmd_lm import mesh as meshes
 from gspmd_lm.foresight.floor.moves import Move
@@ -167,16 +168,8 @@ class _Groups(dict[str, Groups]):
         self.mesh = dict(rules.mesh)
 
     def __missing__(self, axes: str) -> Groups:
-        names = axes.split("+")
-        strides, step = {}, 1
-        for name in reversed(self.mesh):
-            strides[name], step = step, step * self.mesh[name]
-
-        def offsets(chosen: Iterable[str]) -> list[int]:
-            each = [[strides[name] * n for n in range(self.mesh[name])] for name in chosen]
-            return [sum(combination) for combination in itertools.product(*each)]
-
-        rest = offsets(name for name in self.mesh if name not in names)
-        inner = offsets(name for name in self.mesh if name in names)
-        self[axes] = tuple(tuple(start + offset for offset in inner) for start in rest)
+        own = [n for n, name in enumerate(self.mesh) if name in axes.split("+")]
+        devices = np.arange(math.prod(self.mesh.values())).reshape(*self.mesh.values())
+        ordered = np.moveaxis(devices, own, range(-len(own), 0))
+        self[axes] = tuple(map(tuple, ordered.reshape(-1, math.prod(ordered.shape[-len(own) :])).tolist()))
         return self[axes]

@@ -81,7 +81,7 @@ class Walk:
             return tuple(operands) if any(value is not None for value in operands) else None
         if opcode == "get-tuple-element":
             return operands[0][instruction.index] if isinstance(operands[0], tuple) else operands[0]
-        if opcode in ("bitcast", "optimization-barrier"):
+        if opcode in ("bitcast", "optimization-barrier") or instruction.phase == "-update":
             return operands[0]
         if opcode == "while":
             return self._loop(instruction, operands[0])
@@ -93,8 +93,6 @@ class Walk:
             return self._between_slices(instruction)
         if instruction.phase == "-start":
             return self._start(instruction)
-        if instruction.phase == "-update":
-            return operands[0]
         if instruction.phase == "-done":
             if opcode != "send-done":
                 self._wait(operands[0])

@@ -87,10 +87,6 @@ class Route:
         """How many of its devices are in one slice or host."""
         return self.size // self.outer
 
-    @property
-    def links(self) -> float:
-        return sum(dimension.links for dimension in self.dimensions)
-
 
 @dataclasses.dataclass(frozen=True)
 class Network:
@@ -154,7 +150,8 @@ class Network:
         between_s = whole_bytes / route.inner * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
         ici_s = die_s = 0.0
         if chips > 1:
-            ici_s = whole_bytes * (chips - 1) / chips / (route.links * self._ici_bytes_per_s(chip, route))
+            links = sum(dimension.links for dimension in route.dimensions)
+            ici_s = whole_bytes * (chips - 1) / chips / (links * self._ici_bytes_per_s(chip, route))
         if route.per_chip > 1:
             die_s = whole_bytes * (route.per_chip - 1) / route.per_chip / chip.die_link_bytes_per_s
         return between_s + max(ici_s, die_s, self._latency_s(route))

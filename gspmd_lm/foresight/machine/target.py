@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean
@@ -167,15 +167,12 @@ def larger(target: Target) -> Iterator[Target]:
     chip, (_, slash, network) = target.chip, target.text.partition("/")
     assert chip
     before = f"{target.slices}@{chip.name}" if target.slices > 1 else chip.name
+    sizes: Iterable[str] = _FLAT if chip.torus_dimensions == 2 else (*_SMALL_CUBOIDS, *_CUBOIDS)
     if chip.platform == "gpu":
         hosts, per_host = target.topology
-        for n in itertools.count(1):
-            yield parse(f"{before}:{hosts * 2**n}x{per_host}{slash}{network}")
-    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS, *_CUBOIDS]
-    count = math.prod(target.topology)
-    for size in sizes:
-        if _chips(size) > count:
-            yield parse(f"{before}:{size}")
+        sizes = (f"{hosts * 2**n}x{per_host}" for n in itertools.count(1))
+    larger_ones = (size for size in sizes if _chips(size) > math.prod(target.topology))
+    return (parse(f"{before}:{size}{slash}{network}") for size in larger_ones)
 
 
 def of(devices: Sequence[Any]) -> Target:
