@@ -39,6 +39,11 @@ class Node:
     users: list["Node"] = dataclasses.field(default_factory=list, repr=False)
 
     @property
+    def array(self) -> str:
+        """The array that is placed here; "" if none is."""
+        return self.placed.array if self.placed else ""
+
+    @property
     def floats(self) -> bool:
         return jnp.issubdtype(self.dtype, jnp.floating)
 
@@ -63,8 +68,7 @@ class Product:
     @property
     def path(self) -> str:
         """The path of the weight."""
-        assert self.weight.placed
-        return self.weight.placed.array
+        return self.weight.array
 
     @property
     def group(self) -> str:
@@ -147,7 +151,7 @@ class Traced:
 
     def is_activation(self, node: Node) -> bool:
         """Whether an activation is placed here."""
-        return node.placed is not None and node.placed.array not in self.weights
+        return node.placed is not None and node.array not in self.weights
 
     @functools.cached_property
     def activations(self) -> list[Node]:
@@ -159,8 +163,8 @@ class Traced:
         """Path of a weight -> where it is placed in use."""
         found: dict[str, list[Node]] = {}
         for node in self.nodes:
-            if node.placed and node.placed.table == "rules" and node.placed.array in self.weights:
-                found.setdefault(node.placed.array, []).append(node)
+            if node.array in self.weights and node.placed and node.placed.table == "rules":
+                found.setdefault(node.array, []).append(node)
         return found
 
     @functools.cached_property
@@ -184,7 +188,7 @@ class Traced:
         for node in self.nodes:
             if node.primitive == "gather" and node.floats:
                 weight = self._weight(node.inputs[0])
-                paths = [weight.placed.array] if weight and weight.placed else node.name.of
+                paths = [weight.array] if weight else node.name.of
                 for path in self.weights.intersection(paths):
                     found.setdefault(path, []).append(node)
         return found
@@ -232,8 +236,7 @@ class Traced:
 
     def met(self, node: Node) -> list[Node]:
         """The activations that an activation meets in the operations after it."""
-        while same := [near for near in self.after([node]) if near.placed and node.placed
-                       and near.placed.array == node.placed.array and near is not node]:  # fmt: skip
+        while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
             node = same[0]
         return [near for near in self.before(self._between([node])) if near is not node]
 
@@ -241,7 +244,7 @@ class Traced:
         """Where a weight was placed in use that has only changed its form since."""
         while node.primitive in _SAME and not (node.placed and node.placed.table == "rules"):
             node = node.inputs[0]
-        return node if node.placed and node.placed.array in self.weights else None
+        return node if node.array in self.weights else None
 
     # What is near
 
@@ -286,7 +289,7 @@ class Traced:
         placed = [*map(self.home, found), *integers] if own else [*found, *integers]
         if weight and not placed and (applied := self.applied_to(weight)):
             placed = [applied]
-        return frozenset(node.placed.array for node in placed if node.placed)
+        return frozenset(node.array for node in placed)
 
     def _integers(self, start: Iterable[Node]) -> list[Node]:
         """The tokens that some operations read."""
@@ -298,14 +301,14 @@ class Traced:
 
         One that is only placed anew is made from itself in its other place, forward and backward.
         """
-        own = [node for node in self.activations if node.placed and node.placed.array == array]
+        own = [node for node in self.activations if node.array == array]
         anew = [near for node in own for near in (*node.users, self.source(node)) if near and self.is_activation(near)]
         if not anew:
             region = self._between(own) if backward else own
             # Past what belongs to other weights too.
             earlier = reached(region, lambda node: [one for one in node.inputs if one.floats])
             anew = [*(self.after(own) if backward else ()), *filter(self.is_activation, earlier)]
-        return frozenset(node.placed.array for node in anew if node.placed and node.placed != _TOKENS)
+        return frozenset(node.array for node in anew if node.placed != _TOKENS)
 
 
 def reached(

@@ -124,7 +124,7 @@ class Work:
             backward = 2.0
             if product:
                 backward = 2.0 if product.path in trained else 1.0
-            elif any(near.placed and near.placed.array == _OUT for near in self.traced.after([node])):
+            elif any(near.array == _OUT for near in self.traced.after([node])):
                 kind = "attention"
             places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.places(near)))
             touched = tuple((float(near.bytes), self.places(near)) for near in (*node.inputs[:2], node))
@@ -178,7 +178,7 @@ class Work:
     def _kernels(self) -> list[Kernel]:
         found = []
         for out in self.traced.activations:
-            if not out.placed or out.placed.array != _OUT:
+            if out.array != _OUT:
                 continue
             waiting, inside, read = list(out.inputs), set[Node](), list[Node]()
             while waiting:
@@ -200,7 +200,7 @@ class Work:
     @functools.cached_property
     def _active(self) -> frozenset[Node]:
         """What depends on a weight: all that has a derivative."""
-        weights = [node for node in self.traced.nodes if node.placed and node.placed.array in self.traced.weights]
+        weights = [node for node in self.traced.nodes if node.array in self.traced.weights]
 
         def derived(node: Node) -> list[Node]:
             return [user for user in node.users if user.floats and user.primitive != "stop_gradient"]
@@ -236,7 +236,7 @@ class Work:
         """The values that the derivative of an operation needs."""
         if node in self.inside or node not in self._active:
             return ()
-        if node.placed and node.placed.array == _OUT and self.kernels:
+        if node.array == _OUT and self.kernels:
             return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", *PRODUCTS):
             first, second = node.inputs[0], node.inputs[:2][-1]
@@ -255,7 +255,7 @@ class Work:
     def _weight(self, node: Node) -> bool:
         """Whether a node is a weight on its way to where it is used: it is not kept, but gathered again."""
         places = self.places(node)
-        return len(places) == 1 and places[0].placed is not None and places[0].placed.array in self.traced.weights
+        return len(places) == 1 and places[0].array in self.traced.weights
 
     def _distinct(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes that are not only another name of one of the others."""
