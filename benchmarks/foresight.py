@@ -139,7 +139,7 @@ def _program(row: step_times.Row) -> tuple[hlo.Module, Chip, Network]:
     assert where.chip
     rules = rules.fill(where.devices)
     (done,) = compile.programs([compile.CompileRequest(row.config(), rules, where)], print)
-    network = Network(where.chip, done.coords, done.slices, done.hosts, tuple(rules.mesh.values()), tuple(rules.mesh))
+    network = Network(where.chip, done.coords, done.slices, done.hosts, rules.mesh)
     return hlo.parse(done.text), where.chip, network
 
 

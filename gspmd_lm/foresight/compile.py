@@ -27,6 +27,7 @@ from gspmd_lm import files, paths, versions
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
+from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.hardware import gpu_target_config
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules, ShardingError
@@ -133,11 +134,6 @@ def programs(
             found = {key: future.result() for key, future in waiting.items()}
         _trim(root, keep=found)
         return [found[request.key()] for request in requests]
-
-
-def load(path: Path, request: CompileRequest, trust: bool = False) -> Any:
-    """The exported executable of `request`, ready to run on the devices that are here; see exported.load."""
-    return exported.load(path, request.key(), request.name, compilers(request.target), trust)
 
 
 def side_by_side(wanted: int) -> int:
@@ -259,7 +255,6 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     import jax
 
     from gspmd_lm import runtime
-    from gspmd_lm.foresight.machine import target as targets
     from gspmd_lm.infer import programs as generation
     from gspmd_lm.train import state, step
 
@@ -316,22 +311,18 @@ def described(
     """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
     import jax
 
-    trees = built.held
     text, memory = "", {}
     if not isinstance(compiled, str):
         analysis: Any = compiled.memory_analysis()
         memory = {name: getattr(analysis, name) for name in dir(analysis) if name.endswith("_in_bytes")}
         text = compiled.as_text() or ""
-    ordered = list(built.mesh.devices.flat)
     return CompiledProgram(
         text=text,
         executable=None,
         refusal=compiled if isinstance(compiled, str) else "",
         memory=memory,
-        state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in trees.items()},
-        coords=tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in ordered),
-        slices=tuple(getattr(device, "slice_index", None) or 0 for device in ordered),
-        hosts=tuple(device.process_index for device in ordered),
+        state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
+        **targets.places(built.mesh),
         options=dict(options),
         versions=compilers(target),
         trace_s=trace_s,

@@ -79,9 +79,7 @@ def report(
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
     named, traced = list(table.rows(task, rules, arrays, recorded.arrays)), Traced.of(recorded, arrays)
-    network = Network(
-        target.chip, program.coords, program.slices, program.hosts, tuple(rules.mesh.values()), tuple(rules.mesh)
-    )
+    network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
         least = counted_floor.floor(config, rules, arrays, target.chip)

@@ -37,40 +37,15 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
         (-0.034, True),
         (-0.143, False),
     ),
-    Kind("v5p", False, "splash"): (
-        (0.004, True),
-        (-0.021, True),
-        (-0.02, False),
-    ),
-    Kind("v5e", False, "xla"): (
-        (0.19, False),
-        (-0.014, False),
-    ),
-    Kind("tpu7x", False, "splash"): (
-        (-0.02, True),
-        (0.1, False),
-        (-0.146, False),
-    ),
+    Kind("v5p", False, "splash"): ((0.004, True), (-0.021, True), (-0.02, False)),
+    Kind("v5e", False, "xla"): ((0.19, False), (-0.014, False)),
+    Kind("tpu7x", False, "splash"): ((-0.02, True), (0.1, False), (-0.146, False)),
     Kind("h100", False, "cudnn"): ((-0.009, True),),
-    Kind("h100", True, "cudnn"): (
-        (-0.06, True),
-        (-0.018, True),
-        (-0.024, True),
-    ),
+    Kind("h100", True, "cudnn"): ((-0.06, True), (-0.018, True), (-0.024, True)),
     Kind("h200", True, "cudnn"): ((0.045, True),),
-    Kind("a100", True, "cudnn"): (
-        (-0.009, True),
-        (-0.069, True),
-    ),
-    Kind("v5e", True, "xla"): (
-        (0.135, False),
-        (0.129, False),
-        (-0.034, False),
-    ),
-    Kind("v5p", True, "splash"): (
-        (-0.022, True),
-        (-0.051, True),
-    ),
+    Kind("a100", True, "cudnn"): ((-0.009, True), (-0.069, True)),
+    Kind("v5e", True, "xla"): ((0.135, False), (0.129, False), (-0.034, False)),
+    Kind("v5p", True, "splash"): ((-0.022, True), (-0.051, True)),
 }
 
 
@@ -87,31 +62,26 @@ def kind_of(target: Target, rules: Rules) -> Kind:
 
 def known_error(kind: Kind) -> str:
     """How wrong predictions of this kind were; of others on the chip if there are none. One run is no measure."""
-    runs = _runs(kind)
-    seen = sum(in_view for _, in_view in runs)
-    were = {0: "", len(runs): "; all of them were in view when prices were chosen"}.get(
-        seen, f"; {seen} of them {'was' if seen == 1 else 'were'} in view when prices were chosen"
-    )
-    if not runs:
+    runs, mean = _runs(kind), mean_error(kind)
+    if mean is None:
         return NOT_COMPARED
+    seen = sum(in_view for _, in_view in runs)
+    who = "all of them were" if seen == len(runs) else f"{seen} of them {'was' if seen == 1 else 'were'}"
+    were = f"; {who} in view when prices were chosen" if seen else ""
     if kind not in ERRORS:
-        others = f"{_mean(runs):.1%} in the mean of {len(runs)} other published step times on {kind.chip}"
+        others = f"{mean:.1%} in the mean of {len(runs)} other published step times on {kind.chip}"
         return f"not known for {kind}: {others}{were}"
     if len(runs) == 1:
         were = were.replace("all of them were", "it was")
         return f"not known: {runs[0][0]:+.1%} for one published step time on {kind}{were}"
-    return f"{_mean(runs):.1%} in the mean of {len(runs)} published step times on {kind}{were}"
+    return f"{mean:.1%} in the mean of {len(runs)} published step times on {kind}{were}"
 
 
 def mean_error(kind: Kind) -> float | None:
     """The mean absolute error of runs of this kind, or else of others on the chip; None if there are none."""
-    runs = _runs(kind)
-    return _mean(runs) if runs else None
+    errors = [abs(error) for error, _ in _runs(kind)]
+    return statistics.mean(errors) if errors else None
 
 
 def _runs(kind: Kind) -> Sequence[tuple[float, bool]]:
     return ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
-
-
-def _mean(runs: Sequence[tuple[float, bool]]) -> float:
-    return statistics.mean(abs(error) for error, _ in runs)

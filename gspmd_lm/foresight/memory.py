@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from gspmd_lm.errors import RunFailed
 from gspmd_lm.foresight import hlo
@@ -76,9 +77,7 @@ def measure(
         total = min(total, limit_bytes)
     host = sum(size for name, size in compiled.items() if name.startswith("host_") and "alias" not in name)
     return Memory(
-        weights_bytes=state_bytes["weights"],
-        optimizer_bytes=state_bytes["optimizer"],
-        batch_bytes=state_bytes["batch"],
+        **_by_tree(state_bytes),
         temporaries_bytes=total - sum(state_bytes.values()),
         peak_bytes=total,
         limit_bytes=limit_bytes,
@@ -86,7 +85,6 @@ def measure(
         fits=limit_bytes is None or total <= limit_bytes,
         largest=_largest(module, list(known)),
         padding_bytes=max(0, compiled["argument_size_in_bytes"] - sum(state_bytes.values())),
-        cache_bytes=state_bytes.get("cache", 0),
     )
 
 
@@ -111,9 +109,7 @@ def refused(message: str, state_bytes: Mapping[str, int], limit_bytes: int | Non
         for found in allocations
     )
     return Memory(
-        weights_bytes=state_bytes["weights"],
-        optimizer_bytes=state_bytes["optimizer"],
-        batch_bytes=state_bytes["batch"],
+        **_by_tree(state_bytes),
         temporaries_bytes=max(0, peak - sum(state_bytes.values())),
         peak_bytes=peak,
         limit_bytes=limit_bytes or available,
@@ -121,8 +117,11 @@ def refused(message: str, state_bytes: Mapping[str, int], limit_bytes: int | Non
         fits=False,
         largest=largest[:3],
         refusal=message.strip().splitlines()[0],
-        cache_bytes=state_bytes.get("cache", 0),
     )
+
+
+def _by_tree(state_bytes: Mapping[str, int]) -> dict[str, Any]:
+    return {f"{tree}_bytes": size for tree, size in state_bytes.items()}
 
 
 def _bytes(number: str, unit: str) -> int:
@@ -161,28 +160,24 @@ def _largest(module: hlo.Module, known: list[Held], count: int = 3) -> tuple[Tem
 
 def _updates_in_place(module: hlo.Module, fusion: hlo.Instruction) -> bool:
     """Whether a fusion writes a slice of what it was given."""
-    called = fusion.called.get("calls", ()) if fusion.opcode == "fusion" else ()
-    return any(_root(module, name).opcode == "dynamic-update-slice" for name in called)
-
-
-def _root(module: hlo.Module, name: str) -> hlo.Instruction:
-    root = module.computations[name].root
+    if fusion.opcode != "fusion":
+        return False
+    root = module.computations[fusion.called["calls"][0]].root
     while root.opcode in ("bitcast", "copy"):
         root = module.operand(root)
-    return root
+    return root.opcode == "dynamic-update-slice"
 
 
 def _axes(dimensions: tuple[int, ...], op: str, known: list[Held]) -> tuple[str, ...]:
     """The logical axes of a buffer that has the shape of a named array, or of one per layer; sizes of 1 aside."""
     wanted = [size for size in dimensions if size > 1]
-    fitting = []
     stacked = any("layers" in named.axes for named in known)
+    fitting = []
     for named in known:
         pairs = [(axis, size) for axis, size in zip(named.axes, named.shape, strict=True) if size > 1]
-        layers = [pair for pair in pairs if pair[0] != "layers"]
-        if wanted == [size for _, size in pairs]:
-            fitting.append((named, tuple(axis for axis, _ in pairs)))
-        elif stacked and math.prod(wanted) and wanted[1:] == [size for _, size in layers] and len(layers) == len(pairs):
-            fitting.append((named, ("layers", *(axis for axis, _ in layers))))
-    fitting.sort(key=lambda found: found[0].path.split(".")[-1] not in op)
-    return fitting[0][1] if fitting else ()
+        axes, sizes = [axis for axis, _ in pairs], [size for _, size in pairs]
+        if wanted == sizes:
+            fitting.append((named, axes))
+        elif stacked and math.prod(wanted) and wanted[1:] == sizes and "layers" not in axes:
+            fitting.append((named, ["layers", *axes]))
+    return tuple(min(fitting, key=lambda found: found[0].path.split(".")[-1] not in op)[1]) if fitting else ()

@@ -4,10 +4,11 @@ The program is the one that `placement.record` traces: it runs forward, and mark
 operations carry the names that those of the compiled program carry too.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +39,11 @@ class Node:
     users: list["Node"] = dataclasses.field(default_factory=list, repr=False)
 
     @property
+    def array(self) -> str:
+        """The array that is placed here; "" if none is."""
+        return self.placed.array if self.placed else ""
+
+    @property
     def floats(self) -> bool:
         return jnp.issubdtype(self.dtype, jnp.floating)
 
@@ -62,8 +68,7 @@ class Product:
     @property
     def path(self) -> str:
         """The path of the weight."""
-        assert self.weight.placed
-        return self.weight.placed.array
+        return self.weight.array
 
     @property
     def group(self) -> str:
@@ -84,13 +89,8 @@ class Traced:
         inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
         for node in inputs:
             node.placed = None if node.floats else _TOKENS._replace(axes=_TOKENS.axes[: len(node.shape)])
-        waiting = self._walk(program.jaxpr, inputs, "", 1)
-        live: set[Node] = set()
-        while waiting:
-            node = waiting.pop()
-            if node not in live:
-                live.add(node)
-                waiting += node.inputs
+        results = self._walk(program.jaxpr, inputs, "", 1)
+        live = {*results, *reached(results, lambda node: node.inputs, lambda _: True)}
         self.nodes = [node for node in self.nodes if node in live]
         for node in self.nodes:
             for before in dict.fromkeys(node.inputs):
@@ -151,7 +151,7 @@ class Traced:
 
     def is_activation(self, node: Node) -> bool:
         """Whether an activation is placed here."""
-        return node.placed is not None and node.placed.array not in self.weights
+        return node.placed is not None and node.array not in self.weights
 
     @functools.cached_property
     def activations(self) -> list[Node]:
@@ -163,8 +163,8 @@ class Traced:
         """Path of a weight -> where it is placed in use."""
         found: dict[str, list[Node]] = {}
         for node in self.nodes:
-            if node.placed and node.placed.table == "rules" and node.placed.array in self.weights:
-                found.setdefault(node.placed.array, []).append(node)
+            if node.array in self.weights and node.placed and node.placed.table == "rules":
+                found.setdefault(node.array, []).append(node)
         return found
 
     @functools.cached_property
@@ -188,7 +188,7 @@ class Traced:
         for node in self.nodes:
             if node.primitive == "gather" and node.floats:
                 weight = self._weight(node.inputs[0])
-                paths = [weight.placed.array] if weight and weight.placed else node.name.of
+                paths = [weight.array] if weight else node.name.of
                 for path in self.weights.intersection(paths):
                     found.setdefault(path, []).append(node)
         return found
@@ -207,7 +207,7 @@ class Traced:
 
     def carried(self, node: Node) -> Node | None:
         """The activation that a loop hands to its body, or that was placed before an operation."""
-        return next((near for near in [*self.before([node]), *self.after([node])]), None)
+        return next(iter([*self.before([node]), *self.after([node])]), None)
 
     def applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
@@ -215,8 +215,8 @@ class Traced:
         Of a bias of groups, it is what their products read.
         """
         between = self._between(self.used.get(path, []))
-        before = self.before(between, through=())
-        found = [*before, *map(self.home, self.after(between, through=()))]
+        before = self.before(between, past_products=False)
+        found = [*before, *map(self.home, self.after(between, past_products=False))]
         module = path.rpartition(".")[0]
         found += [p.x for p in self.products if p.group and p.path.rpartition(".")[0] == module]
         return next(iter(found), None)
@@ -236,8 +236,7 @@ class Traced:
 
     def met(self, node: Node) -> list[Node]:
         """The activations that an activation meets in the operations after it."""
-        while same := [near for near in self.after([node]) if near.placed and node.placed
-                       and near.placed.array == node.placed.array and near is not node]:  # fmt: skip
+        while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
             node = same[0]
         return [near for near in self.before(self._between([node])) if near is not node]
 
@@ -245,40 +244,37 @@ class Traced:
         """Where a weight was placed in use that has only changed its form since."""
         while node.primitive in _SAME and not (node.placed and node.placed.table == "rules"):
             node = node.inputs[0]
-        return node if node.placed and node.placed.array in self.weights else None
+        return node if node.array in self.weights else None
 
     # What is near
 
-    def before(self, start: Iterable[Node], through: Collection[str] = PRODUCTS) -> list[Node]:
+    def before(self, start: Iterable[Node], past_products: bool = True) -> list[Node]:
         """The activations that were placed last before some operations."""
-        return [node for node in self._near(start, False, through) if self.is_activation(node)]
+        return list(filter(self.is_activation, self._near(start, False, past_products)))
 
-    def after(self, start: Iterable[Node], through: Collection[str] = PRODUCTS) -> list[Node]:
+    def after(self, start: Iterable[Node], past_products: bool = True) -> list[Node]:
         """The activations that are placed first after some operations."""
-        return [node for node in self._near(start, True, through) if self.is_activation(node)]
+        return list(filter(self.is_activation, self._near(start, True, past_products)))
 
     def _between(self, start: Iterable[Node]) -> list[Node]:
         """Some operations, and those after them before an activation is placed."""
         start = list(start)
-        return [*start, *(node for node in self._near(start, True, ()) if not node.placed)]
+        return [*start, *(node for node in self._near(start, True, False) if not node.placed)]
 
-    def _near(self, start: Iterable[Node], forward: bool, through: Collection[str]) -> Iterator[Node]:
+    def _near(self, start: Iterable[Node], forward: bool, past_products: bool) -> Iterator[Node]:
         """What lies after or before some operations, the nearest first, as far as the next placement.
 
-        Operations that belong to a weight are not passed, nor products unless `through` has them, nor integers.
+        Operations that belong to another weight are not passed, nor integers.
         """
-        waiting = list(start)
-        seen, own = set(waiting), {(), *(node.name.of for node in waiting)}
-        while waiting:
-            node = waiting.pop(0)
-            for near in node.users if forward else node.inputs:
-                if near in seen or not near.floats:
-                    continue
-                seen.add(near)
-                yield near
-                ends = near.placed or near.name.of not in own
-                if not ends and (near.primitive not in PRODUCTS or near.primitive in through):
-                    waiting.append(near)
+        start = list(start)
+        own = {(), *(node.name.of for node in start)}
+
+        def passes(node: Node) -> bool:
+            return not node.placed and node.name.of in own and (past_products or node.primitive not in PRODUCTS)
+
+        return reached(
+            start, lambda node: [one for one in (node.users if forward else node.inputs) if one.floats], passes
+        )
 
     def _around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
         """Names of the activations that operations stand between: those of a weight, or part of the step, or module."""
@@ -293,43 +289,46 @@ class Traced:
         placed = [*map(self.home, found), *integers] if own else [*found, *integers]
         if weight and not placed and (applied := self.applied_to(weight)):
             placed = [applied]
-        return frozenset(node.placed.array for node in placed if node.placed)
+        return frozenset(node.array for node in placed)
 
     def _integers(self, start: Iterable[Node]) -> list[Node]:
         """The tokens that some operations read."""
-        waiting, seen = [node for one in start for node in one.inputs if not node.floats], set()
-        while waiting:
-            node = waiting.pop()
-            if node not in seen:
-                seen.add(node)
-                waiting += [] if node.placed else [one for one in node.inputs if not one.floats]
-        return [node for node in seen if node.placed]
+        found = reached(start, lambda node: [one for one in node.inputs if not one.floats])
+        return [node for node in found if node.placed]
 
     def _made_from(self, array: str, backward: bool = False) -> frozenset[str]:
         """Names of the activations that one is made from; in the backward pass, that its gradient is made from.
 
         One that is only placed anew is made from itself in its other place, forward and backward.
         """
-        own = [node for node in self.activations if node.placed and node.placed.array == array]
+        own = [node for node in self.activations if node.array == array]
         anew = [near for node in own for near in (*node.users, self.source(node)) if near and self.is_activation(near)]
         if not anew:
             region = self._between(own) if backward else own
-            anew = [*(self.after(own) if backward else ()), *self._before_products(region)]
-        return frozenset(node.placed.array for node in anew if node.placed and node.placed != _TOKENS)
+            # Past what belongs to other weights too.
+            earlier = reached(region, lambda node: [one for one in node.inputs if one.floats])
+            anew = [*(self.after(own) if backward else ()), *filter(self.is_activation, earlier)]
+        return frozenset(node.array for node in anew if node.placed != _TOKENS)
 
-    def _before_products(self, start: Iterable[Node]) -> list[Node]:
-        """As `before`, but past the products with weights too."""
-        waiting, found = list(start), []
-        seen = set(waiting)
-        while waiting:
-            for near in waiting.pop(0).inputs:
-                if near not in seen and near.floats:
-                    seen.add(near)
-                    if self.is_activation(near):
-                        found.append(near)
-                    elif not near.placed:
-                        waiting.append(near)
-        return found
+
+def reached(
+    start: Iterable[Node],
+    near: Callable[[Node], Iterable[Node]],
+    passes: Callable[[Node], bool] = lambda node: not node.placed,
+) -> Iterator[Node]:
+    """The nodes that one comes to from some others, the nearest first, each once.
+
+    `near` gives what lies next to a node. `passes` says whether the way goes on behind it: as far as a placement.
+    """
+    waiting = collections.deque(start)
+    seen = set(waiting)
+    while waiting:
+        for node in near(waiting.popleft()):
+            if node not in seen:
+                seen.add(node)
+                yield node
+                if passes(node):
+                    waiting.append(node)
 
 
 def flops(equation: Any) -> float:

@@ -1,12 +1,13 @@
 """What a layout sends, and how long compute waits for it: on the links of the real mesh, beside what loops compute."""
 
 import collections
-import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from gspmd_lm import mesh as meshes
 from gspmd_lm.foresight.floor.moves import Move
@@ -100,16 +101,8 @@ class Links:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
         key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
         if key not in self._networks:
-            ordered = list(meshes.build(rules, self._devices).devices.flat)
-            network = Network(
-                self.target.chip,
-                tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in ordered),
-                tuple(getattr(device, "slice_index", None) or 0 for device in ordered),
-                tuple(device.process_index for device in ordered),
-                tuple(rules.mesh.values()),
-                tuple(rules.mesh),
-            )
-            self._networks[key] = network, _Groups(rules)
+            places = targets.places(meshes.build(rules, self._devices))
+            self._networks[key] = Network(self.target.chip, **places, mesh=rules.mesh), _Groups(rules)
         return self._networks[key]
 
 
@@ -175,16 +168,8 @@ class _Groups(dict[str, Groups]):
         self.mesh = dict(rules.mesh)
 
     def __missing__(self, axes: str) -> Groups:
-        names = axes.split("+")
-        strides, step = {}, 1
-        for name in reversed(self.mesh):
-            strides[name], step = step, step * self.mesh[name]
-
-        def offsets(chosen: Iterable[str]) -> list[int]:
-            each = [[strides[name] * n for n in range(self.mesh[name])] for name in chosen]
-            return [sum(combination) for combination in itertools.product(*each)]
-
-        rest = offsets(name for name in self.mesh if name not in names)
-        inner = offsets(name for name in self.mesh if name in names)
-        self[axes] = tuple(tuple(start + offset for offset in inner) for start in rest)
+        own = [n for n, name in enumerate(self.mesh) if name in axes.split("+")]
+        devices = np.arange(math.prod(self.mesh.values())).reshape(*self.mesh.values())
+        ordered = np.moveaxis(devices, own, range(-len(own), 0))
+        self[axes] = tuple(map(tuple, ordered.reshape(-1, math.prod(ordered.shape[-len(own) :])).tolist()))
         return self[axes]

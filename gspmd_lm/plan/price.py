@@ -154,7 +154,7 @@ class Pricer:
             if timed.looped:
                 forward_s += times * timed.forward_s
                 backward_s += times * back_s
-        kept_s = KEPT_PASSES[chip.platform] * microbatches * device_bytes / self._bandwidth(chip)
+        kept_s = KEPT_PASSES[chip.platform] * microbatches * device_bytes / prices.hbm_bytes_per_s(chip)
         turns = 2 * microbatches * sum(layout.work.loops)
         turns_s = turns * SMALL_KERNELS[chip.platform] * prices.LAUNCH_S[chip.platform]
         spent["other"] += kept_s + turns_s + layout.update_s
@@ -167,7 +167,7 @@ class Pricer:
         rounded = chip.platform == "tpu" and self.traces.task.matmul_precision == "default"  # float32 to bfloat16
         for operation in work.operations:
             local = [size / self._pieces(rules, places, pieces) for size, places in operation.touched]
-            moving_s = sum(local) / self._bandwidth(chip)
+            moving_s = sum(local) / prices.hbm_bytes_per_s(chip)
             if operation.only_casts and chip.platform == "tpu":  # they are fused with the product or gather beside them
                 continue
             if not operation.flops:
@@ -189,7 +189,7 @@ class Pricer:
                 longer
                 * max(
                     moving_s,
-                    kernel_bytes / self._bandwidth(chip),
+                    kernel_bytes / prices.hbm_bytes_per_s(chip),
                     flops / (share * used * self._tiled(chip, elements, flops, operation) * peak),
                 )
                 + launch_s
@@ -221,9 +221,6 @@ class Pricer:
                 attention.cudnn_s(2.0 * matmuls * causal, matmuls > 2, chip, seq, size) for _, matmuls in _FUSED_PASSES
             ]
         return found[0] or 0.0, found[1] or 0.0
-
-    def _bandwidth(self, chip: Chip) -> float:
-        return prices.HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s
 
     # What is sent
 
@@ -262,7 +259,7 @@ class Pricer:
             moved = floor.updated_bytes(rules, self.traces.arrays)
             if rules.microbatches > 1:  # gradients are added up: two are read, and one is written
                 moved += 3 * rules.microbatches * self._gradient_bytes(rules)
-            update_s = moved / self._bandwidth(self.chip) if self.chip else 0.0
+            update_s = moved / prices.hbm_bytes_per_s(self.chip) if self.chip else 0.0
             layer_bytes = self._layer_bytes(rules, work, pieces)
             self._layouts[key] = _Layout(
                 rules,

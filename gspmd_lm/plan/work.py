@@ -6,10 +6,11 @@ share it out. The trace knows all but the last, which follows from where the nea
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable
 
-from gspmd_lm.foresight.traced import GROUPED, PRODUCTS, Node, Traced
+from gspmd_lm.foresight.traced import GROUPED, PRODUCTS, Node, Traced, reached
 from gspmd_lm.kernels import attention
 from gspmd_lm.rules import Remat
 
@@ -107,17 +108,8 @@ class Work:
             return self.places(node.inputs[0])
         if product := self.products.get(node):
             return tuple(filter(None, (product.x, product.weight, product.y)))
-        for forward in (True, False):
-            waiting, seen = [node], {node}
-            while waiting:
-                for near in waiting[0].users if forward else waiting[0].inputs:
-                    if near.placed:
-                        return (near,)
-                    if near not in seen:
-                        seen.add(near)
-                        waiting.append(near)
-                waiting.pop(0)
-        return ()
+        near = itertools.chain(reached([node], lambda one: one.users), reached([node], lambda one: one.inputs))
+        return tuple(itertools.islice((one for one in near if one.placed), 1))
 
     def in_block(self, node: Node) -> bool:
         return bool(node.name.modules) and node.name.modules[0] in self.blocks
@@ -132,7 +124,7 @@ class Work:
             backward = 2.0
             if product:
                 backward = 2.0 if product.path in trained else 1.0
-            elif any(near.placed and near.placed.array == _OUT for near in self.traced.after([node])):
+            elif any(near.array == _OUT for near in self.traced.after([node])):
                 kind = "attention"
             places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.places(near)))
             touched = tuple((float(near.bytes), self.places(near)) for near in (*node.inputs[:2], node))
@@ -186,7 +178,7 @@ class Work:
     def _kernels(self) -> list[Kernel]:
         found = []
         for out in self.traced.activations:
-            if not out.placed or out.placed.array != _OUT:
+            if out.array != _OUT:
                 continue
             waiting, inside, read = list(out.inputs), set[Node](), list[Node]()
             while waiting:
@@ -208,14 +200,12 @@ class Work:
     @functools.cached_property
     def _active(self) -> frozenset[Node]:
         """What depends on a weight: all that has a derivative."""
-        waiting = [node for node in self.traced.nodes if node.placed and node.placed.array in self.traced.weights]
-        found = set(waiting)
-        while waiting:
-            for user in waiting.pop().users:
-                if user not in found and user.floats and user.primitive != "stop_gradient":
-                    found.add(user)
-                    waiting.append(user)
-        return frozenset(found)
+        weights = [node for node in self.traced.nodes if node.array in self.traced.weights]
+
+        def derived(node: Node) -> list[Node]:
+            return [user for user in node.users if user.floats and user.primitive != "stop_gradient"]
+
+        return frozenset(weights).union(reached(weights, derived, lambda _: True))
 
     def _kept(self, remat: Remat) -> Kept:
         """What the backward pass finds, and what it computes again."""
@@ -246,7 +236,7 @@ class Work:
         """The values that the derivative of an operation needs."""
         if node in self.inside or node not in self._active:
             return ()
-        if node.placed and node.placed.array == _OUT and self.kernels:
+        if node.array == _OUT and self.kernels:
             return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", *PRODUCTS):
             first, second = node.inputs[0], node.inputs[:2][-1]
@@ -265,7 +255,7 @@ class Work:
     def _weight(self, node: Node) -> bool:
         """Whether a node is a weight on its way to where it is used: it is not kept, but gathered again."""
         places = self.places(node)
-        return len(places) == 1 and places[0].placed is not None and places[0].placed.array in self.traced.weights
+        return len(places) == 1 and places[0].array in self.traced.weights
 
     def _distinct(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes that are not only another name of one of the others."""

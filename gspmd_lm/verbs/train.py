@@ -18,8 +18,8 @@ from gspmd_lm.config import Config
 from gspmd_lm.data import loader, sources, trained
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.machine import hardware, target
+from gspmd_lm.foresight import compile, explain, exported
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.show import terminal
 from gspmd_lm.infer.samples import Writer
 from gspmd_lm.rules import Problem
@@ -159,7 +159,7 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
             terminal.paragraph(found),
             found.prediction.step_time_s if found.prediction else None,
             found.memory.peak_bytes,
-            hardware.peak_flops_per_s(built.mesh.devices.flat[0].device_kind),
+            here.chip and here.chip.peak_bf16_flops_per_s,
         )
 
     return foresee
@@ -168,7 +168,9 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
 def _executable(values: flags.FlagValues, built: Step) -> Any:
     here = target.of(list(built.mesh.devices.flat))
     wanted = compile.CompileRequest(built.config, built.rules, here, export=True)
-    return compile.load(Path(values.executable), wanted, values.trust)
+    return exported.load(
+        Path(values.executable), wanted.key(), wanted.name, compile.compilers(here), trust=values.trust
+    )
 
 
 def _profile(span: str | None) -> tuple[int, int] | None:

@@ -297,4 +297,5 @@ SLICES = dataclasses.replace(
 
 def network(chip, coords, slices, hosts, mesh_shape, mesh_axes):
     """A Network from any sequences."""
-    return Network(chip, tuple(map(tuple, coords)), tuple(slices), tuple(hosts), tuple(mesh_shape), tuple(mesh_axes))
+    mesh = dict(zip(mesh_axes, mesh_shape, strict=True))
+    return Network(chip, tuple(map(tuple, coords)), tuple(slices), tuple(hosts), mesh)

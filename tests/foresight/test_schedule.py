@@ -379,10 +379,10 @@ def test_traffic_is_what_slices_and_updates_touch():
 """
     instructions = module(body, computations)
     touched = memory_traffic.of(instructions, instructions.entry.instructions["f"])
-    assert (touched.hbm_bytes, touched.chip_bytes) == (256 + 256 + 4, 256)
-    assert memory_traffic.of(instructions, instructions.entry.instructions["s"]).hbm_bytes == 2 * 512
+    assert (touched["hbm"], touched["chip"]) == (256 + 256 + 4, 256)
+    assert memory_traffic.of(instructions, instructions.entry.instructions["s"])["hbm"] == 2 * 512
     assert (
-        memory_traffic.of(instructions, instructions.entry.instructions["c"]).hbm_bytes == 2 * 4 * 8 * 128
+        memory_traffic.of(instructions, instructions.entry.instructions["c"])["hbm"] == 2 * 4 * 8 * 128
     )  # whole tiles
 
 

@@ -8,7 +8,9 @@ import dataclasses
 import math
 import re
 
-from gspmd_lm.foresight.hlo import Instruction, Module
+import numpy as np
+
+from gspmd_lm.foresight.hlo import Array, Instruction, Module
 from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
 from gspmd_lm.foresight.names import read
 
@@ -83,11 +85,8 @@ def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
 def cudnn_s(operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True) -> float:
     """The seconds of a pass of cuDNN's attention that does so many FLOPs, for heads of `size` over `length` tokens."""
     # Between two lengths of the table along the logarithm of the length, and beyond it as at its ends.
-    at = min(max(math.log2(length / CUDNN_LENGTHS[0]), 0.0), len(CUDNN_LENGTHS) - 1.0)
-    low = min(int(at), len(CUDNN_LENGTHS) - 2)
-    full, masked, back = (
-        row[low] + (at - low) * (row[low + 1] - row[low]) for row in (CUDNN_FULL, CUDNN_CAUSAL, CUDNN_BACKWARD)
-    )
+    at, lengths = np.log2(length), np.log2(CUDNN_LENGTHS)
+    full, masked, back = (float(np.interp(at, lengths, row)) for row in (CUDNN_FULL, CUDNN_CAUSAL, CUDNN_BACKWARD))
     rate = (back if backward else full) * (masked / full if causal else 1.0)
     rate *= CUDNN_SMALL[backward] if size <= 64 else 1.0
     return chip.matmul_slowdown * operations / (rate / _CUDNN_PEAK * chip.peak_bf16_flops_per_s)
@@ -126,12 +125,9 @@ def flops(module: Module, call: Instruction) -> float:
 
 def _splash(module: Module, call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
-    named = _SPLASH.search(call.op_name)
-    if call.custom_call_target != "tpu_custom_call" or not named:
+    if not (named := _named(call)):
         return None
-    arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
-    integers = [a for a in arrays if a.dtype.startswith("s")]
-    queries, keys = [a for a in arrays if not a.dtype.startswith("s")][:2]
+    integers, (queries, keys, *_) = _given(module, call)
     # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
     count = integers[0].dimensions[-2:]
     *heads, rows, size = queries.dimensions
@@ -148,15 +144,17 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
         fused=len(call.shape.arrays) > 4,
         sees=read(call.op_name).sees,
         steps=math.prod(count),
-        length=_longest(module),
+        # Those of the longest one: backward passes may go through them piece by piece.
+        length=max(_given(module, other)[1][1].dimensions[-2] for other in module.kernels if _named(other)),
     )
 
 
-def _longest(module: Module) -> int:
-    """The keys of the longest splash attention: backward passes may go through them piece by piece."""
-    found = 0
-    for call in module.kernels:
-        if call.custom_call_target == "tpu_custom_call" and _SPLASH.search(call.op_name):
-            arrays = [module.operand(call, n).shape.arrays[0] for n in range(len(call.operands))]
-            found = max(found, [a for a in arrays if not a.dtype.startswith("s")][1].dimensions[-2])
-    return found
+def _named(call: Instruction) -> re.Match[str] | None:
+    return _SPLASH.search(call.op_name) if call.custom_call_target == "tpu_custom_call" else None
+
+
+def _given(module: Module, call: Instruction) -> tuple[list[Array], list[Array]]:
+    """The operands of a kernel: integers, and others."""
+    arrays = [operand.shape.arrays[0] for operand in module.operands(call)]
+    integers = [array for array in arrays if array.dtype.startswith("s")]
+    return integers, [array for array in arrays if array not in integers]

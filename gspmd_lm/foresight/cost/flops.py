@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 from gspmd_lm.foresight.cost import memory_traffic
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
@@ -19,12 +20,12 @@ def of(module: Module, instruction: Instruction) -> float:
     if instruction.opcode == "fusion":
         return sum(of(module, inner) for inner in module.inside(instruction) if inner.opcode != "fusion")
     if instruction.opcode == "dot":
-        return _dot(module, instruction, _numbers(instruction.attributes.get("lhs_contracting_dims", "{}")))
+        return _dot(module, instruction, re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", "")))
     if instruction.opcode == "convolution":
         return _convolution(module, instruction)
     if instruction.custom_call_target in _GEMMS:
         dimensions = instruction.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
-        return _dot(module, instruction, tuple(map(int, dimensions.get("lhs_contracting_dimensions", ()))))
+        return _dot(module, instruction, dimensions.get("lhs_contracting_dimensions", ()))
     return 0.0
 
 
@@ -39,8 +40,8 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
     if found is None and _GROUPED in call.op_name:
         # Of [M, D], [E, D, F] and [M, F], any two give the third.
         matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
-        moved = memory_traffic.of(module, call).hbm_bytes
-        found = (2.0 * rows * math.prod(matrices), float(moved)) if rows and matrices else None
+        moved = float(memory_traffic.of(module, call)["hbm"])
+        found = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
     buffers = sorted(module.buffers.items(), reverse=True)
     share = next((filled * many / rows for many, filled in buffers if many <= rows < many + grouped.MOST_ROWS), 1.0)
     return found and (found[0] * share, found[1] * share)
@@ -69,13 +70,13 @@ def computed(
 
 def _arrays(module: Module, call: Instruction) -> list[Array]:
     """The operands and results of a kernel that are no whole numbers."""
-    arrays = [array for n in range(len(call.operands)) for array in module.operand(call, n).shape.arrays]
-    return [array for array in (*arrays, *call.shape.arrays) if not array.dtype.startswith(("s", "u"))]
+    arrays = (array for one in (*module.operands(call), call) for array in one.shape.arrays)
+    return [array for array in arrays if not array.dtype.startswith(("s", "u"))]
 
 
-def _dot(module: Module, instruction: Instruction, contracted: tuple[int, ...]) -> float:
+def _dot(module: Module, instruction: Instruction, contracted: Iterable[str]) -> float:
     left = module.operand(instruction).shape.arrays[0].dimensions
-    return 2.0 * instruction.shape.arrays[0].elements * math.prod(left[d] for d in contracted)
+    return 2.0 * instruction.shape.arrays[0].elements * math.prod(left[int(d)] for d in contracted)
 
 
 def _convolution(module: Module, instruction: Instruction) -> float:
@@ -88,18 +89,21 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     result = instruction.shape.arrays[0].dimensions
     left_labels, rest = instruction.attributes["dim_labels"].split("_", 1)
     kernel_labels, result_labels = rest.split("->")
-    window = dict(_FIELD.findall(instruction.attributes.get("window", "")))
+    dimensions = len(left_labels) - 2
+    told = {name: text.split("x") for name, text in _FIELD.findall(instruction.attributes.get("window", ""))}
+    window = {"pad": ["0_0"] * dimensions} | dict.fromkeys(("stride", "lhs_dilate", "rhs_dilate"), ["1"] * dimensions)
+    window |= told
     positions = 1
-    for n in range(len(left_labels) - 2):
+    for n in range(dimensions):
         at = str(n)
         positions *= _met(
             left[left_labels.index(at)],
             kernel[kernel_labels.index(at)],
             result[result_labels.index(at)],
-            stride=_part(window, "stride", n, 1),
-            low=int(window.get("pad", "").split("x")[n].split("_")[0]) if "pad" in window else 0,
-            left_dilate=_part(window, "lhs_dilate", n, 1),
-            kernel_dilate=_part(window, "rhs_dilate", n, 1),
+            stride=int(window["stride"][n]),
+            low=int(window["pad"][n].split("_")[0]),
+            left_dilate=int(window["lhs_dilate"][n]),
+            kernel_dilate=int(window["rhs_dilate"][n]),
         )
     # The kernel's input features are already those of one group.
     batch, outputs = result[result_labels.index("b")], result[result_labels.index("f")]
@@ -120,11 +124,3 @@ def _met(size: int, kernel: int, result: int, stride: int, low: int, left_dilate
         if meets is not None and meets <= end:
             total += (end - meets) // step + 1
     return total
-
-
-def _part(window: dict[str, str], name: str, n: int, otherwise: int) -> int:
-    return int(window[name].split("x")[n]) if name in window else otherwise
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text))

@@ -1,7 +1,6 @@
 """The bytes that an instruction reads and writes in each memory. Parts that a slice leaves out do not count."""
 
 import collections
-import dataclasses
 
 from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Array, Computation, Instruction, Module
 
@@ -12,24 +11,13 @@ _ON_CHIP = 1  # a memory space of TPU layouts
 _MEMORY = {0: "hbm", _ON_CHIP: "chip", HOST_SPACE: "host"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Touched:
-    """The bytes that one run reads and writes. Semaphores and scalars in other memories are left out."""
+def of(module: Module, instruction: Instruction) -> collections.Counter[str]:
+    """The bytes that one run of an instruction of the schedule reads and writes, in "hbm", "chip" and "host".
 
-    hbm_bytes: int = 0
-    chip_bytes: int = 0  # on-chip memory that the compiler manages (TPU)
-    host_bytes: int = 0
-
-    @property
-    def all_bytes(self) -> int:
-        return self.hbm_bytes + self.chip_bytes + self.host_bytes
-
-
-def of(module: Module, instruction: Instruction) -> Touched:
-    """The traffic of one run of an instruction of the schedule."""
-    found: collections.Counter[str] = collections.Counter()
-    siblings = module.computations[instruction.computation].instructions
-    operands = [siblings[name] for name in instruction.operands]
+    "chip" is on-chip memory that the compiler manages (TPU). Semaphores and scalars in other memories are left out.
+    """
+    found = collections.Counter[str]()
+    operands = module.operands(instruction)
     if instruction.opcode == "fusion":
         inside = module.computations[instruction.called["calls"][0]]
         for n, operand in enumerate(operands):
@@ -45,7 +33,7 @@ def of(module: Module, instruction: Instruction) -> Touched:
         for operand in operands:
             _add(found, operand.shape.arrays, None)
         _add(found, instruction.shape.arrays, None)
-    return Touched(found["hbm"], found["chip"], found["host"])
+    return found
 
 
 def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:
@@ -83,8 +71,7 @@ def _read(module: Module, computation: Computation, value: Instruction) -> int:
 def _written(module: Module, root: Instruction) -> int:
     """How many bytes of a result a fusion writes: the new part of an update in place, none of a value passed on."""
     if root.opcode == "tuple":
-        siblings = module.computations[root.computation].instructions
-        return sum(_written(module, siblings[name]) for name in root.operands)
+        return sum(_written(module, part) for part in module.operands(root))
     if root.opcode in ("bitcast", "reshape", "optimization-barrier") and root.operands:
         return _written(module, module.operand(root))
     if root.opcode == "dynamic-update-slice":

@@ -112,7 +112,7 @@ def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
     operations, moved_bytes = known
     if chip.platform == "tpu":
         operations, moved_bytes = flops.computed(module, call, chip, operations, moved_bytes)
-    moving_s = moved_bytes / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)
+    moving_s = moved_bytes / hbm_bytes_per_s(chip)
     return Price(max(_multiplying_s(module, call, chip, operations), moving_s), "matmul" if operations else "other")
 
 
@@ -156,8 +156,7 @@ def tiled(elements: float, depth_bytes: float, cores: int) -> float:
 
 def _peak(module: Module, multiplied: Instruction, chip: Chip) -> float:
     """The peak FLOPs/s of the wider factor: of the first two operands, or of the two largest of a kernel."""
-    operands = (module.operand(multiplied, n) for n in range(len(multiplied.operands)))
-    arrays = [array for operand in operands for array in operand.shape.arrays]
+    arrays = [array for operand in module.operands(multiplied) for array in operand.shape.arrays]
     if not flops.of(module, multiplied):
         arrays.sort(key=lambda array: -array.elements)
     return min((chip.matmul_flops_per_s(a.dtype) for a in arrays[:2]), default=chip.peak_bf16_flops_per_s)
@@ -171,10 +170,15 @@ def _moving(module: Module, instruction: Instruction, chip: Chip) -> Price:
 
 
 def _only_scalars(module: Module, instruction: Instruction) -> bool:
-    shapes = [instruction.shape, *(module.operand(instruction, n).shape for n in range(len(instruction.operands)))]
-    return not any(array.dimensions for shape in shapes for array in shape.arrays)
+    given_and_made = (instruction, *module.operands(instruction))
+    return not any(array.dimensions for one in given_and_made for array in one.shape.arrays)
 
 
 def _memory_s(module: Module, instruction: Instruction, chip: Chip) -> float:
     moved = memory_traffic.of(module, instruction)
-    return (moved.hbm_bytes + moved.chip_bytes / ON_CHIP_SPEED) / (HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s)
+    return (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
+
+
+def hbm_bytes_per_s(chip: Chip) -> float:
+    """The bandwidth of HBM that operations reach."""
+    return HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s

@@ -106,7 +106,7 @@ def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
         instruction = step.instruction
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
             continue
-        size = step.times * memory_traffic.of(module, instruction).all_bytes
+        size = step.times * memory_traffic.of(module, instruction).total()
         total += size
         unknown = walk.price(instruction).unknown
         if instruction.phase == "-start" and not (
@@ -155,13 +155,11 @@ def _label(instruction: Instruction) -> str:
 
 def _timeline(module: Module, walk: Walk) -> tuple[Span, ...]:
     """One turn of the longest loop of the forward pass, then one of the backward pass."""
-    times = {step.instruction.name: step.times for step in module.steps() if step.instruction.opcode == "while"}
-    inside = {step.instruction.name: {loop.name for loop in step.loops} for step in module.steps()
-              if step.instruction.opcode == "while"}  # fmt: skip
+    steps = {step.instruction.name: step for step in module.steps() if step.instruction.opcode == "while"}
     parts = {name: _part(turn) for name, turn in walk.turns.items()}
     longest: dict[str, str] = {}
-    for name in sorted(walk.turns, key=lambda name: walk.turns[name].loop_s * times[name]):
-        others = {parts[other] for other in walk.turns if name in inside[other]}
+    for name in sorted(walk.turns, key=lambda name: walk.turns[name].loop_s * steps[name].times):
+        others = {parts[other] for other in walk.turns if name in (loop.name for loop in steps[other].loops)}
         if len(others) < 2:  # a loop over microbatches contains loops of both passes
             longest[parts[name]] = name
     return tuple(

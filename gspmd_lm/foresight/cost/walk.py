@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -57,8 +58,9 @@ class Walk:
         self._busy: dict[str, float] = {}  # link -> the time from which it is free
         self._pieces: list[Piece] = []
         self._chains: dict[str, Piece] = {}  # chain_id, or rendezvous between slices -> the transfer under way
-        self._prices: dict[Instruction, prices.Price] = {}
-        self._exchanges: dict[Instruction, tuple[Exchange, ...]] = {}
+        # Caches stand in the instance, so that they go with the module.
+        self.price = functools.cache(self._price)
+        self.exchanges = functools.cache(self._exchanges)
         self.run(module.entry, ())
 
     def run(self, computation: Computation, parameters: Sequence[Value]) -> Value:
@@ -79,7 +81,7 @@ class Walk:
             return tuple(operands) if any(value is not None for value in operands) else None
         if opcode == "get-tuple-element":
             return operands[0][instruction.index] if isinstance(operands[0], tuple) else operands[0]
-        if opcode in ("bitcast", "optimization-barrier"):
+        if opcode in ("bitcast", "optimization-barrier") or instruction.phase == "-update":
             return operands[0]
         if opcode == "while":
             return self._loop(instruction, operands[0])
@@ -91,8 +93,6 @@ class Walk:
             return self._between_slices(instruction)
         if instruction.phase == "-start":
             return self._start(instruction)
-        if instruction.phase == "-update":
-            return operands[0]
         if instruction.phase == "-done":
             if opcode != "send-done":
                 self._wait(operands[0])
@@ -100,26 +100,18 @@ class Walk:
         self._synchronous(instruction)
         return None
 
-    def price(self, instruction: Instruction) -> prices.Price:
+    def _price(self, instruction: Instruction) -> prices.Price:
         """The price of an instruction's compute. Transfers compute nothing."""
-        if instruction not in self._prices:
-            moves = instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase
-            found = prices.NOTHING if moves else prices.price(self.module, instruction, self.chip)
-            if instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
-                found = dataclasses.replace(found, seconds=0.0)  # its time is that of the exchange
-            self._prices[instruction] = found
-        return self._prices[instruction]
+        if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
+            return prices.NOTHING
+        found = prices.price(self.module, instruction, self.chip)
+        if instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
+            return dataclasses.replace(found, seconds=0.0)  # its time is that of the exchange
+        return found
 
-    def exchanges(self, instruction: Instruction) -> tuple[Exchange, ...]:
+    def _exchanges(self, instruction: Instruction) -> tuple[Exchange, ...]:
         """The collectives that begin with an instruction, among all devices."""
-        if instruction not in self._exchanges:
-            self._exchanges[instruction] = exchanges.of(self.module, instruction, self.network.slices)
-        return self._exchanges[instruction]
-
-    def seconds(self, exchange: Exchange) -> float:
-        """The seconds of one collective on links without other traffic."""
-        pieces = exchange.group_size if exchange.kind == "all-gather" else 1
-        return self.network.time_s(exchange.kind, exchange.input_bytes * pieces, exchange.groups)
+        return exchanges.of(self.module, instruction, self.network.slices)
 
     def _synchronous(self, instruction: Instruction) -> None:
         """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
@@ -169,26 +161,26 @@ class Walk:
             return None
         # On a torus different mesh axes have different links. In any other network they share one link.
         links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
-        seconds = self.seconds(exchange)
+        pieces = exchange.group_size if exchange.kind == "all-gather" else 1
+        seconds = self.network.time_s(exchange.kind, exchange.input_bytes * pieces, exchange.groups)
         self.communication_s += seconds
         lane = self.network.lane(exchange.groups)
         return self._transfer(seconds, links, lane, exchange.kind, exchange.runs, "+".join(axes))
 
     def _copy(self, instruction: Instruction) -> Piece | None:
         """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
-        given = [self.module.operand(instruction, n).shape.arrays[:1] for n in range(len(instruction.operands))]
-        part = given[1] if instruction.base == "dynamic-update-slice" else ()
-        results = [array for array in instruction.shape.arrays if len(array.dimensions) > 0]
-        known = (a.padded_bytes for a in (*part, *given[0], *results) if a.memory_space in (0, 1, HOST_SPACE))
-        moved = min(known, default=0)
-        from_host = given[0][0].memory_space == HOST_SPACE and not part
-        to_host = part and given[0][0].memory_space == HOST_SPACE
-        to_host = to_host or (not from_host and any(array.memory_space == HOST_SPACE for array in results))
+        given = [operand.shape.arrays[0] for operand in self.module.operands(instruction)]
+        updates = instruction.base == "dynamic-update-slice"
+        results = [array for array in instruction.shape.arrays if array.dimensions]
+        touched = [*given[: 1 + updates], *results]
+        moved = min((a.padded_bytes for a in touched if a.memory_space in (0, 1, HOST_SPACE)), default=0)
+        from_host = given[0].memory_space == HOST_SPACE and not updates
+        to_host = not from_host and any(array.memory_space == HOST_SPACE for array in (given[0], *results))
         if from_host or to_host:
             direction = "copy from host" if from_host else "copy to host"
             seconds = moved * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
             return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
-        seconds = moved / (prices.HBM_SHARE[self.chip.platform] * self.chip.hbm_bytes_per_s)
+        seconds = moved / prices.hbm_bytes_per_s(self.chip)
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
     def _between_slices(self, instruction: Instruction) -> Piece | None:

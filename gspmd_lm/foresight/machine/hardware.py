@@ -56,7 +56,6 @@ class Chip:
     hbm_bytes: int
     usable_hbm_bytes: int  # the part that the compiler, or jax by default, lets a program use
     hbm_bytes_per_s: float
-    chips_per_host: int
     host_link_bytes_per_s: float  # PCIe of each chip
     network_bytes_per_s: float  # between slices or hosts, the share of each chip
     peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
@@ -116,7 +115,6 @@ _TPUS = (
         hbm_bytes=32 * _GIB,  # cloud
         usable_hbm_bytes=int(30.5 * _GIB),  # libtpu: 15.25 GiB for each of two cores
         hbm_bytes_per_s=1200e9,  # cloud
-        chips_per_host=4,  # book
         host_link_bytes_per_s=16e9,  # book: PCIe, each way
         network_bytes_per_s=25e9 / 4,  # book: typically 25 GB/s per host
         torus_dimensions=3,  # cloud
@@ -134,7 +132,6 @@ _TPUS = (
         hbm_bytes=16 * _GIB,  # cloud
         usable_hbm_bytes=int(15.75 * _GIB),  # libtpu
         hbm_bytes_per_s=819e9,  # cloud
-        chips_per_host=8,  # cloud; machines of a slice of several hosts have 4
         host_link_bytes_per_s=15e9,  # book: PCIe, typically
         network_bytes_per_s=25e9 / 8,  # cloud: 2 x 100 Gbit/s per host; 6.4 Tbit/s per pod of 256
         torus_dimensions=2,  # cloud
@@ -157,7 +154,6 @@ _TPUS = (
         hbm_bytes=96 * _GIB,  # book (cloud: 95)
         usable_hbm_bytes=int(95.74 * _GIB),  # libtpu
         hbm_bytes_per_s=2765e9,  # cloud
-        chips_per_host=4,  # cloud
         host_link_bytes_per_s=15e9,  # book: PCIe, typically
         network_bytes_per_s=50e9 / 8,  # cloud: 50 Gbit/s per chip
         torus_dimensions=3,  # cloud
@@ -176,7 +172,6 @@ _TPUS = (
         hbm_bytes=32 * _GIB,  # cloud
         usable_hbm_bytes=int(31.25 * _GIB),  # libtpu
         hbm_bytes_per_s=1638e9,  # cloud
-        chips_per_host=8,  # cloud; machines of a slice of several hosts have 4
         host_link_bytes_per_s=64e9,  # fitted to published steps (book: 32); it would be PCIe Gen5, 16 lanes
         network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
         torus_dimensions=2,  # cloud
@@ -202,7 +197,6 @@ _TPUS = (
         hbm_bytes=96 * _GIB,  # cloud: 192 GiB per chip
         usable_hbm_bytes=int(94.75 * _GIB),  # libtpu
         hbm_bytes_per_s=7380e9 / 2,  # cloud: 7380 GB/s per chip
-        chips_per_host=4,  # cloud
         host_link_bytes_per_s=64e9,  # inferred: as v6e
         network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
         torus_dimensions=3,  # cloud
@@ -221,6 +215,36 @@ _TPUS = (
 # jax takes 75% of a GPU's memory, or XLA_CLIENT_MEM_FRACTION of it. Source: docs.jax.dev, "GPU memory allocation".
 _JAX_TAKES = 0.75
 
+_HOPPER = Gpu(
+    description="NVIDIA H100 80GB HBM3",
+    core_count=132,  # xla, as the rest
+    fpus_per_core=128,
+    shared_memory_per_core=233_472,
+    shared_memory_per_block_optin=232_448,
+    l2_cache_bytes=52_428_800,
+    compute_capability=(9, 0),
+)
+
+_H100 = Chip(
+    name="h100",
+    kinds=("H100",),
+    platform="gpu",
+    peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
+    peak_int8_ops_per_s=1979e12,  # sheet: 3958 with sparsity
+    peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
+    clock_hz=1.98e9,  # xla: boost clock
+    hbm_bytes=84_978_434_048,  # seen on H100 SXM (xla: 84,942,979,072)
+    usable_hbm_bytes=int(_JAX_TAKES * 84_978_434_048),
+    hbm_bytes_per_s=3352.32e9,  # xla; sheet: 3.35 TB/s
+    host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
+    network_bytes_per_s=400e9 / 8,  # DGX H100: one 400 Gbit/s port per GPU
+    nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
+    # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
+    # h200:32x8, for both chips.
+    matmul_slowdown=1.24,
+    gpu=_HOPPER,
+)
+
 _GPUS = (
     Chip(
         name="a100",
@@ -232,7 +256,6 @@ _GPUS = (
         hbm_bytes=85_100_068_864,  # xla: A100-SXM4-80GB
         usable_hbm_bytes=int(_JAX_TAKES * 85_100_068_864),
         hbm_bytes_per_s=2039.04e9,  # xla; sheet: 2039 GB/s
-        chips_per_host=8,  # DGX A100
         host_link_bytes_per_s=32e9,  # sheet: PCIe Gen4, 64 GB/s both ways
         network_bytes_per_s=200e9 / 8,  # DGX A100: one 200 Gbit/s port per GPU
         nvlink_bytes_per_s=300e9,  # sheet: 600 GB/s both ways
@@ -246,61 +269,15 @@ _GPUS = (
             compute_capability=(8, 0),
         ),
     ),
-    Chip(
-        name="h100",
-        kinds=("H100",),
-        platform="gpu",
-        peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
-        peak_int8_ops_per_s=1979e12,  # sheet: 3958 with sparsity
-        peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
-        clock_hz=1.98e9,  # xla: boost clock
-        hbm_bytes=84_978_434_048,  # seen on H100 SXM (xla: 84,942,979,072)
-        usable_hbm_bytes=int(_JAX_TAKES * 84_978_434_048),
-        hbm_bytes_per_s=3352.32e9,  # xla; sheet: 3.35 TB/s
-        chips_per_host=8,  # DGX H100
-        host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
-        network_bytes_per_s=400e9 / 8,  # DGX H100: one 400 Gbit/s port per GPU
-        nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
-        # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
-        # h200:32x8, for both chips.
-        matmul_slowdown=1.24,
-        gpu=Gpu(
-            description="NVIDIA H100 80GB HBM3",
-            core_count=132,  # xla, as the rest
-            fpus_per_core=128,
-            shared_memory_per_core=233_472,
-            shared_memory_per_block_optin=232_448,
-            l2_cache_bytes=52_428_800,
-            compute_capability=(9, 0),
-        ),
-    ),
-    Chip(
+    _H100,
+    dataclasses.replace(  # in all else an H100: sheet, xla and DGX H200 say the same of both
+        _H100,
         name="h200",
         kinds=("H200",),
-        platform="gpu",
-        peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
-        peak_int8_ops_per_s=1979e12,  # sheet: 3958 with sparsity
-        peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
-        clock_hz=1.98e9,  # xla: boost clock
         hbm_bytes=151_397_597_184,  # xla
         usable_hbm_bytes=int(_JAX_TAKES * 151_397_597_184),
         hbm_bytes_per_s=4800e9,  # xla; sheet: 4.8 TB/s
-        chips_per_host=8,  # DGX H200
-        host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
-        network_bytes_per_s=400e9 / 8,  # DGX H200: one 400 Gbit/s port per GPU
-        nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
-        # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
-        # h200:32x8, for both chips.
-        matmul_slowdown=1.24,
-        gpu=Gpu(
-            description="NVIDIA H200 141GB HBM3e",
-            core_count=132,  # xla, as the rest
-            fpus_per_core=128,
-            shared_memory_per_core=233_472,
-            shared_memory_per_block_optin=232_448,
-            l2_cache_bytes=52_428_800,
-            compute_capability=(9, 0),
-        ),
+        gpu=dataclasses.replace(_HOPPER, description="NVIDIA H200 141GB HBM3e"),
     ),
     Chip(
         name="b200",
@@ -313,7 +290,6 @@ _GPUS = (
         hbm_bytes=191_514_411_008,  # xla
         usable_hbm_bytes=int(_JAX_TAKES * 191_514_411_008),
         hbm_bytes_per_s=7672.32e9,  # xla; sheet: up to 8 TB/s
-        chips_per_host=8,  # DGX B200
         host_link_bytes_per_s=64e9,  # DGX B200: PCIe Gen5
         network_bytes_per_s=400e9 / 8,  # DGX B200: one 400 Gbit/s port per GPU
         nvlink_bytes_per_s=900e9,  # sheet: 1800 GB/s both ways
@@ -336,17 +312,6 @@ def chip_of(device_kind: str) -> Chip | None:
     """The chip of a jax device; None if it is not in the table."""
     found = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if kind in device_kind}
     return found[max(found, key=len)] if found else None
-
-
-def peak_flops_per_s(device_kind: str) -> float | None:
-    """The bf16 peak of a running device; None if it is not in the table.
-
-    A v4 chip runs as one device with both cores, although a compile-only topology lists two devices per chip.
-    """
-    chip = chip_of(device_kind)
-    if chip is None:
-        return None
-    return chip.peak_bf16_flops_per_s * (chip.devices_per_chip if chip.name == "v4" else 1)
 
 
 def gpu_target_config(chip: Chip) -> str:

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gspmd_lm.foresight.machine.hardware import Chip
 
@@ -87,10 +87,6 @@ class Route:
         """How many of its devices are in one slice or host."""
         return self.size // self.outer
 
-    @property
-    def links(self) -> float:
-        return sum(dimension.links for dimension in self.dimensions)
-
 
 @dataclasses.dataclass(frozen=True)
 class Network:
@@ -100,16 +96,12 @@ class Network:
     coords: tuple[tuple[int, ...], ...]  # the place of each device's chip in its slice; any value on GPU
     slices: tuple[int, ...]
     hosts: tuple[int, ...]
-    mesh_shape: tuple[int, ...]
-    mesh_axes: tuple[str, ...]
+    mesh: Mapping[str, int]
 
-    def axes(self, groups: Groups) -> tuple[str, ...]:
-        """The mesh axes along which devices of one group differ, in the mesh's order."""
-        return self._axes(groups)[0]
-
-    def whole(self, groups: Groups) -> bool:
-        """Whether each group has all devices along its axes, rather than a part of an axis."""
-        return self._axes(groups)[1]
+    @functools.cached_property
+    def axes(self) -> Callable[[Groups], tuple[str, ...]]:
+        """A function of groups: the mesh axes along which devices of one group differ, in the mesh's order."""
+        return functools.cache(self._axes)
 
     def link(self, groups: Groups) -> str:
         """The slowest kind of link in use: ici, die, dcn, nvlink or network; '' if there is no chip or no exchange."""
@@ -158,7 +150,8 @@ class Network:
         between_s = whole_bytes / route.inner * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
         ici_s = die_s = 0.0
         if chips > 1:
-            ici_s = whole_bytes * (chips - 1) / chips / (route.links * self._ici_bytes_per_s(chip, route))
+            links = sum(dimension.links for dimension in route.dimensions)
+            ici_s = whole_bytes * (chips - 1) / chips / (links * self._ici_bytes_per_s(chip, route))
         if route.per_chip > 1:
             die_s = whole_bytes * (route.per_chip - 1) / route.per_chip / chip.die_link_bytes_per_s
         return between_s + max(ici_s, die_s, self._latency_s(route))
@@ -179,35 +172,30 @@ class Network:
 
     def _permute_s(self, chip: Chip, sent_bytes: float, pairs: Groups) -> float:
         """The seconds of a permute on its fullest link. Each pair takes a shortest path, dimension by dimension."""
-        loads: collections.Counter[tuple] = collections.Counter()
+        gpu, dcn_bytes_per_s = chip.platform == "gpu", self._dcn_bytes_per_s(chip)
+        devices, outside = collections.Counter(self.hosts), self.hosts if gpu else self.slices
+        loads: collections.Counter[tuple] = collections.Counter()  # kind, bytes/s and place of a link -> its pairs
         longest = 0
-        hosts = collections.Counter(self.hosts)
-        outside = self.hosts if chip.platform == "gpu" else self.slices
         for source, target in pairs:
             if source == target:
                 continue
             if outside[source] != outside[target]:
-                loads["network", source if chip.platform == "gpu" else self.hosts[source]] += 1
-            elif chip.platform == "gpu":
-                loads["nvlink", source] += 1
+                # The chips of a host share its network. Each GPU has a port of its own.
+                host = self.hosts[source]
+                port = (dcn_bytes_per_s, source) if gpu else (dcn_bytes_per_s * devices[host], host)
+                loads["network", *port] += 1
+            elif gpu:
+                loads["nvlink", NVLINK_SHARE * chip.nvlink_bytes_per_s, source] += 1
             elif self.coords[source] == self.coords[target]:
-                loads["die", source] += 1
+                loads["die", chip.die_link_bytes_per_s, source] += 1
             else:
                 path = self._path(self.coords[source], self.coords[target])
-                loads.update(("ici", self.slices[source], *hop) for hop in path)
+                loads.update(("ici", chip.ici_link_bytes_per_s, self.slices[source], *hop) for hop in path)
                 longest = max(longest, len(path))
-        speeds = {"ici": chip.ici_link_bytes_per_s, "die": chip.die_link_bytes_per_s,
-                  "nvlink": NVLINK_SHARE * chip.nvlink_bytes_per_s, "network": self._dcn_bytes_per_s(chip)}  # fmt: skip
-
-        def seconds(link: tuple, load: int) -> float:
-            # The chips of a host share its network. Each GPU has a port of its own.
-            devices = hosts[link[1]] if link[0] == "network" and chip.platform == "tpu" else 1
-            return load * sent_bytes / (speeds[link[0]] * devices)
-
-        slowest = max((seconds(*item) for item in loads.items()), default=0.0)
-        if chip.platform == "gpu" and loads:
+        slowest = max((load * sent_bytes / speed for (_, speed, *_), load in loads.items()), default=0.0)
+        if gpu and loads:
             crosses = any(link[0] == "network" for link in loads)
-            return _nccl_s(slowest, 0 if crosses else 1, 1 if crosses else 0)
+            return _nccl_s(slowest, int(not crosses), int(crosses))
         return max(slowest, longest * ICI_HOP_S)
 
     def _path(self, start: Sequence[int], end: Sequence[int]) -> list[tuple]:
@@ -254,36 +242,19 @@ class Network:
     @functools.cached_property
     def _places(self) -> tuple[tuple[int, ...], ...]:
         """The mesh coordinates of each partition."""
-        return tuple(itertools.product(*map(range, self.mesh_shape)))
+        return tuple(itertools.product(*map(range, self.mesh.values())))
 
-    @functools.cached_property
-    def _known(self) -> dict[Groups, tuple[Route, ...]]:
-        return {}
-
-    @functools.cached_property
-    def _known_axes(self) -> dict[Groups, tuple[tuple[str, ...], bool]]:
-        return {}
-
-    def _axes(self, groups: Groups) -> tuple[tuple[str, ...], bool]:
-        """The axes along which groups vary, and whether each group has all devices along them."""
-        if groups not in self._known_axes:
-            self._known_axes[groups] = self._varying(groups)
-        return self._known_axes[groups]
-
-    def _varying(self, groups: Groups) -> tuple[tuple[str, ...], bool]:
-        varying, counts = set(), []
+    def _axes(self, groups: Groups) -> tuple[str, ...]:
+        varying = set()
         for group in groups:
-            seen = [set(column) for column in zip(*(self._places[k] for k in group), strict=True)]
-            varying |= {n for n, values in enumerate(seen) if len(values) > 1}
-            counts.append(len(set(group)))
-        full = math.prod(self.mesh_shape[n] for n in varying)
-        return tuple(self.mesh_axes[n] for n in sorted(varying)), all(count == full for count in counts)
+            columns = zip(*(self._places[k] for k in group), strict=True)
+            varying |= {name for name, places in zip(self.mesh, columns, strict=False) if len(set(places)) > 1}
+        return tuple(name for name in self.mesh if name in varying)
 
-    def _routes(self, groups: Groups) -> tuple[Route, ...]:
-        """The different routes of the groups."""
-        if groups not in self._known:
-            self._known[groups] = tuple(dict.fromkeys(map(self._route, groups)))
-        return self._known[groups]
+    @functools.cached_property
+    def _routes(self) -> Callable[[Groups], tuple[Route, ...]]:
+        """A function of groups: their different routes."""
+        return functools.cache(lambda groups: tuple(dict.fromkeys(map(self._route, groups))))
 
     def _route(self, group: Sequence[int]) -> Route:
         if self.chip is None:

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean
@@ -16,12 +16,8 @@ from gspmd_lm.foresight.machine.hardware import CHIPS, Chip, chip_of, gpu_target
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod
-_SMALL_CUBOIDS = (
-    "2x2x1",
-    "2x2x2",
-    "2x2x4",
-    "2x4x4",
-)  # v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes
+# v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes.
+_SMALL_CUBOIDS = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 _CUBE = 4
 _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")  # of the larger ones, cubes doubled
 # How many such cubes a slice has at most. Source: Cloud TPU documentation, per-version pages, read in 2026: a v4 pod
@@ -92,18 +88,18 @@ def cloud_names(chip: Chip) -> dict[int, str]:
     v4, v5p and tpu7x have two TensorCores in a chip, which the number counts. Of several shapes with as many cubes, a
     name means the one nearest to a cube.
     """
-    if chip.torus_dimensions == 2:
-        shapes = [tuple(map(int, size.split("x"))) for size in _FLAT]
-    else:
-        shapes = [tuple(map(int, size.split("x"))) for size in _SMALL_CUBOIDS]
-        for cubes in range(1, _MOST_CUBES[chip.name] + 1):
-            whole = [(a, b, cubes // (a * b)) for a in range(1, cubes + 1) for b in range(a, cubes // a + 1)
-                     if cubes % (a * b) == 0 and cubes // (a * b) >= b]  # fmt: skip
-            shape = min(whole, key=sum)
-            if shape[-1] * _CUBE <= _LONGEST:
-                shapes.append(tuple(side * _CUBE for side in shape))
-    per_chip = chip.torus_dimensions - 1
-    return {math.prod(shape) * per_chip: "x".join(map(str, shape)) for shape in shapes}
+    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS]
+    for cubes in range(1, _MOST_CUBES.get(chip.name, 0) + 1):
+        whole = [(a, b, cubes // (a * b)) for a in range(1, cubes + 1) for b in range(a, cubes // a + 1)
+                 if cubes % (a * b) == 0 and cubes // (a * b) >= b]  # fmt: skip
+        sides = [side * _CUBE for side in min(whole, key=sum)]
+        if sides[-1] <= _LONGEST:
+            sizes.append("x".join(map(str, sides)))
+    return {_chips(size) * (chip.torus_dimensions - 1): size for size in sizes}
+
+
+def _chips(size: str) -> int:
+    return math.prod(map(int, size.split("x")))
 
 
 def _meant(place: str, name: str, number: str) -> str:
@@ -171,15 +167,12 @@ def larger(target: Target) -> Iterator[Target]:
     chip, (_, slash, network) = target.chip, target.text.partition("/")
     assert chip
     before = f"{target.slices}@{chip.name}" if target.slices > 1 else chip.name
+    sizes: Iterable[str] = _FLAT if chip.torus_dimensions == 2 else (*_SMALL_CUBOIDS, *_CUBOIDS)
     if chip.platform == "gpu":
         hosts, per_host = target.topology
-        for n in itertools.count(1):
-            yield parse(f"{before}:{hosts * 2**n}x{per_host}{slash}{network}")
-    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS, *_CUBOIDS]
-    count = math.prod(target.topology)
-    for size in sizes:
-        if math.prod(map(int, size.split("x"))) > count:
-            yield parse(f"{before}:{size}")
+        sizes = (f"{hosts * 2**n}x{per_host}" for n in itertools.count(1))
+    larger_ones = (size for size in sizes if _chips(size) > math.prod(target.topology))
+    return (parse(f"{before}:{size}{slash}{network}") for size in larger_ones)
 
 
 def of(devices: Sequence[Any]) -> Target:
@@ -196,6 +189,16 @@ def of(devices: Sequence[Any]) -> Target:
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
     text = f"{chip.name}:{'x'.join(map(str, topology))}"
     return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
+
+
+def places(mesh: Any) -> dict[str, tuple[Any, ...]]:
+    """Where the devices of a jax mesh are, in their order: the coordinates of their chips, their slices and hosts."""
+    devices = list(mesh.devices.flat)
+    return {
+        "coords": tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in devices),
+        "slices": tuple(getattr(device, "slice_index", None) or 0 for device in devices),
+        "hosts": tuple(device.process_index for device in devices),
+    }
 
 
 def devices(target: Target) -> list[Any]:
