@@ -10,7 +10,6 @@ from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.prices import CALL
 from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
-from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
@@ -51,7 +50,7 @@ def warnings(
     found = [
         *_too_large(rules, memory, fused),
         *_unpriced(predicted),
-        *_above_floor(moved, report.floor),
+        *_above_floor(report),
         *_reshards(rules, moved, looked_up),
         *_slow_links(decoder.model.layers if decoder else 1, rules, moved),
         *_unfused(fused, predicted),
@@ -68,27 +67,22 @@ def warnings(
     return tuple(found)
 
 
-def _above_floor(moved: Sequence[Collective], floor: Floor) -> Iterator[Finding]:
-    if floor.communication_bytes is None:
+def _above_floor(report: Report) -> Iterator[Finding]:
+    floor, ratio, total = report.floor, report.above_floor, report.sent_bytes
+    if floor.communication_bytes is None or total <= LARGE_BYTES / 64 or (ratio and ratio <= ABOVE_FLOOR):
         return
-    if floor.dtype != "float32" and not any(one.link for one in moved):
-        return  # simulated devices: XLA:CPU widens what it moves to float32
-    sent = collections.Counter[str]()
+    moved, sent = report.collectives, collections.Counter[str]()
     for one in moved:
         sent["+".join(one.mesh_axes)] += one.bytes_per_device_per_step
-    total, least = sent.total(), floor.communication_bytes
-    if total <= max(ABOVE_FLOOR * least, LARGE_BYTES / 64):
-        return
-    excess = {axes: size - floor.communication_by_axis.get(axes, 0) for axes, size in sent.items()}
+    width = total / ratio / floor.communication_bytes if ratio else 1  # of what is sent, over that of the floor
+    excess = {axes: round(size - width * floor.communication_by_axis.get(axes, 0)) for axes, size in sent.items()}
     axes = max(excess, key=excess.__getitem__)
     largest = next(one for one in moved if "+".join(one.mesh_axes) == axes)  # the largest traffic comes first
     because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
-    ratio = (
-        f"{total / least:.2f}x the necessary communication" if least else "communication that nothing makes necessary"
-    )
+    above = f"{ratio:.2f}x the necessary communication" if ratio else "communication that nothing makes necessary"
     yield Finding(
         "above-floor",
-        f"{ratio}: {human_bytes(total)} per device and step; {human_bytes(excess[axes])} too much over {axes}",
+        f"{above}: {human_bytes(total)} per device and step; {human_bytes(excess[axes])} too much over {axes}",
         f"look at the {largest.kind} at {largest.op or largest.source}{because}",
     )
 

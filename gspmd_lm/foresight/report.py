@@ -14,6 +14,7 @@ from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.train.table import PlacedArray
 
+_NARROW = ("bf16", "f16")
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
 
 
@@ -60,6 +61,34 @@ class Report:
     def sent_bytes(self) -> int:
         """The bytes that one device sends in one step."""
         return sum(found.bytes_per_device_per_step for found in self.collectives)
+
+    @property
+    def above_floor(self) -> float | None:
+        """Communication over its floor; None if nothing must be sent or nothing was compiled.
+
+        Where something is sent in another width than the floor counts, both are counted as float32.
+        """
+        floor, alike = self.floor, not self.other_width
+        least_bytes = floor.communication_bytes if alike else floor.float32_bytes
+        if not least_bytes or self.memory.refusal:
+            return None
+        as_float32 = (
+            found.bytes_per_device_per_step * (2 if found.dtype in _NARROW else 1) for found in self.collectives
+        )
+        return (self.sent_bytes if alike else sum(as_float32)) / least_bytes
+
+    @property
+    def other_width(self) -> str:
+        """The share that is sent in another width than the floor counts, as '52% in bf16'; '' if there is none.
+
+        The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
+        """
+        if self.floor.dtype == "float32":
+            other = [found for found in self.collectives if found.dtype in _NARROW]
+        else:
+            other = [found for found in self.collectives if found.dtype == "f32" and not self.chip]
+        share = sum(found.bytes_per_device_per_step for found in other) / max(self.sent_bytes, 1)
+        return f"{share:.0%} in {other[0].dtype}" if share >= 0.005 else ""
 
 
 def to_json(reports: Sequence[Report]) -> dict[str, Any] | list[dict[str, Any]]:

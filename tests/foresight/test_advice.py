@@ -17,7 +17,7 @@ from gspmd_lm.train.table import PlacedArray
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
-FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16")
+FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB)
 MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
 GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
                     ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip
@@ -30,7 +30,7 @@ LOOKED_UP = ("embedding", "position_embedding")
 
 def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
           notes=(), config=CONFIG, mesh=None, microbatches=1, platform="tpu", attention_s=0.0, unpriced=None,
-          missing=0.0, phase="train", **changes):  # fmt: skip
+          missing=0.0, phase="train", chip=LLAMA.chip, **changes):  # fmt: skip
     loaded = dataclasses.replace(rules_file.load(rules), **changes)
     predicted = dataclasses.replace(
         PREDICTION, attention_s=attention_s, step_time_s=1.0, unpriced=unpriced or {},
@@ -38,7 +38,7 @@ def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=F
     )  # fmt: skip
     loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh, microbatches=microbatches)
     report = dataclasses.replace(LLAMA, arrays=arrays, collectives=moved, floor=floor, memory=memory,
-                                 prediction=predicted, phase=phase, warnings=())  # fmt: skip
+                                 prediction=predicted, phase=phase, warnings=(), chip=chip)  # fmt: skip
     return advice.warnings(report, config, loaded, platform, problems, LOOKED_UP, module, notes)
 
 
@@ -135,10 +135,23 @@ def test_a_permute_that_completes_a_reduction_is_none():
     )
 
 
-def test_simulated_devices_move_float32_whatever_was_asked():
-    double = dataclasses.replace(GATHER, bytes_per_device_per_step=20 * GB)
-    assert found(moved=[dataclasses.replace(double, link="")]) == ()
+def test_what_simulated_devices_widen_is_compared_with_a_floor_of_the_same_width():
+    double = dataclasses.replace(GATHER, bytes_per_device_per_step=20 * GB, dtype="f32")
+    assert found(moved=[double], chip="") == ()
+    more = dataclasses.replace(double, bytes_per_device_per_step=24 * GB)
+    warning = only(found(moved=[more], chip=""), "above-floor")
+    assert "1.20x the necessary communication" in warning.message and "4.0 GB too much over fsdp" in warning.message
     only(found(moved=[double]), "above-floor")
+
+
+def test_what_a_tpu_narrows_is_compared_with_a_floor_of_the_same_width():
+    floor = dataclasses.replace(
+        FLOOR, dtype="float32", communication_bytes=20 * GB, communication_by_axis={"fsdp": 20 * GB}
+    )
+    assert found(floor=floor) == ()
+    twice = dataclasses.replace(GATHER, bytes_per_device_per_step=20 * GB)
+    warning = only(found(moved=[twice], floor=floor), "above-floor")
+    assert "2.00x the necessary communication" in warning.message and "10.0 GB too much over fsdp" in warning.message
 
 
 @pytest.mark.parametrize(("link", "where"), [("dcn", "between slices"), ("network", "between hosts")])

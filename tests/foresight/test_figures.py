@@ -37,10 +37,10 @@ def test_where_the_time_goes_adds_up():
 
 
 def test_communication_above_the_floor():
-    assert figures.above_floor(sample.LLAMA) == pytest.approx(sample.LLAMA.sent_bytes / 420e9)
-    assert figures.above_floor(sample.REFUSED) is None
+    assert sample.LLAMA.above_floor == pytest.approx(sample.LLAMA.sent_bytes / 420e9)
+    assert sample.REFUSED.above_floor is None
     alone = dataclasses.replace(sample.LLAMA.floor, communication_bytes=0)
-    assert figures.above_floor(dataclasses.replace(sample.LLAMA, floor=alone)) is None
+    assert dataclasses.replace(sample.LLAMA, floor=alone).above_floor is None
 
 
 def narrowed(report, dtype, floor_dtype):
@@ -52,16 +52,16 @@ def narrowed(report, dtype, floor_dtype):
 
 
 def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
-    assert figures.of_floor(sample.LLAMA) == "1.12x the floor" and figures.other_width(sample.LLAMA) == ""
+    assert figures.of_floor(sample.LLAMA) == "1.12x the floor" and sample.LLAMA.other_width == ""
     narrow = narrowed(sample.LLAMA, "bf16", "float32")
     said = figures.of_floor(narrow)
     assert said == "3.09x the floor, both as float32: 50% in bf16"
     assert figures.communication(narrow).endswith(said)
-    assert figures.other_width(narrowed(sample.LLAMA, "bf16", "bfloat16")) == ""  # tables and norms are float32
+    assert narrowed(sample.LLAMA, "bf16", "bfloat16").other_width == ""  # tables and norms are float32
     widened = narrowed(sample.CPU, "f32", "bfloat16")
-    assert figures.other_width(widened) == "100% in f32" and "both as float32" in figures.of_floor(widened)
-    assert figures.above_floor(widened) == pytest.approx(widened.sent_bytes / 10**11)
-    assert figures.other_width(narrowed(sample.CPU, "f32", "float32")) == ""
+    assert widened.other_width == "100% in f32" and "both as float32" in figures.of_floor(widened)
+    assert widened.above_floor == pytest.approx(widened.sent_bytes / 10**11)
+    assert narrowed(sample.CPU, "f32", "float32").other_width == ""
     assert figures.of_floor(sample.REFUSED) == ""
 
 

@@ -10,7 +10,6 @@ from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
-_NARROW = ("bf16", "f16")
 ALIKE = 0.01  # the times of two layouts that differ by less are the same
 
 
@@ -165,40 +164,12 @@ def winner(reports: Sequence[Report]) -> str:
             f"({difference(best.prediction, second.prediction, step_s)}).")  # fmt: skip
 
 
-def above_floor(report: Report) -> float | None:
-    """Communication over its floor; None if nothing must be sent or nothing was compiled.
-
-    Where something is sent in another width than the floor counts, both are counted as float32.
-    """
-    floor, alike = report.floor, not other_width(report)
-    least_bytes = floor.communication_bytes if alike else floor.float32_bytes
-    if not least_bytes or report.memory.refusal:
-        return None
-    as_float32 = (
-        found.bytes_per_device_per_step * (2 if found.dtype in _NARROW else 1) for found in report.collectives
-    )
-    return (report.sent_bytes if alike else sum(as_float32)) / least_bytes
-
-
-def other_width(report: Report) -> str:
-    """The share that is sent in another width than the floor counts, as '52% in bf16'; '' if there is none.
-
-    The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
-    """
-    if report.floor.dtype == "float32":
-        other = [found for found in report.collectives if found.dtype in _NARROW]
-    else:
-        other = [found for found in report.collectives if found.dtype == "f32" and not report.chip]
-    share = sum(found.bytes_per_device_per_step for found in other) / max(report.sent_bytes, 1)
-    return f"{share:.0%} in {other[0].dtype}" if share >= 0.005 else ""
-
-
 def of_floor(report: Report) -> str:
     """Communication beside its floor; '' if nothing can be compared.
 
     '1.20x the floor', or '1.02x the floor, both as float32: 52% in bf16'.
     """
-    ratio, other = above_floor(report), other_width(report)
+    ratio, other = report.above_floor, report.other_width
     if ratio is None:
         return ""
     return f"{ratio:.2f}x the floor" + (f", both as float32: {other}" if other else "")
@@ -236,8 +207,8 @@ def compared(reports: Sequence[Report]) -> list[ComparisonRow]:
         return [getattr(report.prediction, name) if report.prediction else None for report in reports]
 
     sent = [None if report.memory.refusal else report.sent_bytes for report in reports]
-    above = [above_floor(report) for report in reports]
-    others = [other_width(report) if x is not None else "" for x, report in zip(above, reports, strict=True)]
+    above = [report.above_floor for report in reports]
+    others = [report.other_width if x is not None else "" for x, report in zip(above, reports, strict=True)]
     of_floors = line("sent / floor", "counted", above, "{:.2f}x".format)
     told = tuple(", ".join(filter(None, pair)) for pair in zip(of_floors.cells, others, strict=True))
     rows = [ComparisonRow("mesh", "", tuple(mesh(report.mesh) for report in reports))]
