@@ -27,10 +27,10 @@ from benchmarks import measure, step_times
 from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config, rules_file
+from gspmd_lm.chips import Chip
 from gspmd_lm.foresight import compile, explain, hlo, memory
 from gspmd_lm.foresight.cost.walk import Walk
 from gspmd_lm.foresight.machine import target
-from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.plan.price import Pricer

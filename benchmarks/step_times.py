@@ -13,8 +13,8 @@ from typing import Any
 
 from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, paths, rules_file, runtime
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.rules import Rules
 
 PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"

@@ -19,6 +19,7 @@ import jax
 import jaxlib
 
 from gspmd_lm import processes
+from gspmd_lm.chips import chip_of
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.rules import PLATFORMS
 
@@ -67,7 +68,6 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
 }
-THREE_DIMENSIONS = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x", "TPU v7x")  # kinds of devices that "tpu 3d" is for
 
 # Parameters of glibc's mallopt, with their numbers in malloc.h: one heap for all threads, all memory from it, and at
 # most 2 GiB of it free.
@@ -287,7 +287,8 @@ def compiler_options(
     null removes a default. The compiler checks names and values, see `compile`. Rows of other platforms are not
     checked. Raises an InputError that names `place` for a value that is not a scalar.
     """
-    torus = DEFAULT_OPTIONS["tpu 3d"] if device_kind in THREE_DIMENSIONS else {}
+    chip = chip_of(device_kind)
+    torus = DEFAULT_OPTIONS["tpu 3d"] if chip and chip.torus_dimensions == 3 else {}
     single = DEFAULT_OPTIONS.get(f"{platform} once", {}) if once else {}
     options: dict[str, Any] = {**DEFAULT_OPTIONS[platform], **torus, **single, **rules_options.get(platform, {})}
     for name, value in options.items():
@@ -321,7 +322,8 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: s
 def _refusal(refused: re.Match[str], options: Mapping[str, Any], platform: str, place: str) -> str:
     name = refused["unknown"] or refused["typed"] or refused["parsed"]
     row = f"{place}: compiler_options.{platform}.{name}"
-    defaults = compiler_options(platform, {}, place, THREE_DIMENSIONS[0] if platform == "tpu" else "", once=True)
+    of_platform = (rows for of, rows in DEFAULT_OPTIONS.items() if of.split()[0] == platform)
+    defaults = {name: value for rows in of_platform for name, value in rows.items()}
     if name in defaults and options[name] == defaults[name]:
         return (
             f"{row}: this default is refused by the compiler of jax {jax.__version__}: {refused[0]}\n"

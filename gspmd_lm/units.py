@@ -1,4 +1,6 @@
-"""Numbers with their units, as people read them."""
+"""Numbers with their units, as people read them, and the size of what programs compute with."""
+
+import re
 
 
 def human_bytes(count: float) -> str:
@@ -48,3 +50,9 @@ def human_clock(value: float) -> str:
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
+
+
+def bits(dtype: str) -> int:
+    """How many bits one element has of a dtype as programs write it: bf16, f8e4m3fn. 0 for those without a size."""
+    width = re.match(r"[a-z]+(\d+)", dtype)
+    return 8 if dtype == "pred" else int(width[1]) if width else 0

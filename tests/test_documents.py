@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspmd_lm import axes, errors, rules_file, runtime
+from gspmd_lm import axes, chips, errors, rules_file, runtime
 from gspmd_lm import config as configs
-from gspmd_lm.foresight.machine import hardware, target
+from gspmd_lm.foresight.machine import target
 from gspmd_lm.rules import MESH_AXES
 from gspmd_lm.train import state
 
@@ -120,4 +120,4 @@ def test_warnings():
 
 def test_targets():
     examples = re.findall(r"`((?:\d+@)?\w+:[\dx]+)`", FORESIGHT[: FORESIGHT.index("## How to read the page")])
-    assert {target.parse(text).chip.name for text in examples if text != "cpu:8"} == set(hardware.CHIPS)
+    assert {target.parse(text).chip.name for text in examples if text != "cpu:8"} == set(chips.CHIPS)

@@ -18,7 +18,7 @@ MODULES = sorted(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
 )
-LONGEST = 430  # lines of a file
+LONGEST = 400  # lines of a file
 
 FOR_ALL = ("errors", "units", "paths")
 # Room -> the rooms it may import from, itself and those for all aside. Downward only. A room is a folder or a file.
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "units": "",
     "paths": "errors",
     "versions": "",
+    "chips": "",
     "core_yaml": "errors",
     "config_types": "",
     "config_data": "config_types",
@@ -45,12 +46,12 @@ MAY_IMPORT = {
     "rules": "vocabulary core_yaml",
     "config_keys": "rules core_yaml config",
     "rules_file": "axes vocabulary core_yaml rules",
-    "runtime": "rules processes config",
+    "runtime": "chips rules processes config",
     "stop_signal": "processes",
     "mesh": "rules config",
     "placement": "mesh rules placing vocabulary",
     "task": "placing vocabulary",
-    "kernels": "placing config",
+    "kernels": "chips placing config",
     "exchange": "placing",
     "dispatch": "exchange kernels products placing",
     "model": "dispatch kernels products placing axes config",
@@ -65,12 +66,12 @@ MAY_IMPORT = {
     "compile_cache processes files versions core_yaml config",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
     "convert": "arrays model placement checkpoint rules axes data files config",
-    "foresight": "train infer task arrays kernels placement mesh rules axes vocabulary data runtime files versions "
-    "config",
-    "plan": "foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
+    "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data runtime files "
+    "versions config",
+    "plan": "chips foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "runs": "foresight train files core_yaml",
-    "verbs": "runs plan foresight train infer convert arrays model placement mesh rules rules_file axes checkpoint "
-    "data runtime compile_cache processes lock files versions core_yaml config",
+    "verbs": "chips runs plan foresight train infer convert arrays model placement mesh rules rules_file axes "
+    "checkpoint data runtime compile_cache processes lock files versions core_yaml config",
     "results": "runs plan foresight task rules config",
     "loaded": "verbs files infer convert data compile_cache rules_file rules runtime config",
     "cli": "verbs processes config_keys config __version__",
@@ -83,7 +84,7 @@ IN_FORESIGHT = {
     "names": "",
     "traced": "names",
     "hlo": "",
-    "machine": "hlo",
+    "machine": "",
     "compile": "exported machine",
     "known_errors": "machine",
     "memory": "hlo",

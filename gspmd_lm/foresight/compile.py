@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gspmd_lm import config as configs
 from gspmd_lm import files, paths, versions
+from gspmd_lm.chips import gpu_target_config
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.foresight.machine.hardware import gpu_target_config
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules, ShardingError
 
@@ -46,9 +46,9 @@ CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("config.py", "config_data.py", "config_model.py", "config_types.py", "core_yaml.py", "axes.py",
-            "vocabulary.py", "placing.py", "products.py", "exchange.py", "dispatch.py", "rules.py", "mesh.py",
-            "placement.py", "task.py", "arrays.py", "program.py", "runtime.py", "kernels", "model", "train", "infer",
-            "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
+            "chips.py", "vocabulary.py", "placing.py", "products.py", "exchange.py", "dispatch.py", "rules.py",
+            "mesh.py", "placement.py", "task.py", "arrays.py", "program.py", "runtime.py", "kernels", "model", "train",
+            "infer", "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
 
 Progress = Callable[[str], None]

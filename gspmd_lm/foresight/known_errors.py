@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gspmd_lm.foresight.machine.hardware import CHIPS
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.rules import Rules
 

@@ -5,13 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm.chips import KERNEL_MEMORY_BYTES, chip_of
 from gspmd_lm.kernels import grouped_gpu
 from gspmd_lm.kernels.attention import LANES
 from gspmd_lm.placing import device_kind, platform
 
 BLOCK = 256  # the most rows of a block of the plain form
 MOST_ROWS = 1024  # of any kernel's block or tile
-ROOMY = ("TPU v6", "TPU7x", "TPU v7x")  # kinds of devices on which a kernel gets 32 MB of on-chip memory by default
 
 
 def grouped(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool = False) -> jax.Array:
@@ -135,12 +135,13 @@ def _tile(
 ) -> tuple[int, int, int]:
     """The rows, inner columns and columns of megablox's tile, for devices of a `kind`.
 
-    It fills most of the on-chip memory of a kernel: 16 MB, or 32 MB on ROOMY devices. Of `grouped`, where a tile holds
+    It fills most of the on-chip memory of a kernel: 16 or 32 MiB. Of `grouped`, where a tile holds
     all inner columns, an expert's weights stay there while its rows pass by. So few rows are enough: 256, the width of
     the widest matrix units, as for `outer`, which reads no weights. Otherwise weights are read again for each tile of
     rows. Then a tile has more rows, so that this takes no longer than the products.
     """
-    room = 1 + kind.startswith(ROOMY)
+    chip = chip_of(kind)
+    room = (chip.kernel_memory_bytes if chip else KERNEL_MEMORY_BYTES) // KERNEL_MEMORY_BYTES
     side, whole, weights = 2048 // itemsize, -(-int(inner) // LANES) * LANES, room * 2**22 // itemsize
     least, sides = 256, (_side(inner, side), _side(columns, room * side))
     if not outer and whole * itemsize <= room * 8192:

@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from gspmd_lm.chips import Chip
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.search import Candidate, Plan, priced

@@ -12,13 +12,13 @@ import operator
 from collections.abc import Iterable, Mapping
 
 from gspmd_lm.arrays import pairs
+from gspmd_lm.chips import Chip
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import floor
 from gspmd_lm.foresight.cost import attention, prices
 from gspmd_lm.foresight.floor.moves import Move
 from gspmd_lm.foresight.floor.own import OwnTraffic
 from gspmd_lm.foresight.floor.traffic import Traffic
-from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.kernels import grouped
 from gspmd_lm.kernels.attention import splash_block

@@ -11,10 +11,10 @@ from absl import flags
 from rich.console import Console
 
 from gspmd_lm import files
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.verbs import given, outputs, without_a_gpu
 

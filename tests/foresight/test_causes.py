@@ -12,10 +12,10 @@ from sample import network
 
 from gspmd_lm import rules_file
 from gspmd_lm.arrays import pairs
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import collectives, hlo, names
 from gspmd_lm.foresight.collectives.provenance import Provenance
 from gspmd_lm.foresight.compile import programs
-from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Row
 from gspmd_lm.train import state, table

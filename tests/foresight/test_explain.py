@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from gspmd_lm import cli
+from gspmd_lm import chips, cli
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain, known_errors, report
-from gspmd_lm.foresight.machine import hardware, target
+from gspmd_lm.foresight.machine import target
 
 SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64"]
 
@@ -124,7 +124,7 @@ def test_a_run_says_what_it_will_cost(run, tmp_path):
 def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
     """On devices whose memory is of just the bytes that the program needs it starts, with one byte less it does not."""
     argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=1", f"--workdir={tmp_path / 'run'}")
-    chip = hardware.CHIPS["h100"]
+    chip = chips.CHIPS["h100"]
 
     def started_on(usable_bytes):
         small = dataclasses.replace(chip, usable_hbm_bytes=usable_bytes)

@@ -9,9 +9,9 @@ from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.axes import IN_BLOCKS
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, least_flops, memory_bytes
-from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Remat, Row, check
 from gspmd_lm.train import state

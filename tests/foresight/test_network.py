@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sample import network
 
-from gspmd_lm.foresight.machine.hardware import CHIPS
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight.machine.network import ICI_HOP_S, NETWORK_SHARE, NVLINK_SHARE
 
 GB = 1e9

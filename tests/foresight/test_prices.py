@@ -8,11 +8,11 @@ import pytest
 import sample
 from saved_programs import saved
 
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.cost import flops, prices, schedule
 from gspmd_lm.foresight.hlo.instruction import bits
-from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.kernels import grouped
 
 V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))

@@ -8,9 +8,9 @@ import pytest
 import sample
 from saved_programs import saved
 
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import attention, memory_traffic, prices, schedule
-from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.machine.network import NCCL_CORES
 
 # A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from gspmd_lm import chips
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight.machine import hardware, target
+from gspmd_lm.foresight.machine import target
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_names_of_google_cloud(name, topology):
 
 
 @pytest.mark.parametrize(
-    "chip", [chip for chip in hardware.CHIPS.values() if chip.platform == "tpu"], ids=lambda chip: chip.name
+    "chip", [chip for chip in chips.CHIPS.values() if chip.platform == "tpu"], ids=lambda chip: chip.name
 )
 def test_every_name_of_google_cloud_is_a_target(chip):
     names = target.cloud_names(chip)

@@ -6,11 +6,11 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
+from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight.cost import attention, prices
 from gspmd_lm.foresight.floor import counted, floor
 from gspmd_lm.foresight.floor.moves import Move
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.foresight.machine.hardware import CHIPS
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.plan import price
 from gspmd_lm.plan.links import Links

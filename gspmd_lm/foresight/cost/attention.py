@@ -10,8 +10,8 @@ import re
 
 import numpy as np
 
+from gspmd_lm.chips import SPLASH_BLOCKS, Chip
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
-from gspmd_lm.foresight.machine.hardware import SPLASH_BLOCKS, Chip
 from gspmd_lm.foresight.names import read
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gspmd_lm.arrays import Arrays, pairs
+from gspmd_lm.chips import Chip
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES
 from gspmd_lm.foresight.floor.traffic import Traffic
-from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.foresight.traced import Node, Traced
 from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.rules import Rules

@@ -11,9 +11,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.extend import core
 
 from gspmd_lm.arrays import Arrays
+from gspmd_lm.chips import Chip
 from gspmd_lm.foresight import traced
 from gspmd_lm.foresight.floor import Floor, updated_bytes
-from gspmd_lm.foresight.machine.hardware import Chip
 from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 from gspmd_lm.errors import InputError
+from gspmd_lm.units import bits
 
 QUOTED = r'"(?:[^"\\]|\\.)*"'
 COMMENT = re.compile(r"/\*.*?\*/")
@@ -19,7 +20,6 @@ _PHASES = ("-start", "-update", "-done")
 _BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _TILED = re.compile(r"([\d,]*):.*?T\((\d+(?:,\d+)*)\)")
-_WIDTH = re.compile(r"[a-z]+(\d+)")
 _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
 _FIELD = re.compile(r"(\w+)=(\d+)")
@@ -230,12 +230,6 @@ class Tables:
 
 def _fields(row: str) -> dict[str, int]:
     return {name: int(value) for name, value in _FIELD.findall(row)}
-
-
-def bits(dtype: str) -> int:
-    """How many bits one element of a dtype has; 0 for tokens and other dtypes without a size."""
-    width = _WIDTH.match(dtype)
-    return 8 if dtype == "pred" else int(width.group(1)) if width else 0
 
 
 def comma_separated(text: str) -> list[str]:

@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from gspmd_lm.foresight.machine.hardware import Chip
+from gspmd_lm.chips import Chip
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from gspmd_lm.chips import CHIPS, Chip, chip_of, gpu_target_config
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.foresight.machine.hardware import CHIPS, Chip, chip_of, gpu_target_config
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gspmd_lm import runtime
-from gspmd_lm.foresight.machine.hardware import CHIPS, chip_of, gpu_target_config
+from gspmd_lm.chips import CHIPS, chip_of, gpu_target_config
 
 GPUS = [chip for chip in CHIPS.values() if chip.platform == "gpu"]
 TPUS = [chip for chip in CHIPS.values() if chip.platform == "tpu"]
@@ -32,8 +32,9 @@ def test_a_chip_is_found_by_the_kind_of_its_devices(device_kind, name, peak_flop
 
 
 def test_three_dimensional_tori_get_the_compiler_options_for_them():
-    kinds = [kind for chip in TPUS if chip.torus_dimensions == 3 for kind in chip.kinds]
-    assert sorted(kinds) == sorted(runtime.THREE_DIMENSIONS)
+    name = next(iter(runtime.DEFAULT_OPTIONS["tpu 3d"]))
+    told = [kind for chip in TPUS for kind in chip.kinds if name in runtime.compiler_options("tpu", {}, "a.yaml", kind)]
+    assert told == ["TPU v4", "TPU v5p", "TPU v5", "TPU7x", "TPU v7x"]
 
 
 def test_an_unknown_device_has_no_chip():

@@ -14,9 +14,10 @@ Rates and memory are those of one jax device. Links are those of one chip. The s
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from gspmd_lm.foresight.hlo.instruction import bits
+from gspmd_lm.units import bits
 
 _GIB = 2**30
+KERNEL_MEMORY_BYTES = 16 * 2**20  # libtpu: of most TPUs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Chip:
     tensor_cores: int = 1  # the cores of one jax device, which share its work
     devices_per_chip: int = 1  # jax devices that a compile-only topology lists
     torus_dimensions: int = 0
+    kernel_memory_bytes: int = KERNEL_MEMORY_BYTES  # of the chip itself, which one kernel of a TPU gets by default
     wraps_multiples_of: int = 0  # see `wraps`
     ici_link_bytes_per_s: float = 0
     die_link_bytes_per_s: float = 0  # between the two devices of a chip
@@ -174,6 +176,7 @@ _TPUS = (
         hbm_bytes_per_s=1638e9,  # cloud
         host_link_bytes_per_s=64e9,  # fitted to published steps (book: 32); it would be PCIe Gen5, 16 lanes
         network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
+        kernel_memory_bytes=2 * KERNEL_MEMORY_BYTES,  # libtpu
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
         ici_link_bytes_per_s=100e9,  # cloud: 800 GB/s per chip, 4 links, both directions
@@ -199,6 +202,7 @@ _TPUS = (
         hbm_bytes_per_s=7380e9 / 2,  # cloud: 7380 GB/s per chip
         host_link_bytes_per_s=64e9,  # inferred: as v6e
         network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
+        kernel_memory_bytes=2 * KERNEL_MEMORY_BYTES,  # libtpu
         torus_dimensions=3,  # cloud
         wraps_multiples_of=4,  # inferred: cubes of 4 x 4 x 4, as v5p
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip; 6 links, as v5p, both directions
