@@ -215,7 +215,7 @@ class _Search:
                 break
             spent_s = time.monotonic() - self.began
             if self.tried and spent_s + self.longest_s / 2 > 60 * self.minutes:
-                self.stopped = f"the {self.minutes:g} minutes are over"
+                self.stopped = f"the {self.minutes:.2g} minutes are over"
                 break
             before = time.monotonic()
             self._compile(chosen)

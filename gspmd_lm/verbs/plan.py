@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,9 +41,11 @@ def run(values: flags.FlagValues) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     command = outputs.command_line(sys.argv[1:])
     found: list[outcome.Outcome] = []
-    for place, asked in cases:
+    began = time.monotonic()
+    for number, (place, asked) in enumerate(cases):
         outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
-        minutes, by = values.minutes / len(cases), search.ranking(place)
+        left = max(values.minutes - (time.monotonic() - began) / 60, 0.0)  # of which the targets left get equal parts
+        minutes, by = left / (len(cases) - number), search.ranking(place)
         planned = search.plan(asked, place, minutes=minutes, say=outputs.say, rank_by=by)
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
         found.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))

@@ -14,10 +14,11 @@ from rich.console import Console
 from gspmd_lm import cli, core_yaml, rules_file
 from gspmd_lm import config as configs
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.plan import outcome, page, space, terminal, written
+from gspmd_lm.plan import outcome, page, search, space, terminal, written
 from gspmd_lm.plan.price import Price
 from gspmd_lm.plan.search import Candidate, Plan
 from gspmd_lm.verbs import outputs
+from gspmd_lm.verbs import plan as verb
 
 TARGET = targets.parse("h100:8")
 RAWS = (
@@ -187,3 +188,19 @@ def test_wrong_flags_are_told_with_a_fix(flags, said, capsys):
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert said in error and "\n  fix   " in error
+
+
+def test_time_that_a_target_leaves_goes_to_the_next_ones(found, monkeypatch):
+    clock, given = [0.0], []
+
+    def plan(config, target, *, minutes, **more):
+        given.append(minutes)
+        clock[0] += 60 * 2
+        return found.plan
+
+    monkeypatch.setattr(search, "plan", plan)
+    monkeypatch.setattr(verb, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", "plan", "--target=h100:8,h100:2x8,h200:8", "--minutes=12"])
+    assert end.value.code == 0
+    assert given == [12 / 3, 10 / 2, 8]
