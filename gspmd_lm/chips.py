@@ -64,6 +64,7 @@ class Chip:
     tensor_cores: int = 1  # the cores of one jax device, which share its work
     devices_per_chip: int = 1  # jax devices that a compile-only topology lists
     torus_dimensions: int = 0
+    fuses_collectives: bool = False  # whether libtpu 0.0.50 lets collectives run in the background of fusions
     kernel_memory_bytes: int = KERNEL_MEMORY_BYTES  # of the chip itself, which one kernel of a TPU gets by default
     wraps_multiples_of: int = 0  # see `wraps`
     ici_link_bytes_per_s: float = 0
@@ -136,6 +137,7 @@ _TPUS = (
         hbm_bytes_per_s=819e9,  # cloud
         host_link_bytes_per_s=15e9,  # book: PCIe, typically
         network_bytes_per_s=25e9 / 8,  # cloud: 2 x 100 Gbit/s per host; 6.4 Tbit/s per pod of 256
+        fuses_collectives=True,  # libtpu
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
         ici_link_bytes_per_s=50e9,  # cloud: 400 GB/s per chip, 4 links, both directions

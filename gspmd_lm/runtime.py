@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from gspmd_lm import processes
+from gspmd_lm import processes, versions
 from gspmd_lm.chips import chip_of
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.rules import PLATFORMS
@@ -33,7 +33,7 @@ PATIENT_FLAGS = {
 }
 
 # Compiler options that a rules file may override; null there removes one. Each name was accepted by the compilers that
-# come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100).
+# come with jax 0.10.2 (libtpu 0.0.42 for v5e, v5p and v6e; the CUDA 12 plugin for an H100), and by libtpu 0.0.50.
 DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "cpu": {},
     # The initial state runs once, and the compiler takes longer than the run. Level 0 would give other values, because
@@ -50,15 +50,18 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     },
     "tpu": {
         "xla_tpu_enable_latency_hiding_scheduler": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True,
+        "xla_enable_async_all_reduce": True,
+        "xla_jf_crs_combiner_threshold_in_bytes": 256 * 2**20,  # all-reduces
+    },
+    # libtpu 0.0.50 refuses to compile with these for other chips than v5e. With 0.0.42, all chips have them.
+    "tpu fusion": {
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
         "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
         "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-        "xla_enable_async_all_gather": True,
-        "xla_enable_async_all_reduce": True,
-        "xla_jf_crs_combiner_threshold_in_bytes": 256 * 2**20,  # all-reduces
     },
     # On a torus of three dimensions, libtpu turns reduce-scatters, and all-gathers over 64 chips or more, into
     # synchronous all-reduces of twice the bytes. With these options the collectives stay what they are, asynchronous.
@@ -68,6 +71,8 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
 }
+
+FUSES_ON_ALL = 0, 0, 42  # the last libtpu that is known to take the options of "tpu fusion" for all chips
 
 # Parameters of glibc's mallopt, with their numbers in malloc.h: one heap for all threads, all memory from it, and at
 # most 2 GiB of it free.
@@ -288,9 +293,16 @@ def compiler_options(
     checked. Raises an InputError that names `place` for a value that is not a scalar.
     """
     chip = chip_of(device_kind)
-    torus = DEFAULT_OPTIONS["tpu 3d"] if chip and chip.torus_dimensions == 3 else {}
-    single = DEFAULT_OPTIONS.get(f"{platform} once", {}) if once else {}
-    options: dict[str, Any] = {**DEFAULT_OPTIONS[platform], **torus, **single, **rules_options.get(platform, {})}
+    wanted = {
+        platform: True,
+        "tpu fusion": platform == "tpu" and (_libtpu() <= FUSES_ON_ALL or (chip and chip.fuses_collectives)),
+        "tpu 3d": chip and chip.torus_dimensions == 3,
+        f"{platform} once": once,
+    }
+    options: dict[str, Any] = {}
+    for of, holds in wanted.items():
+        options |= DEFAULT_OPTIONS.get(of, {}) if holds else {}
+    options |= rules_options.get(platform, {})
     for name, value in options.items():
         if not isinstance(value, bool | int | float | str | None):
             raise InputError(
@@ -301,6 +313,11 @@ def compiler_options(
     if platform == "tpu":  # libtpu parses text
         return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
     return options
+
+
+def _libtpu() -> tuple[int, ...]:
+    """The version of libtpu, such as (0, 0, 42); () if it is not installed."""
+    return tuple(map(int, re.findall(r"\d+", versions.installed(["libtpu"])["libtpu"] or "")[:3]))
 
 
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: str, place: str) -> jax.stages.Compiled:

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "rules": "vocabulary core_yaml",
     "config_keys": "rules core_yaml config",
     "rules_file": "axes vocabulary core_yaml rules",
-    "runtime": "chips rules processes config",
+    "runtime": "chips rules processes versions config",
     "stop_signal": "processes",
     "mesh": "rules config",
     "placement": "mesh rules placing vocabulary",
@@ -332,4 +332,4 @@ def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():
              for name in found) if path.exists()}  # fmt: skip
     outside = {file for file in files if not any(file == name or file.startswith(f"{name}/") for name in covered)}
     # They wait, find and tell, and compute nothing.
-    assert outside == {f"gspmd_lm/{name}.py" for name in (*FOR_ALL, "processes")}
+    assert outside == {f"gspmd_lm/{name}.py" for name in (*FOR_ALL, "processes", "versions")}

@@ -201,14 +201,26 @@ def test_rules_lie_over_the_defaults_and_null_removes_one():
 def test_libtpu_gets_text():
     options = runtime.compiler_options("tpu", {"tpu": {"a": False, "b": 98304, "c": "AUTO"}}, "rules/x.yaml")
     assert (options["a"], options["b"], options["c"]) == ("false", "98304", "AUTO")
-    assert options["xla_tpu_enable_async_collective_fusion"] == "true"
+    assert options["xla_tpu_enable_latency_hiding_scheduler"] == "true"
     assert all(isinstance(value, str) for value in options.values())
 
 
 def test_some_defaults_are_for_a_torus_of_three_dimensions():
     flat, torus = (set(runtime.compiler_options("tpu", {}, "-", kind)) for kind in ("TPU v5 lite", "TPU v5"))
     assert torus - flat == set(runtime.DEFAULT_OPTIONS["tpu 3d"])
-    assert flat == set(runtime.DEFAULT_OPTIONS["tpu"])
+    assert flat == {*runtime.DEFAULT_OPTIONS["tpu"], *runtime.DEFAULT_OPTIONS["tpu fusion"]}
+
+
+@pytest.mark.parametrize(
+    ("libtpu", "kinds"),
+    [("0.0.42.1", ["TPU v5 lite", "TPU v5", "TPU v6 lite"]), ("0.0.50.1", ["TPU v5 lite"]), ("0.1.0", ["TPU v5 lite"])],
+)
+def test_options_that_newer_compilers_refuse_are_left_out_there(libtpu, kinds, monkeypatch):
+    monkeypatch.setattr(runtime.versions, "installed", lambda names: {"libtpu": libtpu})
+    fusion = set(runtime.DEFAULT_OPTIONS["tpu fusion"])
+    found = {kind: fusion & set(runtime.compiler_options("tpu", {}, "-", kind)) for kind in
+             ("TPU v5 lite", "TPU v5", "TPU v6 lite")}  # fmt: skip
+    assert found == {kind: fusion if kind in kinds else set() for kind in found}
 
 
 def test_a_value_that_is_no_scalar():
