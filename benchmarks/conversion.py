@@ -14,15 +14,14 @@ import argparse
 import json
 import mmap
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
+from benchmarks import measure
 from gspmd_lm.convert import safetensors
 
 MAIN = Path(__file__).parent.parent / "main.py"
@@ -82,16 +81,6 @@ def claim(size: int) -> None:
     np.empty(size, np.uint8)[:: mmap.PAGESIZE] = 1
 
 
-def taken(command: Sequence[str]) -> tuple[float, float, float]:
-    """CPU seconds of a command, its own and the system's for it, and its peak memory in GB."""
-    code = "import resource, subprocess, sys; print(subprocess.run(sys.argv[1:], stdout=sys.stderr, check=True) and '')"
-    code += "; used = resource.getrusage(resource.RUSAGE_CHILDREN)"
-    code += "; print(used.ru_utime, used.ru_stime, used.ru_maxrss)"
-    done = subprocess.run([sys.executable, "-c", code, *command], check=True, capture_output=True, text=True)
-    user_s, system_s, peak_kib = done.stdout.split()
-    return float(user_s), float(system_s), int(peak_kib) * 1024 / 1e9
-
-
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--gigabytes", type=float, default=1.16)
@@ -112,7 +101,7 @@ def main() -> None:
         print(f"{size / 1e9:.2f} GB in {given.shards} files")
         for name, command in commands.items():
             claim(4 * size)
-            user_s, system_s, peak_gb = taken(command)
+            user_s, system_s, peak_gb = measure.taken(command)
             print(f"{name:17s} {user_s:5.2f} + {system_s:4.2f} s of CPU   {peak_gb:5.2f} GB at most")
             for folder in ("copy", "hashed"):
                 shutil.rmtree(at / folder, ignore_errors=True)

@@ -8,13 +8,8 @@ not count. The runs take turns, and each program was compiled before them.
 """
 
 import argparse
-import os
-import resource
-import subprocess
+import statistics
 import tempfile
-from pathlib import Path
-
-import numpy as np
 
 from benchmarks import measure
 from gspmd_lm import config
@@ -24,6 +19,7 @@ LAYOUTS = {  # flags of ours, and mesh axes of MaxText's
     "fsdp2_tp4": (["--rules=fsdp2_tp4"], {"fsdp": 2, "tensor": 4}),
     "tp8": (["--rules=tp8", "--set=rules.remat=block"], {"fsdp": 1, "tensor": 8}),
 }
+SIMULATED = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # for MaxText
 SHORT, LONG = 5, 30
 COLUMNS = {"layout": "layout", "ours": "ours, CPU ms", "maxtext": "MaxText, CPU ms", "ratio": "ratio",
            "least": "of minima"}  # fmt: skip
@@ -54,29 +50,20 @@ def maxtext(python: str, mesh: dict[str, int], steps: int, folder: str, cache: s
     return [python, "-m", "maxtext.trainers.pre_train.train", *(f"{key}={value}" for key, value in settings.items())]
 
 
-def cpu_s(command: list[str], environment: dict[str, str]) -> float:
-    """User and system seconds of a command that must succeed."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, env=os.environ | environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-
 def compare(python: str, layout: str, rounds: int) -> dict[str, object]:
     """One row of the table: milliseconds of a step."""
     flags, mesh = LAYOUTS[layout]
-    theirs = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     times: dict[str, list[float]] = {"ours": [], "maxtext": []}
     with tempfile.TemporaryDirectory() as cache:
 
         def run(name: str, steps: int) -> float:
             with tempfile.TemporaryDirectory() as folder:
                 if name == "ours":
-                    return cpu_s(ours(python, flags, steps, folder), {"GSPMD_LM_CACHE": f"{cache}/ours"})
-                return cpu_s(maxtext(python, mesh, steps, folder, f"{cache}/theirs"), theirs)
+                    command, environment = ours(python, flags, steps, folder), {"GSPMD_LM_CACHE": f"{cache}/ours"}
+                else:
+                    command, environment = maxtext(python, mesh, steps, folder, f"{cache}/theirs"), SIMULATED
+                user_s, system_s, _ = measure.taken(command, **environment)
+                return user_s + system_s
 
         for name in times:
             run(name, SHORT)
@@ -84,7 +71,7 @@ def compare(python: str, layout: str, rounds: int) -> dict[str, object]:
             for name in times:
                 times[name].append(1e3 * (run(name, LONG) - run(name, SHORT)) / (LONG - SHORT))
                 print(layout, name, round(times[name][-1]), flush=True)
-    middle, least = ({name: float(of(found)) for name, found in times.items()} for of in (np.median, np.min))
+    middle, least = ({name: of(found) for name, found in times.items()} for of in (statistics.median, min))
     return {
         "layout": layout,
         **{name: round(value) for name, value in middle.items()},

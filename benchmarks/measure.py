@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from gspmd_lm import config, runtime
 from gspmd_lm.rules import Rules
 from gspmd_lm.train import state, step
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def simulate(devices: int) -> None:
@@ -96,6 +99,19 @@ def program_size(text: str) -> tuple[int, int]:
     lines = [line for line in text.splitlines() if line.strip()]
     first = next(at for at, line in enumerate(lines) if line.endswith("{"))
     return len(lines) - first, sum(" = " in line for line in lines[first:])
+
+
+def taken(command: Sequence[str], **environment: str) -> tuple[float, float, float]:
+    """CPU seconds of a command, its own and the system's for it, and its peak memory in GB. It must succeed."""
+    code = "import resource, subprocess, sys; print(subprocess.run(sys.argv[1:], stdout=sys.stderr, check=True) and '')"
+    code += "; used = resource.getrusage(resource.RUSAGE_CHILDREN)"
+    code += "; print(used.ru_utime, used.ru_stime, used.ru_maxrss)"
+    process = [sys.executable, "-c", code, *command]
+    done = subprocess.run(process, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    user_s, system_s, peak_kib = done.stdout.split()
+    return float(user_s), float(system_s), int(peak_kib) * 1024 / 1e9
 
 
 def markdown(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> str:

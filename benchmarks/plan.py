@@ -267,7 +267,7 @@ def shipped(name: str, minutes: float) -> None:
     bench = Bench(name, "plan_shipped")
     plan = search.plan(bench.config, bench.target, minutes=minutes, say=print)
     assert plan.best
-    for path in sorted((measure.RESULTS.parents[1] / "rules").glob("*.yaml")):
+    for path in sorted((measure.ROOT / "rules").glob("*.yaml")):
         rules = rules_file.load(str(path))
         if any(row["file"] == path.stem for row in bench.rows()):
             continue

@@ -4,7 +4,8 @@ Rates and memory are those of one jax device. Links are those of one chip. The s
   cloud: Google Cloud TPU documentation, the page of each version, read in 2026
   book: "How to Scale Your Model", jax-ml.github.io/scaling-book: its chapter on TPUs, or on GPUs
   paper: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433
-  libtpu: the message of libtpu 0.0.42.1 when it refuses a program: "exceeds available HBM (31.25G)"
+  libtpu: what libtpu says when it refuses a program. 0.0.42.1: "exceeds available HBM (31.25G)", and how much memory
+    on the chip a kernel may have. 0.0.50.1: on which chips collectives may run in fusions
   jax: the table of chips in jax 0.10.2, jax/_src/pallas/mosaic/tpu_info.py
   sheet: NVIDIA's data sheet of the SXM module, without sparsity
   xla: openxla/xla, xla/backends/gpu/target_config/specs

@@ -2,12 +2,11 @@
 """Each collective of a program: what it moves, where it comes from, and which rows cause it, checked by dropping rows."""
 
 import dataclasses
-import gzip
 import re
-from pathlib import Path
 
 import jax
 import pytest
+import saved_programs
 from sample import network
 
 from gspmd_lm import rules_file
@@ -211,8 +210,7 @@ def program(body, computations="", devices=8):
 
 
 def test_a_windowed_einsum_is_one_operation():
-    path = Path(__file__).parent / "programs" / "tpu_windowed.txt.gz"
-    found = found_in(gzip.decompress(path.read_bytes()).decode(), mesh={"tensor": 8}, rules="tp8")
+    found = found_in(saved_programs.text("tpu_windowed"), mesh={"tensor": 8}, rules="tp8")
     assert [(one.kind, one.mesh_axes, one.times_per_step) for one in found] == [
         ("windowed all-gather", ("tensor",), 1),
         ("windowed reduce-scatter", ("tensor",), 1),
