@@ -37,7 +37,7 @@ from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.plan.traces import Traces
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
-OF_MEMORY = 0.9  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
+OF_MEMORY = 0.95  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
 SPARED = 1.02  # the share of the limit that a layout may need by estimate to be compiled beside a plan
 PARTS = ("matmul_s", "attention_s", "other_s", "exposed_host_copy_s")
 
@@ -94,6 +94,11 @@ class Bench:
     def price(self, raw: dict[str, Any]) -> Price:
         return self.pricer.price(self.space.rules(raw))
 
+    def rankable(self, price: Price) -> bool:
+        """Whether there is memory enough by estimate. A compiler that runs short of it computes and gathers again."""
+        chip = self.target.chip
+        return bool(chip and price.peak_bytes <= OF_MEMORY * chip.usable_hbm_bytes)
+
     def rows(self) -> list[dict[str, Any]]:
         return [row for row in kept(self.kept) if row["case"] == self.name]
 
@@ -130,10 +135,8 @@ def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
 
 def stratified(bench: Bench, count: int) -> list[dict[str, Any]]:
     """Layouts from the fastest to SLOWEST of it, one of each stratum: the one with most features not yet seen."""
-    assert bench.target.chip
     priced = [(bench.price(raw), raw) for raw in bench.space]
-    limit = OF_MEMORY * bench.target.chip.usable_hbm_bytes
-    fitting = sorted(((p, raw) for p, raw in priced if p.peak_bytes <= limit), key=lambda one: one[0].step_time_s)
+    fitting = sorted(((p, raw) for p, raw in priced if bench.rankable(p)), key=lambda one: one[0].step_time_s)
     near = [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
     edges = np.linspace(0, len(near), count + 1).astype(int)
     seen = collections.Counter[Any]()
@@ -166,7 +169,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 def rank(name: str, count: int, again: bool) -> None:
     bench = Bench(name, "plan_rank")
-    done = [row["rules"] for row in bench.rows()]
+    done = [row["rules"] for row in bench.rows() if bench.rankable(bench.price(row["rules"]))]
     for raw in done if again else ():
         others = [row for row in kept(bench.kept) if (row["case"], row["rules"]) != (name, raw)]
         measure.write(bench.kept, others)
@@ -180,23 +183,24 @@ def rank(name: str, count: int, again: bool) -> None:
 def show_rank(bench: Bench) -> None:
     """Every kept point of a case, and how well the prices of today order them."""
     rows = [row for row in bench.rows() if row["step_time_s"]]
-    points = [(bench.price(row["rules"]), row) for row in rows]
+    priced = [(bench.price(row["rules"]), row) for row in rows]
+    points = [(price, row) for price, row in priced if bench.rankable(price)]
     print(f"\n{bench.name}")
-    for price, row in sorted(points, key=lambda point: point[1]["step_time_s"]):
+    for price, row in sorted(priced, key=lambda point: point[1]["step_time_s"]):
         told, error = row["parts_s"], price.step_time_s / row["step_time_s"] - 1
         parts = " ".join(f"{part[:-2]} {getattr(price, part):.3f}/{told[part]:.3f}" for part in PARTS)
         waits = sum(price.exposed_by_axis.values()), sum(row["exposed_by_axis"].values())
         sent = f"sent {price.communication_s:.3f}/{row['communication_s']:.3f}"
         print(f"{price.step_time_s:8.4f} {row['step_time_s']:8.4f} {error:+6.1%}  {parts} waits {waits[0]:.3f}/"
               f"{waits[1]:.3f} {sent}  GB {price.peak_bytes / 1e9:.1f}/{row['peak_bytes'] / 1e9:.1f}  "
-              f"{describe(row['rules'])}")  # fmt: skip
+              f"{describe(row['rules'])}{'' if bench.rankable(price) else ', not ranked: memory'}")  # fmt: skip
     for row in bench.rows():
         if not row["step_time_s"]:
             print(f"{'refused':>17}  {row.get('failure', '')} {describe(row['rules'])}")
     if len(points) > 2:
-        priced, told = [p.step_time_s for p, _ in points], [row["step_time_s"] for _, row in points]
-        errors = np.log(np.array(priced) / np.array(told))
-        print(f"Spearman {spearman(priced, told):.3f} over {len(points)}; bias {np.exp(errors.mean()) - 1:+.1%}, "
+        found, told = [p.step_time_s for p, _ in points], [row["step_time_s"] for _, row in points]
+        errors = np.log(np.array(found) / np.array(told))
+        print(f"Spearman {spearman(found, told):.3f} over {len(points)}; bias {np.exp(errors.mean()) - 1:+.1%}, "
               f"spread {errors.std():.1%}")  # fmt: skip
 
 

@@ -21,13 +21,14 @@ from gspmd_lm.rules import Rules
 # The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
 # pass, gradients, and activations in both.
 HIDING = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
-# The share that is exposed however long compute takes: of weights and gradients; of activations that are reduced, that
-# are gathered where the sequence is split, and that are gathered again for what is computed again.
-NEVER_HIDDEN = {"tpu": 0.1, "gpu": 0.0}
+# The share that is exposed however long compute takes, of weights and gradients.
+NEVER_HIDDEN = {"tpu": 0.3, "gpu": 0.0}
 # The same of gradients that are reduced within slices, or over an axis over which weights are gathered: on a torus of
 # two dimensions their reductions end a turn of the loop, and nothing runs beside them.
 GRADIENTS_EXPOSED = {2: 1.0, 3: 0.3, 0: 0.0}
-ACTIVATIONS_EXPOSED = {"tpu": (0.65, 0.65, 0.65), "gpu": (0.3, 0.45, 0.65)}
+# The same of activations that are reduced, that are gathered where the sequence is split, and that are gathered again
+# for what is computed again.
+ACTIVATIONS_EXPOSED = {2: (0.6, 0.8, 0.8), 3: (0.7, 0.6, 0.6), 0: (0.3, 0.45, 0.65)}
 # The share that is exposed of weights that are gathered across slices, beside which libtpu runs little.
 SLICES_EXPOSED = 0.8
 # The bytes of weights that are gathered before the first product of a layer, which waits for them.
@@ -68,7 +69,7 @@ class Links:
         # Weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
         parts: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
         surely: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
-        waiting = ACTIVATIONS_EXPOSED[platform][of_activations]
+        waiting = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][of_activations]
         total_s = 0.0
         for what, axes, times, looped, size_bytes in _together(moves):
             pieces = len(groups[axes][0])

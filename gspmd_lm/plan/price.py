@@ -35,12 +35,30 @@ from gspmd_lm.task import Task
 KEPT_PASSES = {"tpu": 2.0, "gpu": 3.2}
 # Kernels of a loop's turn that handle scalars and scales.
 SMALL_KERNELS = {"tpu": 0, "gpu": 35}
-# TPU programs fuse most elementwise operations into products, which then take longer: the share of their bytes that is
-# left to them, and the time of products.
-ELEMENTWISE = {"tpu": 0.62, "gpu": 1.0}
-PRODUCTS = {"tpu": 1.14, "v6e": 1.37, "gpu": 1.0}
+# TPU programs fuse most elementwise operations into products, some into several: how often their bytes go through
+# memory on their own, and within products. Arrays of up to ON_CHIP_BYTES may stay on the chip: the share that does not.
+ELEMENTWISE = {"tpu": 0.7, "gpu": 1.0}
+FUSED = {"tpu": 0.8, "gpu": 0.0}
+ON_CHIP_BYTES, OFF_CHIP = 2**25, {"tpu": 0.6, "gpu": 1.0}
 # The share of the forward and backward compute behind which copies to and from the host hide.
 HOST_HIDING = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """How often a compiled program holds arrays while it computes, besides its state and what is kept."""
+
+    read: float  # what the products of a layer read
+    written: float  # their results
+    outer_weights: float  # the weights of products outside of layers, such as the vocabulary's: whole, and gradients
+    gradients: float
+    weights: tuple[float, float]  # in the dtype of the products: with one microbatch, and with several
+
+
+HELD = {
+    "tpu": Held(read=2.25, written=1.0, outer_weights=5.0, gradients=1.0, weights=(0.25, 0.5)),
+    "gpu": Held(read=1.0, written=1.5, outer_weights=1.5, gradients=0.0, weights=(0.0, 0.25)),
+}
 _FUSED_PASSES = (("fwd", 2), ("dkv", 5))  # of splash attention; matmuls of cuDNN's
 
 
@@ -89,7 +107,7 @@ class _Layout:
     timed: list[_Timed]
     update_s: float
     state_bytes: float
-    layer_bytes: float  # the most that one layer, or the loss, holds at once
+    working_bytes: float  # what is held while a layer, or the loss, is computed
     pieces: dict[Places, int]
     gathers: bool  # whether activations are gathered before products read them: the sequence is split between
     moves: dict[tuple[bool, ...], list[Move]]
@@ -114,7 +132,7 @@ class Pricer:
             sent[move.axes] += move.bytes * move.times
         device_bytes = self._held(layout, kept.on_device)
         host_bytes = self._held(layout, kept.on_host)
-        peak_bytes = layout.state_bytes + device_bytes + layout.layer_bytes
+        peak_bytes = layout.state_bytes + device_bytes + layout.working_bytes
         spent, exposed, host_s, communication_s = {}, {}, 0.0, 0.0
         if self.chip:
             spent, loops = self._computed(self.chip, layout, kept, device_bytes)
@@ -163,7 +181,6 @@ class Pricer:
     def _timed(self, chip: Chip, rules: Rules, work: Work, pieces: dict[Places, int]) -> Iterable[_Timed]:
         share = prices.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
         launch_s = prices.LAUNCH_S[chip.platform]
-        longer = PRODUCTS.get(chip.name, PRODUCTS[chip.platform])
         rounded = chip.platform == "tpu" and self.traces.task.matmul_precision == "default"  # float32 to bfloat16
         for operation in work.operations:
             local = [size / self._pieces(rules, places, pieces) for size, places in operation.touched]
@@ -171,8 +188,12 @@ class Pricer:
             if operation.only_casts and chip.platform == "tpu":  # they are fused with the product or gather beside them
                 continue
             if not operation.flops:
+                moved = sum(size * (OFF_CHIP[chip.platform] if size <= ON_CHIP_BYTES else 1.0) for size in local)
+                moving_s = moved / prices.hbm_bytes_per_s(chip)
                 seconds = ELEMENTWISE[chip.platform] * moving_s + launch_s
                 yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
+                if fused_s := FUSED[chip.platform] * moving_s:
+                    yield _Timed("matmul", fused_s, operation.backward * fused_s, operation.times, operation)
                 continue
             flops = operation.flops / self._pieces(rules, operation.places, pieces)
             peak = chip.matmul_flops_per_s("bf16" if rounded else operation.dtype)
@@ -186,13 +207,12 @@ class Pricer:
                 kernels = [grouped.work(rows, experts, *side, width, chip.kinds[0], outer) for side, outer in sides]
             passes = list(zip((y, x, w), kernels, strict=True))
             forward_s, *backward_s = (
-                longer
-                * max(
+                launch_s
+                + max(
                     moving_s,
                     kernel_bytes / prices.hbm_bytes_per_s(chip),
                     flops / (share * used * self._tiled(chip, elements, flops, operation) * peak),
                 )
-                + launch_s
                 for elements, (used, kernel_bytes) in passes[: 1 + round(operation.backward)]
             )
             yield _Timed(operation.kind, forward_s, sum(backward_s), operation.times, operation)
@@ -260,7 +280,7 @@ class Pricer:
             if rules.microbatches > 1:  # gradients are added up: two are read, and one is written
                 moved += 3 * rules.microbatches * self._gradient_bytes(rules)
             update_s = moved / prices.hbm_bytes_per_s(self.chip) if self.chip else 0.0
-            layer_bytes = self._layer_bytes(rules, work, pieces)
+            working_bytes = self._working_bytes(rules, work, pieces)
             self._layouts[key] = _Layout(
                 rules,
                 trace,
@@ -268,7 +288,7 @@ class Pricer:
                 timed,
                 update_s,
                 self._state_bytes(rules),
-                layer_bytes,
+                working_bytes,
                 pieces,
                 self._gathers(rules, trace, pieces),
                 {},
@@ -288,26 +308,29 @@ class Pricer:
         trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
         return sum(floor.held(rules, "optimizer", leaf, like, floor.FLOAT32_BYTES) for leaf, like in trained)
 
+    def _weight_bytes(self, rules: Rules) -> float:
+        """What a device holds of the weights."""
+        weights = pairs(self.traces.arrays.named_params, self.traces.arrays.params)
+        return sum(floor.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
+
     def _state_bytes(self, rules: Rules) -> float:
         """What a device holds of weights, optimizer state and gradients, and of their sums over microbatches."""
         arrays = self.traces.arrays
-        weights = pairs(arrays.named_params, arrays.params)
         optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
-        held = sum(floor.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
-        held += sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
-        return held + self._gradient_bytes(rules) * (2 if rules.microbatches > 1 else 1)
+        held = sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
+        return self._weight_bytes(rules) + held + self._gradient_bytes(rules) * (2 if rules.microbatches > 1 else 1)
 
-    def _layer_bytes(self, rules: Rules, work: Work, pieces: dict[Places, int]) -> float:
-        """The most that a device holds of one layer, or of the loss: results, their gradients, and weights in use."""
-        found: dict[bool, float] = collections.defaultdict(float)
+    def _working_bytes(self, rules: Rules, work: Work, pieces: dict[Places, int]) -> float:
+        """What a device holds while it computes, besides its state and what is kept for the backward pass."""
+        held = HELD.get(self.target.platform, HELD["gpu"])
+        found = held.gradients * self._gradient_bytes(rules)
+        found += held.weights[rules.microbatches > 1] * self._weight_bytes(rules)
         for operation in work.operations:
             if operation.kind != "matmul" or len(operation.touched) < 3:
                 continue
-            weight, out = operation.touched[1], operation.touched[2]
-            weight_bytes = weight[0] / self._pieces(rules, weight[1], pieces)
-            out_bytes = out[0] / self._pieces(rules, out[1], pieces)
-            found[operation.in_block] += 2 * out_bytes + 3 * weight_bytes
-        return max(found.values(), default=0.0)
+            x, weight, out = (size / self._pieces(rules, places, pieces) for size, places in operation.touched)
+            found += held.read * x + held.written * out if operation.in_block else held.outer_weights * weight
+        return found
 
     def _held(self, layout: _Layout, held: Iterable[tuple[float, Places]]) -> float:
         return sum(size / self._pieces(layout.rules, places, layout.pieces) for size, places in held)

@@ -23,7 +23,7 @@ from gspmd_lm.plan.traces import Traces
 from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 
-FAR_ABOVE = 1.3  # the share of the limit above which an estimate of memory is believed without a compiler
+FAR_ABOVE = 1.2  # the share of the limit above which an estimate of memory is believed without a compiler
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
 HOPELESS = "it needs more memory than a layout like it that does not fit"
 GAIN = 0.005  # what another compilation must promise
