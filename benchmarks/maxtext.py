@@ -1,6 +1,7 @@
 """The CPU time of a train step of `bench_4m` beside MaxText's, on 8 simulated devices, both with recomputed layers.
 
     python -m benchmarks.maxtext --python=VENV/bin/python [--rounds=3]
+    python -m benchmarks.maxtext --python=VENV/bin/python --products    # what both spend in XLA's products, from perf
 
 VENV has MaxText and this project, so that both run with the same jax. A step's time is the difference between a long
 and a short run of each program, as a user starts it, divided by the steps between them: what happens only once does
@@ -8,8 +9,12 @@ not count. The runs take turns, and each program was compiled before them.
 """
 
 import argparse
+import functools
 import statistics
+import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from benchmarks import measure
 from gspmd_lm import config
@@ -21,8 +26,11 @@ LAYOUTS = {  # flags of ours, and mesh axes of MaxText's
 }
 SIMULATED = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}  # for MaxText
 SHORT, LONG = 5, 30
+RATE = 199  # samples a second
 COLUMNS = {"layout": "layout", "ours": "ours, CPU ms", "maxtext": "MaxText, CPU ms", "ratio": "ratio",
            "least": "of minima"}  # fmt: skip
+
+Run = Callable[..., float]  # a command, and its environment
 
 
 def ours(python: str, flags: list[str], steps: int, folder: str) -> list[str]:
@@ -50,26 +58,49 @@ def maxtext(python: str, mesh: dict[str, int], steps: int, folder: str, cache: s
     return [python, "-m", "maxtext.trainers.pre_train.train", *(f"{key}={value}" for key, value in settings.items())]
 
 
-def compare(python: str, layout: str, rounds: int) -> dict[str, object]:
-    """One row of the table: milliseconds of a step."""
+@contextmanager
+def prepared(python: str, layout: str) -> Iterator[dict[str, Callable[[int, Run], float]]]:
+    """Both programs, compiled: name -> what runs a command of so many steps, and gives what was measured of it."""
     flags, mesh = LAYOUTS[layout]
-    times: dict[str, list[float]] = {"ours": [], "maxtext": []}
     with tempfile.TemporaryDirectory() as cache:
 
-        def run(name: str, steps: int) -> float:
+        def run(name: str, steps: int, measured: Run) -> float:
             with tempfile.TemporaryDirectory() as folder:
                 if name == "ours":
                     command, environment = ours(python, flags, steps, folder), {"GSPMD_LM_CACHE": f"{cache}/ours"}
                 else:
                     command, environment = maxtext(python, mesh, steps, folder, f"{cache}/theirs"), SIMULATED
-                user_s, system_s, _ = measure.taken(command, **environment)
-                return user_s + system_s
+                return measured(command, **environment)
 
-        for name in times:
-            run(name, SHORT)
+        programs = {name: functools.partial(run, name) for name in ("ours", "maxtext")}
+        for program in programs.values():
+            program(SHORT, cpu_s)
+        yield programs
+
+
+def cpu_s(command: list[str], **environment: str) -> float:
+    user_s, system_s, _ = measure.taken(command, **environment)
+    return user_s + system_s
+
+
+def products_s(command: list[str], **environment: str) -> float:
+    """CPU seconds in XLA's kernels for matrix products, from samples of Linux's `perf`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/perf.data"
+        measure.taken(["perf", "record", "-q", "-e", "cpu-clock", "-F", str(RATE), "-o", file, "--", *command],
+                      **environment)  # fmt: skip
+        script = ["perf", "script", "-i", file, "-F", "sym"]
+        symbols = subprocess.run(script, check=True, capture_output=True, text=True).stdout
+    return sum("::dot_" in symbol for symbol in symbols.splitlines()) / RATE
+
+
+def compare(python: str, layout: str, rounds: int) -> dict[str, object]:
+    """One row of the table: milliseconds of a step."""
+    times: dict[str, list[float]] = {"ours": [], "maxtext": []}
+    with prepared(python, layout) as programs:
         for _ in range(rounds):
-            for name in times:
-                times[name].append(1e3 * (run(name, LONG) - run(name, SHORT)) / (LONG - SHORT))
+            for name, program in programs.items():
+                times[name].append(1e3 * (program(LONG, cpu_s) - program(SHORT, cpu_s)) / (LONG - SHORT))
                 print(layout, name, round(times[name][-1]), flush=True)
     middle, least = ({name: of(found) for name, found in times.items()} for of in (statistics.median, min))
     return {
@@ -80,16 +111,25 @@ def compare(python: str, layout: str, rounds: int) -> dict[str, object]:
     }
 
 
+def products(python: str, layout: str, rounds: int) -> dict[str, object]:
+    """One row of the table: milliseconds of a step that are spent in products."""
+    with prepared(python, layout) as programs:
+        found = {name: [program(LONG, products_s) for _ in range(rounds)] for name, program in programs.items()}
+    return {"layout": layout, **{name: round(1e3 * statistics.median(of) / LONG) for name, of in found.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="the interpreter of an environment with MaxText")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--products", action="store_true", help="what both spend in products, from Linux's perf")
     parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     options = parser.parse_args()
-    rows = [compare(options.python, layout, options.rounds) for layout in options.layouts]
-    print(measure.markdown(rows, COLUMNS))
-    if options.write:
+    of = products if options.products else compare
+    rows = [of(options.python, layout, options.rounds) for layout in options.layouts]
+    print(measure.markdown(rows, {key: COLUMNS[key] for key in rows[0]}))
+    if options.write and not options.products:
         measure.write("maxtext", rows)
 
 

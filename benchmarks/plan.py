@@ -204,6 +204,20 @@ def show_rank(bench: Bench) -> None:
               f"spread {errors.std():.1%}")  # fmt: skip
 
 
+def show_memory() -> None:
+    """How far estimates of memory are from what compilers say, over every kept layout that fits."""
+    errors = collections.defaultdict(list)
+    for name in CASES:
+        bench = Bench(name, "plan_rank")
+        rows = {str(row["rules"]): row for file in ("plan_rank", "plan_regret") for row in kept(file)
+                if row["case"] == name and row["fits"]}  # fmt: skip
+        for row in rows.values():
+            errors[bench.target.platform].append(bench.price(row["rules"]).peak_bytes / row["peak_bytes"] - 1)
+    for platform, found in errors.items():
+        print(f"\nmemory on {platform}: {len(found)} layouts, mean error {np.abs(found).mean():.1%}, "
+              f"from {min(found):+.1%} to {max(found):+.1%}")  # fmt: skip
+
+
 def recorded() -> None:
     """The layouts whose predictions results/foresight_order.json holds, of all targets, beside their prices."""
     rows, found = measure.read("foresight_order"), {}
@@ -337,6 +351,7 @@ def main() -> None:
     elif arguments.what == "show":
         for name in dict.fromkeys(row["case"] for row in kept("plan_rank")):
             show_rank(Bench(name, "plan_rank"))
+        show_memory()
         recorded()
         show_published()
     elif arguments.what == "published":

@@ -191,13 +191,15 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
             wrong(f"data.seq={seq} does not divide into 2 pieces for each of {split}, so the last device has most of "
                   "the work of a causal mask", fix, warning=True)  # fmt: skip
     if form == "ring" and dealt:
-        kinds = model.layer_kinds
-        if window := next((kind.sliding_window for kind in kinds if kind.sliding_window), 0):
-            wrong(f"ring cannot do model.sliding_window: {window}", "--set rules.context=gather, or ulysses")
-        if model.positions in ("alibi", "alibi_bf16"):
-            wrong(f"ring cannot do model.positions: {model.positions}", "--set rules.context=gather, or ulysses")
-        if model.attention_sinks:
-            wrong("ring cannot do model.attention_sinks: true", "--set rules.context=gather, or ulysses")
+        window = next((kind.sliding_window for kind in model.layer_kinds if kind.sliding_window), 0)
+        lacking = {
+            f"sliding_window: {window}": window,
+            f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
+            f"attention_scores_dtype: {model.attention_scores_dtype}": model.attention_scores_dtype != "float32",
+            "attention_sinks: true": model.attention_sinks,
+        }
+        for asked in filter(lacking.get, lacking):
+            wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
     return found
 
 

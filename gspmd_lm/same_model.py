@@ -10,8 +10,8 @@ from gspmd_lm.errors import InputError
 
 # Fields of Model that change neither the tree of the parameters nor their meaning.
 _FREE = {
-    "compute_dtype", "weight_dtype", "matmul_precision", "dropout", "z_loss", "init_std", "context",
-    "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
+    "compute_dtype", "weight_dtype", "attention_scores_dtype", "matmul_precision", "dropout", "z_loss", "init_std",
+    "context", "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
 }  # fmt: skip
 _ABSENT = object()
 

@@ -21,7 +21,7 @@ LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 # Settings that no config.json has: how a run computes, and padding, which export removes.
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
-    "matmul_precision", "balance", "balance_weight", "balance_rate", "router_z_loss",
+    "attention_scores_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate", "router_z_loss",
 )  # fmt: skip
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

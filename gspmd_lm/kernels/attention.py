@@ -51,7 +51,9 @@ def attend(
     places_BT: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k) v over earlier positions of the same segment, [B, T, N, H], softmax in float32.
+    """softmax(scale q k) v over earlier positions of the same segment, [B, T, N, H].
+
+    Kernels compute the softmax in float32, XLA in `model.attention_scores_dtype`.
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document;
     None where a row is one text. places_BT: int32, where in its document a token stands, if that is not its place in
@@ -109,6 +111,8 @@ def attend_to_cache(
 
 def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
     """What a config asks for that `kernel` cannot do, or None."""
+    if kernel != "xla" and model.attention_scores_dtype != "float32":
+        return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
@@ -163,15 +167,16 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
         bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
         keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
         bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
-    if not cfg.attention_softcap and not cfg.attention_sinks:
+    dtype = jnp.dtype(cfg.attention_scores_dtype)
+    if dtype == jnp.float32 and not cfg.attention_softcap and not cfg.attention_sinks:
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
-    # Capped scores and sinks, which jax.nn.dot_product_attention does not offer.
+    # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them.
     q_BTKGH = rearrange(q_BTNH, "B T (K G) H -> B T K G H", K=k_BSKH.shape[2])
-    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
+    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=dtype) * scale
     if cfg.attention_softcap:
         scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
     if bias is not None:
-        scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=k_BSKH.shape[2])
+        scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=k_BSKH.shape[2]).astype(dtype)
     masked_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1)
     if cfg.attention_sinks:  # the share that is left to the keys

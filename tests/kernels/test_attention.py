@@ -1,5 +1,7 @@
 """Attention kernels against each other, on one device. Splash runs in Pallas's interpreter."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,25 @@ def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
     assert got[3].any() == cfg.attention_sinks
 
 
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}, {"positions": "alibi"}, {"attention_sinks": True}])
+def test_scores_in_bfloat16_differ_by_its_rounding_alone(qkv, segments, changes):
+    rounded, exact = (
+        attention.attend(*qkv, segments, settings(attention_scores_dtype=dtype, **changes),
+                         sinks_N=SINKS if "attention_sinks" in changes else None)
+        for dtype in ("bfloat16", "float32")
+    )  # fmt: skip
+    assert 0 < jnp.abs(rounded - exact).max() < 0.1  # scores of up to 4 have steps of 2^-6
+    assert rounded.dtype == exact.dtype
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", "bf16"), ("float32", "f32")])
+def test_scores_have_the_dtype_that_is_asked_for(qkv, dtype, found):
+    """They are the largest arrays of attention, and its first product."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv)
+    text = jax.jit(lambda: attention.attend(q, k, v, None, settings(attention_scores_dtype=dtype))).lower().as_text()
+    assert re.findall(r"stablehlo.dot_general.*-> tensor<[x\d]*x(\w+)>", text) == [found, "bf16"]
+
+
 def test_a_large_softcap_is_none(qkv, segments):
     want = attention.attend(*qkv, segments, PLAIN)
     np.testing.assert_allclose(attention.attend(*qkv, segments, settings(attention_softcap=1e4)), want, atol=1e-4)
@@ -69,6 +90,8 @@ def test_a_large_softcap_is_none(qkv, segments):
         ("cudnn", {"sliding_window": 64}, "sliding_window: 64"),
         ("cudnn", {"positions": "alibi"}, "positions: alibi"),
         ("cudnn", {"attention_sinks": True}, "attention_sinks: true"),
+        ("cudnn", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
+        ("splash", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
         ("splash", {"positions": "alibi"}, "positions: alibi"),
         ("splash", {"seq": 100}, "seq: 100"),
     ],

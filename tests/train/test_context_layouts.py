@@ -129,6 +129,7 @@ REFUSED = {
     "heads": ("ulysses", {"kv_heads": 2}, "ulysses: 2 key heads of a device (kv_heads) do not divide over context=4"),
     "window": ("ring", {"sliding_window": 8}, "ring cannot do model.sliding_window: 8"),
     "alibi": ("ring", {"positions": "alibi"}, "ring cannot do model.positions: alibi"),
+    "scores": ("ring", {"attention_scores_dtype": "bfloat16"}, "ring cannot do model.attention_scores_dtype: bfloat16"),
 }
 
 
