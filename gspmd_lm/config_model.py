@@ -142,7 +142,7 @@ class Model:
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
-    attention_scores_dtype: Literal["float32", "bfloat16"] = "float32"  # of XLA's attention; kernels have float32
+    attention_scores_dtype: Literal["float32", "bfloat16"] = "float32"  # of scores in XLA's attention
     attention_softcap: NotNegative = 0.0  # 0 means none; otherwise cap * tanh(scores / cap)
     logit_scale: Positive = 1.0  # logits are multiplied by it, before the cap
     logit_softcap: NotNegative = 0.0  # the same cap for the logits
