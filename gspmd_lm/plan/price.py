@@ -326,7 +326,7 @@ class Pricer:
         found = held.gradients * self._gradient_bytes(rules)
         found += held.weights[rules.microbatches > 1] * self._weight_bytes(rules)
         for operation in work.operations:
-            if operation.kind != "matmul" or len(operation.touched) < 3:
+            if operation.kind == "other" or len(operation.touched) < 3:
                 continue
             x, weight, out = (size / self._pieces(rules, places, pieces) for size, places in operation.touched)
             found += held.read * x + held.written * out if operation.in_block else held.outer_weights * weight
