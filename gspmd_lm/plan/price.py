@@ -52,7 +52,7 @@ class Held:
     written: float  # their results
     outer_weights: float  # the weights of products outside of layers, such as the vocabulary's: whole, and gradients
     gradients: float
-    weights: tuple[float, float]  # in the dtype of the products: with one microbatch, and with several
+    weights: tuple[float, float]  # copies in the dtype of the products: with one microbatch, and with several
 
 
 HELD = {
