@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import measure
 from gspmd_lm.convert import safetensors
 
-MAIN = Path(__file__).parent.parent / "main.py"
+MAIN = measure.ROOT / "main.py"
 HIDDEN, MLP, VOCAB = 2048, 7680, 32000
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": MLP,

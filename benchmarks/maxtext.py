@@ -125,13 +125,14 @@ def main() -> None:
     parser.add_argument("--python", required=True, help="the interpreter of an environment with MaxText")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--products", action="store_true", help="what both spend in products, from Linux's perf")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--products", action="store_true", help="what both spend in products, from Linux's perf")
+    either.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     options = parser.parse_args()
     of = products if options.products else compare
     rows = [of(options.python, layout, options.rounds) for layout in options.layouts]
     print(measure.markdown(rows, {key: COLUMNS[key] for key in rows[0]}))
-    if options.write and not options.products:
+    if options.write:
         measure.write("maxtext", rows)
 
 

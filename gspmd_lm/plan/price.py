@@ -276,19 +276,19 @@ class Pricer:
         if key not in self._layouts:
             work, pieces = trace.work(fused), dict[Places, int]()
             timed = list(self._timed(self.chip, rules, work, pieces)) if self.chip else []
+            weight_bytes, gradient_bytes = self._weight_bytes(rules), self._gradient_bytes(rules)
             moved = floor.updated_bytes(rules, self.traces.arrays)
             if rules.microbatches > 1:  # gradients are added up: two are read, and one is written
-                moved += 3 * rules.microbatches * self._gradient_bytes(rules)
+                moved += 3 * rules.microbatches * gradient_bytes
             update_s = moved / prices.hbm_bytes_per_s(self.chip) if self.chip else 0.0
-            working_bytes = self._working_bytes(rules, work, pieces)
             self._layouts[key] = _Layout(
                 rules,
                 trace,
                 work,
                 timed,
                 update_s,
-                self._state_bytes(rules),
-                working_bytes,
+                self._state_bytes(rules, weight_bytes, gradient_bytes),
+                self._working_bytes(rules, work, pieces, weight_bytes, gradient_bytes),
                 pieces,
                 self._gathers(rules, trace, pieces),
                 {},
@@ -313,18 +313,19 @@ class Pricer:
         weights = pairs(self.traces.arrays.named_params, self.traces.arrays.params)
         return sum(floor.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
 
-    def _state_bytes(self, rules: Rules) -> float:
+    def _state_bytes(self, rules: Rules, weight_bytes: float, gradient_bytes: float) -> float:
         """What a device holds of weights, optimizer state and gradients, and of their sums over microbatches."""
         arrays = self.traces.arrays
         optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
         held = sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
-        return self._weight_bytes(rules) + held + self._gradient_bytes(rules) * (2 if rules.microbatches > 1 else 1)
+        return weight_bytes + held + gradient_bytes * (2 if rules.microbatches > 1 else 1)
 
-    def _working_bytes(self, rules: Rules, work: Work, pieces: dict[Places, int]) -> float:
+    def _working_bytes(
+        self, rules: Rules, work: Work, pieces: dict[Places, int], weight_bytes: float, gradient_bytes: float
+    ) -> float:
         """What a device holds while it computes, besides its state and what is kept for the backward pass."""
         held = HELD.get(self.target.platform, HELD["gpu"])
-        found = held.gradients * self._gradient_bytes(rules)
-        found += held.weights[rules.microbatches > 1] * self._weight_bytes(rules)
+        found = held.gradients * gradient_bytes + held.weights[rules.microbatches > 1] * weight_bytes
         for operation in work.operations:
             if operation.kind == "other" or len(operation.touched) < 3:
                 continue

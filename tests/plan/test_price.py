@@ -87,11 +87,12 @@ def test_what_a_policy_computes_again(llama, monkeypatch):
 
 def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, monkeypatch):
     """What is computed again comes again, and so do its elementwise operations."""
+    traces = Traces(llama)
 
     def products_s(share, remat):
         monkeypatch.setitem(price.FUSED, "tpu", share)
         rules = rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)
-        return Pricer(llama, targets.parse("v5p:2x2x2")).price(rules).matmul_s
+        return Pricer(llama, targets.parse("v5p:2x2x2"), traces).price(rules).matmul_s
 
     extra_s = {remat: products_s(0.7, remat) - products_s(0.0, remat) for remat in ("none", "block")}
     hidden_s = B / 8 * T * F * 2 / prices.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
