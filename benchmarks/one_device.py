@@ -1,6 +1,7 @@
 """The train step on one device: processor seconds next to torch in eager mode, and what the compiled program copies.
 
-    python -m benchmarks.one_device [--config=bench_4m] [--rounds=15] [--write]
+    python -m benchmarks.one_device [--config=bench_4m] [--rounds=15] [--unroll=1] [--write]
+    taskset -c 0 python -m benchmarks.one_device    # one core for both, as torch has one thread
     python -m benchmarks.one_device --alone=25    # our steps alone, for `perf record -g -p PID`
 
 Both run in this process and take turns. torch has one thread; XLA has as many as there are cores. First they must give
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 
 from benchmarks import measure
-from gspmd_lm import config, rules_file
+from gspmd_lm import config, rules, rules_file
 from gspmd_lm.foresight import hlo
 from gspmd_lm.train import optimizer
 
@@ -113,10 +114,14 @@ def torch_step(cfg: config.Config, params: Any, batch: dict[str, jax.Array]) -> 
     return step
 
 
-def alone(name: str, steps: int) -> None:
+def _rules(unroll: str) -> rules.Rules:
+    return rules_file.load("single", overrides=[f"rules.unroll={unroll}"] if unroll else [])
+
+
+def alone(name: str, steps: int, unroll: str) -> None:
     """Runs our steps and prints what they took of the CPU and how many pages of memory they got."""
     cfg = config.load(name)
-    ours = measure.ours(cfg, rules_file.load("single"))
+    ours = measure.ours(cfg, _rules(unroll))
     state, batch = ours.start(), ours.place(measure.random_batch(cfg, jax.random.key(0)))
     used = []
     for turns in (3, steps):
@@ -134,10 +139,10 @@ def alone(name: str, steps: int) -> None:
     )
 
 
-def compare(name: str, rounds: int) -> dict[str, Any]:
+def compare(name: str, rounds: int, unroll: str) -> dict[str, Any]:
     """One row of the table."""
     cfg = config.load(name)
-    ours = measure.ours(cfg, rules_file.load("single"))
+    ours = measure.ours(cfg, _rules(unroll))
     state = ours.start()
     batch = measure.random_batch(cfg, jax.random.key(0))
     theirs, placed = torch_step(cfg, jax.device_get(state.params), batch), ours.place(batch)
@@ -169,12 +174,13 @@ def main() -> None:
     parser.add_argument("--config", default="bench_4m")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--alone", type=int, default=0, help="run so many of our steps, without torch")
+    parser.add_argument("--unroll", default="", help="layers that are written out: all or a number, as in a rules file")
     parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     options = parser.parse_args()
     measure.simulate(1)
     if options.alone:
-        return alone(options.config, options.alone)
-    row = compare(options.config, options.rounds)
+        return alone(options.config, options.alone, options.unroll)
+    row = compare(options.config, options.rounds, options.unroll)
     print(measure.markdown([row], COLUMNS))
     if options.write:
         measure.write(f"one_device_{options.config}", [row])

@@ -96,6 +96,10 @@ class Placement(Protocol):
         """See `placing.context`."""
         ...
 
+    def unroll(self, turns: int) -> int:
+        """See `placing.unroll`."""
+        ...
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
         ...
@@ -221,6 +225,12 @@ def remat() -> Callable[..., Any] | None:
     """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
     place = placement()
     return place.remat if place else None
+
+
+def unroll(turns: int) -> int:
+    """How many turns of a loop over layers, which has `turns`, the program writes out one after the other."""
+    place = placement()
+    return place.unroll(turns) if place else 1
 
 
 def cheap(function: Callable[..., Any]) -> Callable[..., Any]:

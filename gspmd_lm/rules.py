@@ -92,6 +92,7 @@ class Rules:
     rows: tuple[Row, ...]
     remat: Remat
     microbatches: int
+    unroll: int | Literal["all"] | None  # turns of the loop over layers; None leaves it to the platform
     attention: Mapping[str, str]
     context: str
     compiler_options: Mapping[str, Mapping[str, Any]]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from gspmd_lm import core_yaml
 from gspmd_lm.axes import DECODER
@@ -25,7 +25,7 @@ from gspmd_lm.rules import (
 )  # fmt: skip
 from gspmd_lm.vocabulary import Vocabulary
 
-SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "attention", "context", "compiler_options", "dcn")
+SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "unroll", "attention", "context", "compiler_options", "dcn")
 
 
 def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:
@@ -155,6 +155,7 @@ class _Reader:
             rows=rows,
             remat=self.remat(raw.get("remat", "none")),
             microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
+            unroll=self.unroll(raw.get("unroll")),
             attention=self.attention(raw.get("attention")),
             context=context
             if self.known(context, CONTEXTS, "context: unknown form", "context", context)
@@ -222,6 +223,10 @@ class _Reader:
         for name in sorted(set(lists["save"]) & set(lists["offload"])):
             self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
         return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
+
+    def unroll(self, value: Any) -> int | Literal["all"] | None:
+        good = value is None or value == "all" or self.size(value, "unroll", "unroll", ", or 'all'")
+        return value if good else None
 
     def by_platform(self, section: str, value: Any) -> list[tuple[str, Any]]:
         entries = self.mapping(section, value).items()

@@ -12,7 +12,7 @@ from gspmd_lm.model.attention import CACHE, Attention, Cache
 from gspmd_lm.model.experts import Experts, Routed
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.placing import Weight, remat, shard, use
+from gspmd_lm.placing import Weight, remat, shard, unroll, use
 from gspmd_lm.products import einsum, look_up, read, write
 
 
@@ -150,14 +150,16 @@ class Decoder(nn.Module):
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
         turns = stack.scanned // length
+        beside = unroll(turns)
         scanned: Any = {
             "variable_axes": {"params": 0},
             "split_rngs": {"params": True},
             "length": turns,
             "in_axes": (0, nn.broadcast, nn.broadcast),
             "metadata_params": {nn.PARTITION_NAME: "layers"},
+            "unroll": beside,
         }
-        one = nn.scan(_block(), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+        one = nn.scan(_block(alone=beside == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
         layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
         carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, keys_BT)
         found = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]

@@ -251,6 +251,8 @@ def describe(raw: Mapping[str, Any]) -> str:
         parts += [f"{verb} {' '.join(names)}" for verb, names in remat.items()]
     if (microbatches := raw.get("microbatches", 1)) > 1:
         parts.append(f"{microbatches} microbatches")
+    if "unroll" in raw:
+        parts.append(f"unroll {raw['unroll']}")
     if "compiler_options" in raw:
         parts.append("compiler options")
     return ", ".join(parts)

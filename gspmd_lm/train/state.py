@@ -93,6 +93,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
         more += config_problems(task.config, rules, platform)
     named = recorded(config, found, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform], "context": rules.context}
+    chosen["unroll"] = str(rules.unroll or "none")
     for key, value in chosen.items():
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
