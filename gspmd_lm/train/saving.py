@@ -43,9 +43,9 @@ class Clock:
 
 
 def line(train: Train, state: Any) -> str:
-    """What to say about when a run with this state is saved, and what a checkpoint takes."""
+    """What to say about when a run is saved, how large a checkpoint of its state is, and how many are kept."""
     minutes, steps = train.checkpoint_minutes, train.checkpoint_every
-    times = [f"every {steps:,} steps"] * (steps > 0) + [f"every {minutes:g} minutes"] * (minutes > 0)
+    when = [f"every {steps:,} steps"] * (steps > 0) + [f"every {minutes:g} minutes"] * (minutes > 0)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    when = " and ".join([*times, "at the end"])
-    return f"saves {when}: {human_bytes(size)} each, of which the newest {train.keep_checkpoints} stay"
+    times = f"{', '.join(when)} and at the end" if when else "at the end"
+    return f"saves {times}; {human_bytes(size)} each, {train.keep_checkpoints} kept"

@@ -399,7 +399,7 @@ def test_a_run_is_saved_when_its_clock_says_so(run, small, straight, tmp_path, m
     timed = run(tmp_path, config=config)
     timed.train(5)
     assert saved == [1, 2, 5]
-    assert "saves every 10 minutes and at the end: " in timed.console.file.getvalue()
+    assert "saves every 10 minutes and at the end; " in timed.console.file.getvalue()
     assert losses_of(tmp_path) == {step: loss for step, loss in losses_of(straight[0]).items() if step <= 5}
 
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from gspmd_lm.train import saving
@@ -57,3 +58,13 @@ def test_zero_minutes_is_never(at):
     clock = saving.Clock(0)
     at(1e9)
     assert not clock.due(False)
+
+
+def test_what_is_said_of_it_is_a_line(small):
+    state = {"a": jax.ShapeDtypeStruct((250, 10**6), "float32"), "b": jax.ShapeDtypeStruct((), "int32")}
+    said = lambda **keys: saving.line(small(train={"steps": 5, **keys}).train, state)  # noqa: E731
+    assert said() == "saves every 10 minutes and at the end; 1.0 GB each, 3 kept"
+    assert said(checkpoint_minutes=0) == "saves at the end; 1.0 GB each, 3 kept"
+    both = said(checkpoint_every=10000, checkpoint_minutes=0.5, keep_checkpoints=10)
+    assert both == "saves every 10,000 steps, every 0.5 minutes and at the end; 1.0 GB each, 10 kept"
+    assert len(both) <= 80
