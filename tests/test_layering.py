@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "rules_file": "axes vocabulary core_yaml rules",
     "runtime": "chips rules processes versions config",
     "stop_signal": "processes",
+    "agreement": "processes",
     "mesh": "rules config",
     "placement": "mesh rules placing vocabulary",
     "task": "placing vocabulary",
@@ -63,7 +64,7 @@ MAY_IMPORT = {
     "same_model": "config",
     "checkpoint": "same_model orbax_folder verdicts processes files trees config",
     "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data runtime stop_signal "
-    "compile_cache processes files versions core_yaml config",
+    "agreement compile_cache processes files versions core_yaml config",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
     "convert": "arrays model placement checkpoint rules axes data files config",
     "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data runtime files "
