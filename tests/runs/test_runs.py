@@ -145,6 +145,21 @@ def test_a_folder_in_the_place_of_a_file(tmp_path):
     assert "versions.json: cannot be read (Is a directory)" in bad.damage
 
 
+def test_speeds_are_of_the_last_rows_and_the_last_step_may_be_an_evaluation(tmp_path):
+    rows = [row(step, step_time_s=float(step)) for step in range(1, 3 * history.LAST)]
+    write(tmp_path / "a", [*rows, {"step": 99, "eval_loss": 3.0}])
+    (run,) = history.read([str(tmp_path)])
+    last = range(2 * history.LAST, 3 * history.LAST)
+    assert run.speed("step_time_s") == sum(last) / len(last)
+    assert run.step == 99
+
+
+def test_a_setting_that_only_the_last_run_has_otherwise_is_a_difference(tmp_path):
+    for name, batch in (("a", 8), ("b", 8), ("c", 16)):
+        write(tmp_path / name, [row(1)], f"data: {{batch: {batch}, seq: 64}}\n")
+    assert history.differences(history.read([str(tmp_path)])) == {"data.batch": ["8", "8", "16"]}
+
+
 def test_the_table(runs):
     console = Console(file=io.StringIO(), width=120)
     table.show(history.read([str(runs)]), console)
