@@ -4,7 +4,6 @@ A checkpoint counts as good once a later step was finite: its weights then gave 
 newest good checkpoint is never rotated away. A checkpoint that no finite step followed is used only if it is asked for.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -15,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gspmd_lm import files, orbax_folder, same_model, trees
+from gspmd_lm import files, json_text, orbax_folder, same_model, trees
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.processes import from_first
@@ -337,7 +336,7 @@ class Checkpoints:
     def _described(self, step: int) -> tuple[epath.Path, dict[str, Any]]:
         """The folder of a step and the JSON that its run saved. Raises InputError if it has another architecture."""
         folder = self.directory / str(step)
-        run = json.loads((folder / "run" / "metadata").read_text())
+        run = json_text.mapping((folder / "run" / "metadata").read_bytes(), folder / "run" / "metadata")
         same_model.check(run["architecture"], self._architecture, f"{folder}")
         return folder, run
 

@@ -12,6 +12,9 @@ from typing import Any, TextIO
 
 from etils import epath
 
+from gspmd_lm import json_text
+from gspmd_lm.errors import InputError
+
 MANIFEST = "sha256.json"  # in a sealed folder: the path of each file -> its size in bytes and its sha256
 
 
@@ -114,13 +117,13 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value that `replace_json` wrote. Raises ValueError if the file is damaged or was written by other code."""
-    raw = json.loads(path.read_bytes())
-    if not isinstance(raw, dict) or not isinstance(raw.get("value"), str):
-        raise ValueError(f"{path}: not a file of this package, or damaged")
-    if raw.get("sha256") != hashlib.sha256(raw["value"].encode()).hexdigest():
-        raise ValueError(f"{path}: its sha256 has changed")
-    return json.loads(raw["value"])
+    """The value that `replace_json` wrote. Raises InputError if the file is damaged or was written by other code."""
+    raw = json_text.mapping(path.read_bytes(), path)
+    if not isinstance(raw.get("value"), str):
+        raise InputError(f"{path}: not a file of this package, or damaged")
+    if raw.get("sha256") != hashlib.sha256(raw["value"].encode(errors="replace")).hexdigest():
+        raise InputError(f"{path}: its sha256 has changed")
+    return json_text.value(raw["value"], path)
 
 
 def seal(folder: epath.PathLike, names: Sequence[str]) -> None:
@@ -137,11 +140,11 @@ def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
     """A change among `names` since `seal`: a file that differs, is missing or was added. '' if there is none."""
     folder = epath.Path(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes()).items()
+        manifest = json_text.mapping((folder / MANIFEST).read_bytes(), MANIFEST).items()
         sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest}
         sums = {name: its for name, its in sums.items() if name.partition("/")[0] in names}
         files = _files(folder, names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # flipped bits can cause any of these
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # flipped bits can cause any of these
         return f"{MANIFEST} cannot be read: {error}"
     with ThreadPoolExecutor() as pool:
         found = [*pool.map(lambda name: _damage_of_file(folder, name, *sums[name]), sums)]

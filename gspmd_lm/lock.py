@@ -21,7 +21,7 @@ from typing import Any
 import filelock
 from etils import epath
 
-from gspmd_lm import files
+from gspmd_lm import files, json_text
 from gspmd_lm.errors import InputError, RunFailed
 
 LOCK, HOLDER = "lock", "lock.json"  # in a workdir: the file that the system locks, and the name of its holder
@@ -94,10 +94,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _parsed(written: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(written)
-    except ValueError:
+        return json_text.mapping(written, HOLDER)
+    except InputError:
         return None
-    return found if isinstance(found, dict) else None
 
 
 class _Beating:

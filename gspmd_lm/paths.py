@@ -2,20 +2,24 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 
 from gspmd_lm.errors import InputError, did_you_mean
 
+if TYPE_CHECKING:
+    from etils import epath
 
-def read_text(path: Path) -> str:
+
+def read_text(path: "Path | epath.Path") -> str:
     """The text of a file. Raises InputError if the file cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def cache_folder(name: str) -> Path:

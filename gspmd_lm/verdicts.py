@@ -6,7 +6,8 @@ from collections.abc import Collection
 import jax
 from etils import epath
 
-from gspmd_lm import files
+from gspmd_lm import files, json_text
+from gspmd_lm.errors import InputError
 
 VERDICT = "verdict.json"  # in the folder of a step
 
@@ -39,8 +40,8 @@ class Verdicts:
         if step in self.unwritten:
             return self.unwritten[step]
         try:
-            return bool(json.loads((self.directory / str(step) / VERDICT).read_bytes())["good"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return bool(json_text.mapping((self.directory / str(step) / VERDICT).read_bytes(), VERDICT)["good"])
+        except (OSError, InputError, KeyError):
             return None
 
     def write(self, committed: Collection[int]) -> None:

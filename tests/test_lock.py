@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import filelock
 import fsspec
@@ -133,6 +134,33 @@ def test_on_a_store_a_run_that_lost_its_lock_stops(store):
         with pytest.raises(RunFailed, match="taken over by process 9 on there"):
             held.check()
     assert store.exists("/run/lock.json")  # it is the other one's
+
+
+def test_on_a_store_a_run_that_ends_leaves_a_lock_that_is_not_its_own(store, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_S", 3600.0)  # it ends before it can notice
+    with lock._Beating(URL, print) as held:
+        store.pipe_file("/run/lock.json", json.dumps(held.mine | {"token": "another"}).encode())
+    assert not held.lost and json.loads(store.cat_file("/run/lock.json"))["token"] == "another"
+
+
+def test_on_a_store_a_living_run_whose_clock_is_behind_keeps_its_lock(store, monkeypatch):
+    now_s = [0.0]
+
+    def sleep(seconds):
+        """Time goes by, and every BEAT_S the holder writes what its own clock says."""
+        before, now_s[0] = now_s[0] // lock.BEAT_S, now_s[0] + seconds
+        if now_s[0] // lock.BEAT_S > before:
+            beat()
+
+    def beat():
+        store.pipe_file("/run/lock.json", json.dumps({"process": 7, "beat": now_s[0] - 100 * lock.STALE_S}).encode())
+
+    clock = types.SimpleNamespace(monotonic=lambda: now_s[0], time=lambda: now_s[0], sleep=sleep)
+    monkeypatch.setattr(lock, "time", clock)
+    beat()
+    with pytest.raises(InputError, match=r"process 7 on .* is writing there"), lock._Beating(URL, print):
+        pass
+    assert now_s[0] > lock.STALE_S and b'"process": 7' in store.cat_file("/run/lock.json")
 
 
 def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypatch):

@@ -198,6 +198,22 @@ def test_one_reduction_pays_for_all_that_is_read_once_and_written_once(split, su
     assert Counter((c.kind, c.elements) for c in count(text)) == sums
 
 
+def test_tokens_are_not_cut_by_a_mesh_axis_that_splits_the_weight():
+    """Cut twice by one mesh axis, the addends of the weight's gradient would be sent to and fro."""
+    placement = placement_of({"mesh": {"data": 8}, "rules": {"batch": "data", "w_down.mlp": "data"}})
+    (array,), hidden = drawn(("w_down",))[0].values(), np.random.default_rng(1).normal(size=(B, T, F))
+
+    def down(array, hidden_BTF):
+        y = einsum("BTF,FD->BTD", shard(hidden_BTF, HIDDEN), weight("w_down", array))
+        return write(y, BLOCK_INPUT, RESIDUAL)
+
+    inputs = array, hidden.astype(np.float32)
+    found, text = back(down, inputs, placement, options={})
+    agree(found, back(lambda w, hidden: jnp.einsum("BTF,FD->BTD", hidden, w), inputs)[0])
+    pieces = {("all-to-all", B * T * F // 8): 3, ("reduce-scatter", WHOLE // 8): 1, ("all-gather", WHOLE): 1}
+    assert Counter((c.kind, c.elements) for c in count(text)) == pieces
+
+
 def test_a_scan_keeps_one_copy_of_what_several_weights_read():
     placement, turns = placement_of({"rules": {"batch": "data", "heads": "tensor", "mlp": "tensor"}}), 3
     arrays, x_BTD = drawn(PAIR)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import config, paths
+from gspmd_lm import config, json_text, paths
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 
@@ -59,16 +59,20 @@ def new(came: Mapping[str, Path], original: Path | None, name: str, vocab: int) 
     if original and (name == "bytes" or moved or came["tokenizer.json"].parent.samefile(original)):
         return {}, []
     ends = [end for end in chat.stop_ids(name) if end < vocab]
-    said = json.loads(paths.read_text(came[GENERATION])) if GENERATION in came else {}
+    said = _settings(came[GENERATION]) if GENERATION in came else {}
     known = said.get("eos_token_id")
     written = {}
-    if ends and not set(ends) <= {*(known if isinstance(known, list) else [known])}:
+    if any(end not in (known if isinstance(known, list) else [known]) for end in ends):
         written[GENERATION] = as_json(said | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
     tokens = tokenizer.load(name)
     if isinstance(tokens, tokenizer.HuggingFace) and TOKENIZER_CONFIG not in came:
         end = next(text for text, number in tokens.special.items() if number == tokens.end)
         written[TOKENIZER_CONFIG] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
     return written, ends
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return json_text.mapping(paths.read_text(path), path, "correct or remove it")
 
 
 def as_json(value: Any) -> bytes:

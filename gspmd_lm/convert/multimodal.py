@@ -37,9 +37,10 @@ _OTHERS = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|multi_modal_pro
 
 def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     """The config.json of the text part alone; `raw` itself if it is that of a text model."""
-    if raw.get("model_type") not in PARTS:
+    whole = raw.get("model_type")
+    if not isinstance(whole, str) or whole not in PARTS:
         return raw
-    kind, defaults = PARTS[raw["model_type"]]
+    kind, defaults = PARTS[whole]
     inner = raw.get("text_config", raw)
     if not isinstance(inner, Mapping):
         raise InputError(f"{place}: text_config: is not an object\n  fix   fetch the folder again")

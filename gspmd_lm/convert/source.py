@@ -6,6 +6,7 @@ from typing import Any
 from gspmd_lm.convert.strict_json import shown
 
 LARGEST = 2**53  # floats hold every whole number up to here
+SMALLEST = 2.0**-100  # a smaller number is nearly zero in float32, and one that is divided by it has no float
 MISSING: Any = object()
 
 
@@ -42,7 +43,7 @@ class Source:
 
     def checked(self, name: str, value: Any, most: float = LARGEST) -> Any:
         """`value` if it is a number above zero and at most `most`; otherwise 1, and that is a problem."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= SMALLEST:
             self.refuse(name, value, "must be a number above zero")
             return 1
         if value > most:

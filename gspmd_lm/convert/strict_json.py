@@ -1,16 +1,15 @@
 """Reads JSON objects strictly: a text that two readers may understand differently is refused."""
 
-import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
+from gspmd_lm import json_text
 from gspmd_lm.errors import InputError
 
 DEEPEST = 64  # levels of lists and objects; a deeper value could not be written or shown again
 _LONGEST_NUMBER = 40  # digits
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_FIX = "the file is damaged or incomplete: fetch it again"
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
@@ -22,20 +21,10 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     Raises:
         InputError: names the file.
     """
-    try:
-        found = json.loads(
-            text, object_pairs_hook=_once_each, parse_constant=_no_number, parse_int=_whole, parse_float=_finite
-        )
-        if _is_too_deep(found):
-            raise RecursionError
-        if _SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise InputError(damaged(path, f"lists or objects within each other, over {DEEPEST} levels deep")) from error
-    except UnicodeEncodeError as error:
-        raise InputError(damaged(path, "not valid JSON: half of a character, such as \\ud800")) from error
-    except ValueError as error:
-        raise InputError(damaged(path, f"not valid JSON: {error}")) from error
+    hooks = {"object_pairs_hook": _once_each, "parse_constant": _no_number, "parse_int": _whole, "parse_float": _finite}
+    found = json_text.value(text, path, _FIX, DEEPEST, **hooks)
+    if json_text.has_halves(text, found):
+        raise InputError(damaged(path, "not valid JSON: half of a character, such as \\ud800"))
     if not isinstance(found, dict):
         raise InputError(damaged(path, f"not a JSON object but a {type(found).__name__}"))
     return found
@@ -43,7 +32,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
 
 def damaged(path: Path, what: str) -> str:
     """The error for a file that is not what it should be."""
-    return f"{path}: {what}\n  fix   the file is damaged or incomplete: fetch it again"
+    return f"{path}: {what}\n  fix   {_FIX}"
 
 
 def shown(value: Any) -> str:
@@ -77,17 +66,3 @@ def _finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
         raise ValueError(f"{digits[:_LONGEST_NUMBER]} is too large for a float")
     return number
-
-
-def _is_too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True

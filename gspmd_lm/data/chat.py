@@ -17,6 +17,7 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from gspmd_lm import json_text
 from gspmd_lm.data import tokenizer
 from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.errors import InputError, did_you_mean
@@ -293,8 +294,8 @@ def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
         name: text for name, value in settings.items() if name.endswith("_token") and _is_text(text := _content(value))
     }
     texts: dict[str, tuple[str, str]] = {}  # name -> text, place
-    named = settings.get("chat_template")
-    for entry in [{"name": "default", "template": named}] if isinstance(named, str) else named or []:
+    named = settings.get("chat_template") or []
+    for entry in named if isinstance(named, list) else [{"name": "default", "template": named}]:
         if not isinstance(entry, dict) or not _is_text(entry.get("name")) or not _is_text(entry.get("template")):
             raise InputError(
                 f"{config_path}: chat_template is neither text nor a list of objects with name and template\n"
@@ -327,15 +328,7 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object of a file; empty if there is no file. Raises InputError if it is not a JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON ({error})\n  fix   correct or remove it") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: a {type(found).__name__}, not a JSON object\n  fix   correct or remove it")
-    return found
+    return json_text.mapping(read_text(path), path, "correct or remove it") if path.is_file() else {}
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

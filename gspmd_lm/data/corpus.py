@@ -2,12 +2,12 @@
 
 import dataclasses
 import glob
-import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gspmd_lm import json_text
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
@@ -185,14 +185,10 @@ def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list
 
 def _member(path: Path, key: str) -> list[str]:
     """The names under a key of a JSON file, as texts or as {filename}. Raises InputError if there are none."""
-    try:
-        found = json.loads(read_text(path))[key]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        found = None
+    fix = "save the dataset again with save_to_disk"
+    found = json_text.mapping(read_text(path), path, fix).get(key)
     if not isinstance(found, list):
-        raise InputError(f"{path}: has no list {key}\n  fix   save the dataset again with save_to_disk")
+        raise InputError(f"{path}: has no list {key}\n  fix   {fix}")
     return [str(one.get("filename") if isinstance(one, dict) else one) for one in found]
 
 

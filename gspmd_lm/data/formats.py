@@ -6,7 +6,6 @@ import contextlib
 import csv
 import gzip
 import io
-import json
 import lzma
 import sys
 import zlib
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from gspmd_lm import json_text
 from gspmd_lm.data import markup, tables
 from gspmd_lm.errors import InputError, did_you_mean
 
@@ -92,10 +92,7 @@ def _notebook(path: Path) -> Iterator[bytes]:
 def _json(path: Path) -> Any:
     with _opened(path) as file:
         raw = file.read()
-    try:
-        return json.loads(raw.decode("utf-8", "surrogateescape"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON ({error})\n  fix   correct it, or leave it out") from error
+    return json_text.value(raw.decode("utf-8", "surrogateescape"), path, "correct it, or leave it out")
 
 
 def _lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -105,13 +102,7 @@ def _lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             if not line.strip():
                 continue
             place = f"{path}:{number}"
-            try:
-                record = json.loads(line.decode("utf-8", "surrogateescape"))
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{place}: not JSON ({error})\n  fix   one object per line") from error
-            if not isinstance(record, dict):
-                raise InputError(f"{place}: a {type(record).__name__}\n  fix   one object per line")
-            yield place, record
+            yield place, json_text.mapping(line.decode("utf-8", "surrogateescape"), place, "one object per line")
 
 
 def _json_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from gspmd_lm import json_text
 from gspmd_lm.data import remote
 from gspmd_lm.errors import InputError
+from gspmd_lm.paths import read_text
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -181,10 +182,7 @@ class HuggingFace:
         names = list(_END_NAMES)
         beside = path.with_name("tokenizer_config.json")
         if beside.is_file():
-            try:
-                named = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-            except (OSError, ValueError, AttributeError, RecursionError) as error:
-                raise InputError(f"{beside}: not a JSON object ({error})\n  fix   correct or remove it") from error
+            named = json_text.mapping(read_text(beside), beside, "correct or remove it").get("eos_token")
             named = named.get("content") if isinstance(named, dict) else named
             names = [str(named), *names] if named else names
         for name in names:

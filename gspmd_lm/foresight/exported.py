@@ -10,7 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import files
+from gspmd_lm import files, json_text
 from gspmd_lm.errors import InputError
 from gspmd_lm.paths import cache_folder
 
@@ -52,7 +52,7 @@ def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool 
     try:
         content = path.read_bytes()
         line, _, payload = content.partition(b"\n")
-        header = json.loads(line)
+        header = json_text.mapping(line, "its first line")
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r}")
         if len(payload) != header["bytes"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from gspmd_lm import json_text
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer.generate import Piece
@@ -35,24 +36,14 @@ def objects(path: Path, wrong: list[str]) -> Iterator[tuple[str, dict[str, Any]]
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
-        except ValueError as error:
-            wrong.append(f"{place}: not JSON ({error})")
+            fields = json_text.mapping(line, place)
+        except InputError as error:
+            wrong.append(str(error))
             continue
-        if isinstance(fields, dict) and not _is_text(json.dumps(fields, ensure_ascii=False)):
+        if json_text.has_halves(line, fields):
             wrong.append(f"{place}: half a character (\\ud800 to \\udfff without its other half)")
-        elif isinstance(fields, dict):
-            yield place, fields
         else:
-            wrong.append(f"{place}: a {type(fields).__name__}, not an object")
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+            yield place, fields
 
 
 def refuse(path: Path, wrong: Sequence[str], found: Sequence[Any], fix: str) -> None:

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from etils import epath
 
-from gspmd_lm import core_yaml, files
+from gspmd_lm import core_yaml, files, json_text, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import log
 
@@ -27,18 +27,23 @@ class Run:
     config: dict[str, Any]
     rules: str  # the text of rules.yaml
     about: dict[str, Any]  # versions.json
-    damage: str = ""  # a sentence about rows that cannot be read
+    damage: str = ""  # lines about what cannot be read
 
     @property
     def step(self) -> int:
         """The last step that was logged."""
-        return int(max(row["step"] for row in (*self.rows, *self.evaluations)))
+        return int(max((row["step"] for row in (*self.rows, *self.evaluations)), default=0))
 
     @property
     def step_tokens(self) -> int:
-        """The tokens of one step."""
-        data = self.config.get("data", {})
-        return int(data.get("batch", 0)) * int(data.get("seq", 0))
+        """The tokens of one step; 0 if the config does not say it."""
+        return self.whole("data", "batch") * self.whole("data", "seq")
+
+    def whole(self, section: str, key: str) -> int:
+        """A setting that is a number above 0; 0 if the config has none there."""
+        values = self.config.get(section)
+        value = values.get(key) if isinstance(values, dict) else None
+        return value if type(value) is int and value > 0 else 0
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -65,7 +70,11 @@ class Run:
 
 
 def read(folders: Sequence[str]) -> list[Run]:
-    """The runs in folders: each is a workdir, or holds workdirs. Raises InputError where one has no metrics."""
+    """The runs in folders: each is a workdir, or holds workdirs.
+
+    What cannot be read of a run is left out, and its `damage` says so. Raises InputError for a folder without runs, or
+    if no run has rows.
+    """
     workdirs: dict[str, epath.Path] = {}
     for folder in folders:
         path = epath.Path(folder) if files.is_remote(folder) else epath.Path(folder).expanduser()
@@ -77,12 +86,10 @@ def read(folders: Sequence[str]) -> list[Run]:
             )
         workdirs |= {str(workdir): workdir for workdir in found}
     names = [workdir.name for workdir in workdirs.values()]
-    runs = []
-    for workdir in workdirs.values():
-        run = _read(workdir, workdir.name if names.count(workdir.name) == 1 else str(workdir))
-        if not (run.rows or run.evaluations):
-            raise InputError(f"{workdir}: {log.METRICS} has no rows\n  fix   wait until the run has taken a step")
-        runs.append(run)
+    runs = [_read(workdir, workdir.name if names.count(workdir.name) == 1 else str(workdir))
+            for workdir in workdirs.values()]  # fmt: skip
+    if not any(run.rows or run.evaluations for run in runs):
+        raise InputError("\n".join([*(run.damage for run in runs), "  fix   wait until the run has taken a step"]))
     return runs
 
 
@@ -93,20 +100,43 @@ def _workdirs(path: epath.Path) -> list[epath.Path]:
 
 
 def _read(workdir: epath.Path, name: str) -> Run:
-    rows, damage = log.read(workdir / log.METRICS)
-    config, about = workdir / "config.yaml", workdir / "versions.json"
-    rules = workdir / "rules.yaml"
-    return Run(
+    damage: list[str] = []
+
+    def rows_of(name: str) -> list[dict[str, Any]]:
+        try:
+            rows, damaged = log.read(workdir / name)
+        except OSError as error:
+            rows, damaged = [], f"cannot be read ({files.reason(error)})"
+        damage.extend([f"{workdir / name}: {damaged}"] if damaged else [])
+        return rows
+
+    def value_of(name: str, parse: Callable[[str, str], Any], missing: Any) -> Any:
+        """What a file says; `missing` if there is no such file, or if it is not what it should be."""
+        path = workdir / name
+        try:
+            found = parse(paths.read_text(path), str(path)) if path.exists() else missing
+        except InputError as error:
+            damage.append(" ".join(map(str.strip, str(error).partition("\n  fix")[0].splitlines())))
+            return missing
+        if not isinstance(found, type(missing)):
+            damage.append(f"{path}: is a {type(found).__name__}, and is left out")
+            return missing
+        return found
+
+    rows = rows_of(log.METRICS)
+    run = Run(
         name=name,
         workdir=str(workdir),
         rows=[row for row in rows if "loss" in row],
         evaluations=[row for row in rows if "eval_loss" in row],
-        samples=log.read(workdir / log.SAMPLES)[0],
-        config=core_yaml.parse(config.read_text(), str(config)) if config.exists() else {},
-        rules=rules.read_text() if rules.exists() else "",
-        about=json.loads(about.read_text()) if about.exists() else {},
-        damage=f"{workdir / log.METRICS}: {damage}" if damage else "",
+        samples=rows_of(log.SAMPLES),
+        config=value_of("config.yaml", core_yaml.parse, {}),
+        rules=value_of("rules.yaml", lambda text, _: text, ""),
+        about=value_of("versions.json", json_text.mapping, {}),
     )
+    if not (run.rows or run.evaluations):
+        damage.append(f"{workdir / log.METRICS}: has no rows of training or evaluation")
+    return dataclasses.replace(run, damage="\n".join(damage))
 
 
 def settings(run: Run) -> dict[str, str]:

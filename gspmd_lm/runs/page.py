@@ -29,7 +29,7 @@ def render(runs: Sequence[Run], command: str) -> str:
     """The HTML of the page."""
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     body = _facts(runs[0]) if len(runs) == 1 else _runs(runs)
-    body += "".join(f'<p class="bad">{text(run.damage)}</p>' for run in runs if run.damage)
+    body += "".join(f'<p class="bad">{text(line)}</p>' for run in runs for line in run.damage.splitlines())
     body += _loss(runs) + '<div class="plots">' + "".join(_plot(runs, *one) for one in _PLOTS) + "</div>"
     body += _samples(runs) + (_made_with(runs[0]) if len(runs) == 1 else _differences(runs))
     return document(title, command, body)
@@ -122,11 +122,11 @@ def _range(
         return Axis("", values[0] / 1.2, values[-1] * 1.2, show, log=True), ""
     most = max(high + FAR * (high - low), 1.5 * high) if high > 0 else high
     outside = [value for value in values if value > most]
-    top, bottom = max(value for value in values if value <= most), 0.0 if zero else values[0]
+    top, bottom = max(value for value in values if value <= most), min(values[0], 0.0) if zero else values[0]
     room = 0.05 * (top - bottom or abs(top) or 1.0)
     several = "s above are" if len(outside) > 1 else " above is"
     said = f"<p class=legend>{len(outside):,} value{several} not drawn: up to {text(show(values[-1]))}.</p>"
-    return Axis("", bottom if zero else bottom - room, top + room, show), said if outside else ""
+    return Axis("", 0.0 if zero and not bottom else bottom - room, top + room, show), said if outside else ""
 
 
 def _samples(runs: Sequence[Run]) -> str:
@@ -154,9 +154,7 @@ def _differences(runs: Sequence[Run]) -> str:
 
 def _made_with(run: Run) -> str:
     about = {name: value for name, value in run.about.items() if isinstance(value, str)}
-    made = [
-        [text(name), _anywhere(value)] for name, value in {**about, **run.about.get("versions", {})}.items() if value
-    ]
+    made = [[text(name), _anywhere(value)] for name, value in {**about, **_versions(run)}.items() if value]
     chosen = [[f"<code>{breakable(key)}</code>", _anywhere(value)] for key, value in settings(run).items()]
     content = (
         rows_of(["what", "which"], made, "Made with")
@@ -164,6 +162,11 @@ def _made_with(run: Run) -> str:
         + folded("Rules", file_of(run.rules))
     )
     return section("h2", "Made with", "", content)
+
+
+def _versions(run: Run) -> dict[str, object]:
+    found = run.about.get("versions")
+    return found if isinstance(found, dict) else {}
 
 
 def _anywhere(value: object) -> str:

@@ -31,7 +31,7 @@ def cells(run: Run) -> list[str]:
 def facts(run: Run) -> list[tuple[str, str, str]]:
     """Name, value and note of each figure that a reader looks for first."""
     best, mfu, epoch = run.best, run.speed("mfu"), run.last("epoch")
-    steps = run.config.get("train", {}).get("steps")
+    steps = run.whole("train", "steps")
     found = [
         ("step", f"{run.step:,}", f"of {steps:,}" if steps else ""),
         ("loss", _number(run.last("loss")), "training, the last logged step"),
@@ -56,8 +56,8 @@ def show(runs: Sequence[Run], console: Console) -> None:
         table.add_row(*cells(run))
     console.print(table)
     for run in runs:
-        if run.damage:
-            console.print(f"warning: {run.damage}", soft_wrap=True, markup=False)
+        for line in run.damage.splitlines():
+            console.print(f"warning: {line}", soft_wrap=True, markup=False)
 
 
 def _number(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """The log of a run: metrics.jsonl and samples.jsonl in its workdir, and the trackers that get the same values."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +9,13 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from gspmd_lm import files
+from gspmd_lm import files, json_text
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import trackers
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+_MOST = 1e39  # above the numbers of float32
 
 
 class Sample(NamedTuple):
@@ -36,7 +38,7 @@ class Log:
     ):
         """Opens the log of a run that is at `start_step`. Rows of later steps are dropped.
 
-        Rows that cannot be read are left out, and `say` reports them.
+        Lines that cannot be read are left out, and `say` reports them.
         """
         self.metrics = _Rows(workdir / METRICS, start_step, say)
         self.samples = _Rows(workdir / SAMPLES, start_step, say)
@@ -69,16 +71,21 @@ class _Rows:
     """A file with a JSON object on each line, which has a step."""
 
     def __init__(self, path: epath.Path, start_step: int, say: Callable[[str], None]):
-        """Opens a file, which need not exist, and drops the rows of later steps than `start_step`."""
+        """Opens a file, which need not exist, and drops the rows of later steps than `start_step`.
+
+        A file with lines that cannot be read is kept beside it, as it was.
+        """
         self.path = path
         if path.is_dir():
             raise InputError(f"{path}: is a folder, but must be a file\n  fix   move it away")
-        old, rows, steps = _parsed(path)
-        if damaged := damage(steps):
-            say(f"warning: {path}: {damaged}")
-        kept = [row for row, step in zip(rows, steps, strict=True) if step is not None and step <= start_step]
-        self.dropped = len(rows) - len(kept)
-        text = b"".join(row + b"\n" for row in kept)
+        old, lines, rows = _parsed(path)
+        if damaged := damage(rows):
+            aside = _free(path)
+            files.replace(aside, old)
+            say(f"warning: {path}: {damaged}; {aside.name} is the file as it was")
+        kept = [line for line, row in zip(lines, rows, strict=True) if row and row["step"] <= start_step]
+        self.dropped = len(lines) - len(kept)
+        text = b"".join(line + b"\n" for line in kept)
         if old != text:
             files.replace(path, text)
         self.remote = text if files.is_remote(path) else None
@@ -94,31 +101,53 @@ class _Rows:
 
 
 def read(path: epath.Path) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a file of this log, and a sentence about those that cannot be read."""
-    _, lines, steps = _parsed(path)
-    return [json.loads(line) for line, step in zip(lines, steps, strict=True) if step is not None], damage(steps)
+    """The rows of a file of this log, and a sentence about lines that cannot be read.
+
+    A last line without an end is passed over, because a run may be writing it. Numbers that are not finite are None.
+    """
+    content, _, rows = _parsed(path)
+    whole = rows if content.endswith(b"\n") or not rows or rows[-1] else rows[:-1]
+    return [row for row in rows if row], damage(whole)
 
 
-def _parsed(path: epath.Path) -> tuple[bytes, list[bytes], list[float | None]]:
-    """The content of a file that need not exist, its lines, and the step of each line."""
+def damage(rows: Sequence[object]) -> str:
+    """What to say about lines that hold no row; '' if there are none."""
+    damaged = [str(number) for number, row in enumerate(rows, 1) if not row]
+    if len(damaged) < 2:
+        return f"line {damaged[0]} cannot be read and is left out" if damaged else ""
+    return f"{len(damaged)} lines cannot be read and are left out, among them {', '.join(damaged[:5])}"
+
+
+def _parsed(path: epath.Path) -> tuple[bytes, list[bytes], list[dict[str, Any] | None]]:
+    """The content of a file that need not exist, its lines, and the row of each line; None for a damaged one."""
     content = path.read_bytes() if path.exists() else b""
     lines = content.splitlines()
-    return content, lines, [_step_of(line) for line in lines]
+    return content, lines, [_row(line, path.name == SAMPLES) for line in lines]
 
 
-def damage(steps: Sequence[float | None]) -> str:
-    """What to say about rows without a step; '' if there are none.
-
-    The last row is not counted, because a process that was killed may have cut it.
-    """
-    damaged = [number for number, step in enumerate(steps[:-1], 1) if step is None]
-    where = ", ".join(map(str, damaged[:5]))
-    return f"line {where} cannot be read and is left out ({len(damaged)} in all)" if damaged else ""
-
-
-def _step_of(row: bytes) -> float | None:
-    """The step of a row; None for one that is damaged."""
+def _row(line: bytes, of_texts: bool) -> dict[str, Any] | None:
+    """The row that a line holds: a sample, or else numbers and null. None for a line that holds no such row."""
     try:
-        return float(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        row = json_text.mapping(line, "")
+    except InputError:
         return None
+    step = row.pop("step", None)
+    if not _is_number(step) or not 0 <= step < _MOST:
+        return None
+    if of_texts:
+        return {"step": step, **row} if all(isinstance(row.get(name), str) for name in Sample._fields) else None
+    if not all(value is None or _is_number(value) for value in row.values()):
+        return None
+    return {"step": step} | {
+        name: None if value is None or not abs(value) < _MOST else value for name, value in row.items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _free(path: epath.Path) -> epath.Path:
+    """A path beside a damaged file that nothing has yet."""
+    names = (f"{path.name}.damaged{number or ''}" for number in itertools.count())
+    return next(at for name in names if not (at := path.parent / name).exists())

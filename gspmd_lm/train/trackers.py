@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from etils import epath
 
-from gspmd_lm import files
+from gspmd_lm import files, json_text
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
 
@@ -65,7 +65,10 @@ def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, 
     TensorBoard then hides the points of later steps. The others keep the points that they have.
     """
     path = workdir / NAMES
-    names: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    fix = "remove it: online trackers then begin a new run"
+    names: dict[str, str] = json_text.mapping(path.read_bytes(), path, fix) if path.exists() else {}
+    if not all(isinstance(name, str) for name in names.values()):
+        raise InputError(f"{path}: not an object of texts\n  fix   {fix}")
     known = dict(names)
     found: list[Tracker] = []
     for tracker in train.trackers:

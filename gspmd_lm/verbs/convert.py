@@ -113,8 +113,9 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     original = _original(workdir, config)
     like = architecture.load(original) if original else None
     if original and (original / IGNORED).is_file():
-        fields = parse(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG, [])
-        here.say(f"ignored on import, and kept in {architecture.CONFIG}: {', '.join(map(str, fields))}")
+        fields = parse(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
+        named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
+        here.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
     begun = config.train.init_from
     if not original and begun and not session.path_of(begun).is_dir():
         here.say(f"warning: train.init_from: {begun} does not exist, so neither does its config.json: "

@@ -17,7 +17,7 @@ from absl import flags
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, files, lock, processes, rules_file, runtime, versions
+from gspmd_lm import checkpoint, files, lock, paths, processes, rules_file, runtime, versions
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.data.sources import Progress
@@ -113,7 +113,7 @@ def _planned(values: flags.FlagValues, config: Config, machine: runtime.Runtime)
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
     )
     if values.workdir and (kept := path_of(values.workdir) / "rules.yaml").is_file():
-        text = kept.read_text()
+        text = paths.read_text(kept)
         if f"{written.FOUND_BY}: {command} (" in text.partition("\n")[0]:
             outputs.say(f"--rules=plan: {kept} was found for these devices before")
             return rules_file.load(str(kept))

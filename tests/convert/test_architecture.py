@@ -1,12 +1,14 @@
 """What is made of config.json of published models, and what is refused."""
 
+import contextlib
 import json
 
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.convert import architecture
+from gspmd_lm.convert import architecture, multimodal
 from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT
+from gspmd_lm.convert.source import Source
 from gspmd_lm.errors import InputError
 from tests.convert.published_configs import DEFAULTS, LLAMA31, PUBLISHED
 
@@ -15,6 +17,7 @@ SIZES = {
     "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "intermediate_size", "ffn_dim",
     "max_position_embeddings", "n_positions", "seq_length", "rotary_dim", "num_layers", "num_heads",
 }  # fmt: skip
+OTHERS = ([], {}, [[]], {"type": []}, ["x"], "x", True, None, -1, 5e-324, 1e300)  # values of all types of JSON
 
 
 def sizes_alone(raw):
@@ -200,3 +203,19 @@ def test_no_field_is_both_read_and_called_irrelevant():
                     part.read(source, values)
                 assert not source.read & (IRRELEVANT | set(row.irrelevant)), row.name
                 assert json.dumps(sorted(source.read))
+
+
+@pytest.mark.parametrize("name", [*{raw["model_type"]: name for name, (raw, _) in PUBLISHED.items()}.values()])
+def test_any_field_may_hold_a_value_of_any_type(name):
+    """Such a file is read or refused; `model_of` raises nothing but InputError."""
+    raw, _ = PUBLISHED[name]
+    source, values = Source({}), {}
+    for part in architecture.family(raw, "x").parts:
+        part.read(source, values)
+    fields = {**raw, **dict.fromkeys(sorted(source.read | {"model_type", "architectures"}))}
+    for field, held in fields.items():
+        inner = [raw[field] | {key: value} for key in held for value in OTHERS] if isinstance(held, dict) else []
+        for value in (*OTHERS, *inner):
+            changed = multimodal.text_config(raw | {field: value}, "x")
+            with contextlib.suppress(InputError):
+                model_of(changed)

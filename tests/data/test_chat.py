@@ -135,7 +135,11 @@ def test_ids_that_end_a_turn(tmp_path):
     for named, found in ((264, (257, 264)), ([260, 257, 259], (257, 260, 259)), (None, (257,))):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
         assert chat.stop_ids(str(folder)) == found
-    for wrong, message in (('{"eos_token_id": ["</s>"]}', "are not ids"), ("[]", "a list, not"), ("{", "not JSON")):
+    for wrong, message in (
+        ('{"eos_token_id": ["</s>"]}', "are not ids"),
+        ("[]", "a list, not"),
+        ("{", "not valid JSON"),
+    ):
         (folder / "generation_config.json").write_text(wrong)
         with pytest.raises(InputError, match=rf"generation_config.json: .*{message}.*\n  fix "):
             chat.stop_ids(str(folder))

@@ -97,7 +97,7 @@ def test_notebooks_are_their_cells_without_outputs(tmp_path):
     for wrong in ('{"worksheets": []}', "[1]", '{"cells": [1]}'):
         with pytest.raises(InputError, match=r"a\.ipynb: not a Jupyter notebook"):
             _texts(tmp_path / "a.ipynb", wrong)
-    with pytest.raises(InputError, match=r"a\.ipynb: not JSON"):
+    with pytest.raises(InputError, match=r"a\.ipynb: not valid JSON"):
         _texts(tmp_path / "a.ipynb", "{")
 
 
@@ -111,7 +111,7 @@ def test_json(tmp_path):
         _texts(path, '[{"text": "a"}, {"txt": "b"}]')
     with pytest.raises(InputError, match=r"a\.json: item 1: a int\n  fix "):
         _texts(path, "[1]")
-    with pytest.raises(InputError, match=r"a\.json: not JSON"):
+    with pytest.raises(InputError, match=r"a\.json: not valid JSON"):
         _texts(path, '{"text": ')
     with pytest.raises(InputError, match=r"item 1: text is a dict, not text\n  fix   set .* to one of id$"):
         _texts(path, '[{"text": {}, "id": "x"}]')

@@ -288,7 +288,7 @@ def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeyp
     ("name", "text", "settings", "message"),
     [
         ("b.jsonl", '\n{"messages": []}', {}, r"b\.jsonl:2: messages is empty\n  fix "),
-        ("b.jsonl", '{"messages": [', {}, r"b\.jsonl:1: not JSON"),
+        ("b.jsonl", '{"messages": [', {}, r"b\.jsonl:1: not valid JSON"),
         (
             "b.jsonl",
             '{"messages": []}',

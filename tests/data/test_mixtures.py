@@ -59,6 +59,17 @@ def test_each_source_has_epochs_of_its_own():
         assert times.max() - times.min() <= 1 and len(times) == size
 
 
+def test_each_block_and_each_epoch_of_a_source_has_an_order_of_its_own(monkeypatch):
+    monkeypatch.setattr(loader, "BLOCK", 8)
+    mixed, _ = loader.open(_config(_entry("a", 1), _entry("b", 1)))
+    size = len(mixed.rows.parts[0])
+    blocks = [mixed.indices_at(step, range(8)) for step in range(2 * size)]
+    assert mixed.shares == (4, 4) and {(block < size).sum() for block in blocks} == {4}
+    assert len({tuple(block < size) for block in blocks}) > 1  # where the rows of a stand in a block
+    drawn = [frozenset(block[block < size]) for block in blocks]
+    assert drawn[:size] != drawn[size:]  # the rows of the same places, four epochs of a later
+
+
 def test_the_order_of_a_mixture_is_a_function_of_seed_and_step():
     entries = _entry("a", 1), _entry("b", 1)
     one, again, other = (loader.open(_config(*entries, seed=seed))[0] for seed in (5, 5, 6))

@@ -41,16 +41,20 @@ def test_wrong_lines_are_all_named(file):
 
     path = file(
         {"prompt": "fine"}, "{no json", "[1]", {"text": "x"}, {"prompt": 3}, {"prompt": ""},
-        {"prompt": "x", "messages": []}, {"messages": []}, '{"prompt": "x", "id": "\\ud800"}',
+        {"prompt": "x", "messages": []}, {"messages": []}, '{"prompt": "x", "id": "\\ud800"}', "[" * 100_000,
+        '{"prompt": "x", "id": ' + "[" * 600 + "]" * 600 + "}", "9" * 5000,
     )  # fmt: skip
     with pytest.raises(InputError) as caught:
         lines.read(path, Bytes(), render)
     found = [line.removeprefix(f"{path}:") for line in str(caught.value).split("\n")]
-    assert found[0].startswith("2: not JSON (")
-    assert found[1:-1] == [
-        "3: a list, not an object", "4: prompt is missing", "5: prompt is not text", "6: prompt is empty",
+    assert found[0].startswith("2: not valid JSON: ")
+    assert found[-2].startswith("12: not valid JSON: ")
+    assert found[1:-2] == [
+        "3: a list, not a JSON object", "4: prompt is missing", "5: prompt is not text", "6: prompt is empty",
         "7: both prompt and messages", "8: messages is empty",
         "9: half a character (\\ud800 to \\udfff without its other half)",
+        "10: lists or objects within each other, over 500 levels deep",
+        "11: lists or objects within each other, over 500 levels deep",
     ]  # fmt: skip
     assert found[-1].startswith("  fix   write one object such as")
     with pytest.raises(InputError, match=r"1: messages, but data\.tokenizer has no chat template"):

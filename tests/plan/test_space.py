@@ -78,6 +78,14 @@ def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monk
         state.checked(config, rules_file.from_dict(raw, "plan").fill(4), "cpu")
 
 
+def test_a_sequence_is_split_only_where_its_pieces_can_be_dealt(small, space_of, monkeypatch):
+    """Each device gets two pieces, an early and a late one, so that all see as many keys."""
+    monkeypatch.setattr(space, "LONG", 16)
+    monkeypatch.setattr(space, "LEAST_POSITIONS", 1)
+    of = space_of(small(compute_dtype="bfloat16", data={"seq": 24}), "cpu:8")
+    assert {raw["mesh"].get("context", 1) for raw in of} == {1, 2, 4}  # 24 is no multiple of 2 * 8
+
+
 def test_the_batch_is_divided_and_so_are_its_microbatches(found):
     for raw in found:
         rows = raw.get("microbatches", 1)

@@ -57,7 +57,7 @@ def test_a_folder_of_runs_is_read_and_so_is_a_run(runs, tmp_path):
     both = history.read([str(runs)])
     assert [run.name for run in both] == ["a", "b"] == [run.name for run in history.read([f"{runs}/a", f"{runs}/b"])]
     first, second = both
-    assert first.damage.endswith("a/metrics.jsonl: line 8 cannot be read and is left out (1 in all)")
+    assert first.damage.endswith("a/metrics.jsonl: line 8 cannot be read and is left out")
     assert (first.step, first.best["step"], first.step_tokens) == (31, 20, 512)
     assert first.last("loss") == 4.0 - 0.3 and len(first.points("loss")) == 4
     assert [x for x, _ in first.points("step_time_s")] == [10, 20, 30]  # the first step has no speed
@@ -65,14 +65,99 @@ def test_a_folder_of_runs_is_read_and_so_is_a_run(runs, tmp_path):
     assert history.differences(both) == {"data.batch": ["8", "16"]}
     again = shutil.copytree(runs / "a", tmp_path / "elsewhere" / "a")
     assert [run.name for run in history.read([str(runs / "a"), str(again)])] == [str(runs / "a"), str(again)]
-    for folder, what in (("nowhere", "there is no such folder"), ("elsewhere/a/not", "no such folder"),
-                         ("empty", "no metrics.jsonl in it"), ("rows", "metrics.jsonl has no rows")):  # fmt: skip
+    for folder, what in (
+        ("nowhere", "there is no such folder"), ("elsewhere/a/not", "no such folder"),
+        ("empty", "no metrics.jsonl in it"), ("rows", "metrics.jsonl: has no rows of training or evaluation"),
+    ):  # fmt: skip
         if folder in ("empty", "rows"):
             (tmp_path / folder).mkdir()
         if folder == "rows":
             (tmp_path / folder / "metrics.jsonl").touch()
         with pytest.raises(InputError, match=rf"(?s){what}\n  fix   "):
             history.read([str(tmp_path / folder)])
+
+
+# File, what stands in it, and what is said about it; "" where nothing is lost.
+NO_TEXT, DEEP = b"\xff\xfe\x00", b"[" * 100_000
+LEFT_OUT = "metrics.jsonl: line 1 cannot be read and is left out"
+DAMAGED = [
+    ("versions.json", b"", "versions.json: not valid JSON: Expecting value"),
+    ("versions.json", b"{", "versions.json: not valid JSON: Expecting property name"),
+    ("versions.json", NO_TEXT, "versions.json: not UTF-8 text"),
+    ("versions.json", DEEP, "versions.json: lists or objects within each other, over 500 levels deep"),
+    ("versions.json", b"[1]", "versions.json: a list, not a JSON object"),
+    ("versions.json", b'{"versions": 3, "command": []}', ""),
+    ("versions.json", b'{"versions": {"jax": {"a": [1]}}}', ""),
+    ("config.yaml", b"", "config.yaml: is a NoneType, and is left out"),
+    ("config.yaml", b"[]", "config.yaml: is a list, and is left out"),
+    ("config.yaml", b"3", "config.yaml: is a int, and is left out"),
+    ("config.yaml", b"null", "config.yaml: is a NoneType, and is left out"),
+    ("config.yaml", NO_TEXT, "config.yaml: not UTF-8 text"),
+    ("config.yaml", b"data: {batch: [", "config.yaml: not valid YAML while parsing"),
+    ("config.yaml", DEEP, "config.yaml: not valid YAML line 1: more than 32 levels"),
+    ("config.yaml", b"data: 3\ntrain: [1]\n", ""),
+    ("config.yaml", b"data: {batch: x, seq: [1]}\ntrain: {steps: {}}\n", ""),
+    ("config.yaml", b"data: {batch: -8, seq: 0.5}\ntrain: {steps: .nan}\n", ""),
+    ("rules.yaml", NO_TEXT, "rules.yaml: not UTF-8 text"),
+    ("rules.yaml", b"[" * 50, ""),
+    ("metrics.jsonl", b"", "metrics.jsonl: has no rows of training or evaluation"),
+    ("metrics.jsonl", NO_TEXT * 9 + b"\n", LEFT_OUT),
+    ("metrics.jsonl", DEEP + b"\n", LEFT_OUT),
+    ("metrics.jsonl", b"3\n[]\nnull\n", "3 lines cannot be read and are left out, among them 1, 2, 3"),
+    ("metrics.jsonl", b'{"loss": 1}\n', LEFT_OUT),
+    *(("metrics.jsonl", b'{"step": %s, "loss": 1}\n' % step, LEFT_OUT)
+      for step in (b'"3"', b"null", b"1e999", b"NaN", b"-1", b"true", b"[]", b"9" * 99)),
+    *(("metrics.jsonl", b'{"step": 1, "loss": %s}\n' % loss, LEFT_OUT) for loss in (b'"NaN"', b"[]", b"{}", b"true")),
+    *(("metrics.jsonl", b'{"step": 1, "loss": %s}\n{"step": 2, "eval_loss": %s}\n' % (loss, loss), "")
+      for loss in (b"NaN", b"null", b"-Infinity", b"9" * 400, b"1e38", b"-1e38", b"5e-324", b"0")),
+    ("metrics.jsonl", b'{"step": 1, "loss": 1, "tokens_per_s": -1e38}\n', ""),
+    ("metrics.jsonl", b'{"step": 1, "loss": 1, "mfu": "x"}\n{"step": 2, "loss": 1}\n{"st', LEFT_OUT),
+    ("samples.jsonl", b'{"step": 1}\n', "samples.jsonl: line 1 cannot be read and is left out"),
+    ("samples.jsonl", b'{"step": 1, "prompt": 3, "text": "x"}\n', "samples.jsonl: line 1 cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
+def test_a_damaged_file_hides_neither_its_run_nor_others(tmp_path, name, content, said):
+    for run in ("bad", "good"):
+        write(tmp_path / run, [row(1), row(2)])
+    (tmp_path / "bad" / name).write_bytes(content)
+    bad, good = found = history.read([str(tmp_path)])
+    assert (good.name, good.step, good.damage) == ("good", 2, "")
+    assert said in bad.damage and (said or not bad.damage)
+    console = Console(file=io.StringIO(), width=120)
+    table.show(found, console)
+    assert console.file.getvalue().count("warning: ") == len(bad.damage.splitlines())
+    for drawn in ([bad], found):
+        whole = Reader(page.render(drawn, ""))
+        assert not whole.unclosed and not whole.open
+        assert len(whole.find("p", **{"class": "bad"})) == len(bad.damage.splitlines())
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path):
+    for run in ("bad", "good"):
+        write(tmp_path / run, [row(1)])
+    for name in ("metrics.jsonl", "versions.json"):
+        (tmp_path / "bad" / name).unlink()
+        (tmp_path / "bad" / name).mkdir()
+    bad, good = history.read([str(tmp_path)])
+    assert "metrics.jsonl: cannot be read (Is a directory)" in bad.damage and good.step == 1
+    assert "versions.json: cannot be read (Is a directory)" in bad.damage
+
+
+def test_speeds_are_of_the_last_rows_and_the_last_step_may_be_an_evaluation(tmp_path):
+    rows = [row(step, step_time_s=float(step)) for step in range(1, 3 * history.LAST)]
+    write(tmp_path / "a", [*rows, {"step": 99, "eval_loss": 3.0}])
+    (run,) = history.read([str(tmp_path)])
+    last = range(2 * history.LAST, 3 * history.LAST)
+    assert run.speed("step_time_s") == sum(last) / len(last)
+    assert run.step == 99
+
+
+def test_a_setting_that_only_the_last_run_has_otherwise_is_a_difference(tmp_path):
+    for name, batch in (("a", 8), ("b", 8), ("c", 16)):
+        write(tmp_path / name, [row(1)], f"data: {{batch: {batch}, seq: 64}}\n")
+    assert history.differences(history.read([str(tmp_path)])) == {"data.batch": ["8", "8", "16"]}
 
 
 def test_the_table(runs):

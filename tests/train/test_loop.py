@@ -346,13 +346,14 @@ def test_a_damaged_row_of_metrics_is_left_out_and_said(run, straight, tmp_path):
     workdir, _ = straight
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     rows = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b"".join([*rows[:2], b'{"step": \xff3}\n', *rows[3:], b'{"step": 99, "lo'])
-    )
+    damaged = b"".join([*rows[:2], b'{"step": \xff3}\n', *rows[3:], b'{"step": 99, "lo'])
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
     again = run(tmp_path)
     again.train(13)
-    assert "metrics.jsonl: line 3 cannot be read and is left out (1 in all)" in again.console.file.getvalue()
+    said = f"2 lines cannot be read and are left out, among them 3, {len(rows) + 1}; metrics.jsonl.damaged is the file"
+    assert f"metrics.jsonl: {said} as it was" in again.console.file.getvalue()
     assert list(losses_of(tmp_path)) == [1, 2, *range(4, 14)]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(InputError, match=r"metrics\.jsonl: is a folder, but must be a file"):

@@ -87,6 +87,29 @@ def test_a_resumed_run_is_the_same_run_elsewhere(online, tmp_path):
     assert new.run.options["id"] != wandb["id"] and new.run.options["group"] is None
 
 
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b"[" * 100_000, b'{"wandb": 3}'])
+def test_damaged_names_of_runs_elsewhere_are_refused_with_their_place(online, tmp_path, content):
+    (tmp_path / "trackers.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"(?s)trackers\.json: .*\n  fix   remove it: online trackers then begin a"):
+        trackers.start(epath.Path(tmp_path), 4, Train(steps=9, trackers=("wandb",)), {})
+
+
+def test_a_damaged_file_is_kept_beside_what_could_be_read(tmp_path):
+    train, said = Train(steps=9, trackers=()), []
+    for name, good in (("metrics.jsonl", b'{"step": 1, "loss": NaN}\n'),
+                       ("samples.jsonl", b'{"step": 2, "prompt": "a", "text": "b"}\n')):  # fmt: skip
+        for number, bad in enumerate((b"{\n", b'{"step": "1", "loss": 2}\n', b'{"step": 3, "lo')):
+            (tmp_path / name).write_bytes(good + bad)
+            Log(epath.Path(tmp_path), 4, train, {}, said.append).close()
+            assert (tmp_path / name).read_bytes() == good
+            aside = f"{name}.damaged{number or ''}"
+            assert (tmp_path / aside).read_bytes() == good + bad
+            assert said.pop().endswith(f"{name}: line 2 cannot be read and is left out; {aside} is the file as it was")
+            assert not said
+    Log(epath.Path(tmp_path), 4, train, {}, said.append).close()
+    assert not said
+
+
 def test_that_an_online_tracker_keeps_old_points_is_said(online, tmp_path):
     train, said = Train(steps=9, trackers=("wandb",)), []
     for start in (0, 8, 4):

@@ -40,7 +40,7 @@ class Axis:
             factors = (1, 2, 5) if last - first <= 3 else (1,)
             found = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
             return [value for value in found if self.low <= value <= self.high]
-        step = round_step((self.high - self.low or abs(self.high) or 1.0) / TICKS)
+        step = round_step(max((self.high - self.low or abs(self.high) or 1.0) / TICKS, 1e-300))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [n * step for n in range(first, last + 1)]
 
