@@ -58,7 +58,7 @@ def arrays(
     params = nn.unbox(boxed)
     _check_dicts(params)
     named = jax.tree_util.tree_map_with_path(
-        lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), nn.get_partition_spec(boxed)
+        lambda path, spec: Named(".".join(str(key.key) for key in path), tuple(spec)), nn.get_partition_spec(boxed)
     )
     _check_names(pairs(named, params), vocabulary)
     return Arrays(named, params, trained(named), trained(params))
@@ -91,13 +91,10 @@ def checked(
 def _check_dicts(params: Any) -> None:
     """Raises InputError for parameters that are not nested dicts of arrays, such as the state of an NNX module."""
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
-        other = next((key for key in path if not isinstance(getattr(key, "key", None), str)), None)
-        if other is not None:
+        if other := [key for key in path if not isinstance(key, jax.tree_util.DictKey)]:
             raise InputError(
-                f"the model's parameters are not nested dicts of arrays with words as keys: {other} in "
-                f"{jax.tree_util.keystr(path)}\n"
-                "  fix   have init return such dicts, each array in nn.LogicallyPartitioned(array, axes); "
-                "docs/your_own_model.md shows it for the state of an NNX module"
+                f"the model's parameters are not nested dicts of arrays: {other[0]} in {jax.tree_util.keystr(path)}\n"
+                "  fix   have init return such dicts, as that of flax.nnx.bridge.to_linen does for an NNX module"
             )
 
 

@@ -66,7 +66,7 @@ class CompileRequest:
     target: Target
     export: bool = False  # keep the executable too
     phase: Phase = "train"
-    counted: Mapping[str, Any] | None = None  # of a task, what the caller's module says: see `sizes`
+    sizes: Mapping[str, list[int]] | None = None  # of a task's parameters, as the caller's module has them
 
     @property
     def name(self) -> str:
@@ -221,16 +221,14 @@ def pickled(task: "Task") -> bytes:
     return found
 
 
-def sizes(task: "Task", arrays: "Arrays") -> dict[str, Any]:
-    """The shape of each parameter of a task, and the FLOPs of its step: what another process must find as well."""
+def sizes(arrays: "Arrays") -> dict[str, list[int]]:
+    """The shape of each parameter of a task, which another process must find as well."""
     from gspmd_lm.arrays import pairs
-    from gspmd_lm.foresight.floor import counted
 
-    shapes = {leaf.path: list(like.shape) for leaf, like in pairs(arrays.named_params, arrays.params)}
-    return {**shapes, "FLOPs of a step": counted.flops_of_step(task, arrays)}
+    return {leaf.path: list(like.shape) for leaf, like in pairs(arrays.named_params, arrays.params)}
 
 
-def _check_sizes(here: Mapping[str, Any], there: Mapping[str, Any], name: str) -> None:
+def _check_sizes(here: Mapping[str, list[int]], there: Mapping[str, list[int]], name: str) -> None:
     other = next((what for what in {**here, **there} if here.get(what) != there.get(what)), None)
     if other:
         raise InputError(
@@ -285,8 +283,8 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     devices = targets.devices(target)
     if request.phase == "train":
         arrays = state.checked(config, rules, target.platform)[0]
-        if request.counted is not None and not isinstance(config, Config):
-            _check_sizes(request.counted, sizes(config, arrays), config.name)
+        if request.sizes is not None:
+            _check_sizes(request.sizes, sizes(arrays), config.name)
         built = step.build(config, rules, arrays, devices)
         lower = built.lower_train
     else:

@@ -44,9 +44,9 @@ def reports(
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
     found = [_checked(config, rules, target.platform, phase) for rules in filled]
-    counted = sizes(config, found[0][0]) if isinstance(config, Task) else None
-    exported_too = export is not None
-    compiled = programs([CompileRequest(config, rules, target, exported_too, phase, counted) for rules in filled], say)
+    own = sizes(found[0][0]) if isinstance(config, Task) else None
+    keep = export is not None
+    compiled = programs([CompileRequest(config, rules, target, keep, phase, own) for rules in filled], say)
     if export and compiled[0].executable:
         files.replace(export, compiled[0].executable.read_bytes())
         exported.record(export)

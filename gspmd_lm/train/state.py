@@ -107,7 +107,7 @@ def _not_placed(task: Task, found: Arrays, rules: Rules, named: Recorder) -> lis
     """The warnings that a model of one's own does not ask the rules where its arrays live."""
     said, place = [], f"task {task.name}: sums"
     if calls := named.constraints:
-        message = f"nn.with_logical_constraint: the model calls it {calls} times, and it places nothing here"
+        message = f"nn.with_logical_constraint: calls of it, {calls} in all, place nothing here"
         fix = 'write shard(x, "array: axis axis ...") in its place, with names of the vocabulary'
         said.append(Problem(message, place, fix, warning=True))
     moved = []
@@ -116,8 +116,8 @@ def _not_placed(task: Task, found: Arrays, rules: Rules, named: Recorder) -> lis
         if leaf.path not in named.used and at_rest != in_use:
             moved.append(leaf.path)
     if moved:
-        others = f" and {len(moved) - 1} more weights" if len(moved) > 1 else ""
-        message = f"{moved[0]}{others}: the model reads them without use(), so `rules` does not place them"
+        others, them = (f" and {len(moved) - 1} more weights", "them") if len(moved) > 1 else ("", "it")
+        message = f"{moved[0]}{others}: read without use(), so `rules` does not place {them}"
         fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
         said.append(Problem(message, place, fix, warning=True))
     return said

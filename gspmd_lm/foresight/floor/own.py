@@ -24,7 +24,8 @@ class OwnTraffic(Moves):
             self.result(product, written)
             read[product.x].append(product)
         for x, products in read.items():
-            self.read(x, products)
+            home = self.traced.source(x)
+            self.read(x, None if home in written else home, products)
         for path in set(self.traced.used) - self.traced.multiplied:
             weight, applied = self.weights[path], self.traced.applied_to(path)
             if weight.trained and applied:
@@ -48,9 +49,10 @@ class OwnTraffic(Moves):
         have = {axis: tuple(name for name in names if name not in over) for axis, names in self.place(y).items()}
         self.move(self.bytes(product.node), have, self.place(home), over, times)
 
-    def read(self, x: Node, products: list[Product]) -> None:
-        """The gradients of products that have one input; and where `read` gathers it, the input and one sum for all."""
-        place, home = self.place(x), self.traced.source(x)
+    def read(self, x: Node, home: Node | None, products: list[Product]) -> None:
+        """The gradients of products that have one input. Where `read` gathers it from `home`, the input too, and one
+        sum of all gradients."""
+        place = self.place(x)
         if home:
             kept = not self.trains or self.rules.remat.policy == "none" or x.array in self.kept
             for _ in range(1 if kept else 2):
