@@ -52,12 +52,13 @@ def arrays(
     """The parameters that `init` draws with a random key, annotated by `nn.with_logical_partitioning`.
 
     `trained` takes a tree shaped like the parameters and gives the part of it that training changes. Raises InputError
-    for parameters and axes that the vocabulary does not have.
+    for another tree than nested dicts, and for parameters and axes that the vocabulary does not have.
     """
     boxed = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     params = nn.unbox(boxed)
+    _check_dicts(params)
     named = jax.tree_util.tree_map_with_path(
-        lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), nn.get_partition_spec(boxed)
+        lambda path, spec: Named(".".join(str(key.key) for key in path), tuple(spec)), nn.get_partition_spec(boxed)
     )
     _check_names(pairs(named, params), vocabulary)
     return Arrays(named, params, trained(named), trained(params))
@@ -85,6 +86,16 @@ def checked(
         for problem in placement.problems(rules, params, activations, optimizer)
     ]
     return check(dict.fromkeys([*problems, *more]))
+
+
+def _check_dicts(params: Any) -> None:
+    """Raises InputError for parameters that are not nested dicts of arrays, such as the state of an NNX module."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        if other := [key for key in path if not isinstance(key, jax.tree_util.DictKey)]:
+            raise InputError(
+                f"the model's parameters are not nested dicts of arrays: {other[0]} in {jax.tree_util.keystr(path)}\n"
+                "  fix   have init return such dicts, as that of flax.nnx.bridge.to_linen does for an NNX module"
+            )
 
 
 def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) -> None:

@@ -240,11 +240,11 @@ def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> 
 
 
 def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
-    """Mesh axes that split weights, but nothing that is computed."""
-    activations = [array for array in arrays if array.at_rest is None]
+    """Mesh axes that split weights, but nothing that is computed. A split weight in use splits its products."""
+    known = any(array.at_rest is None for array in arrays)
     for name, size in rules.mesh.items():
-        used = any(name in row.mesh_axes for row in rules.rows)
-        if size > 1 and used and activations and not any(name in n for array in activations for n in array.in_use):
+        used = known and any(name in row.mesh_axes for row in rules.rows)
+        if size > 1 and used and not any(name in names for array in arrays for names in array.in_use):
             yield Finding(
                 "replicated-array",
                 f"every activation is the same on all {size} devices along {name}: they compute the same",

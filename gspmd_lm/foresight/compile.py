@@ -35,6 +35,7 @@ from gspmd_lm.rules import Rules, ShardingError
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
+    from gspmd_lm.arrays import Arrays
     from gspmd_lm.infer.programs import Programs
     from gspmd_lm.task import Task
     from gspmd_lm.train.step import Step
@@ -65,6 +66,7 @@ class CompileRequest:
     target: Target
     export: bool = False  # keep the executable too
     phase: Phase = "train"
+    sizes: Mapping[str, list[int]] | None = None  # of a task's parameters, as the caller's module has them
 
     @property
     def name(self) -> str:
@@ -219,6 +221,24 @@ def pickled(task: "Task") -> bytes:
     return found
 
 
+def sizes(arrays: "Arrays") -> dict[str, list[int]]:
+    """The shape of each parameter of a task, which another process must find as well."""
+    from gspmd_lm.arrays import pairs
+
+    return {leaf.path: list(like.shape) for leaf, like in pairs(arrays.named_params, arrays.params)}
+
+
+def _check_sizes(here: Mapping[str, list[int]], there: Mapping[str, list[int]], name: str) -> None:
+    other = next((what for what in {**here, **there} if here.get(what) != there.get(what)), None)
+    if other:
+        raise InputError(
+            f"task {name}: its functions have other sizes in the process that compiles, which imports their module "
+            f"anew\n  {other}: {here.get(other, 'nothing')} here, {there.get(other, 'nothing')} there\n"
+            "  fix   hand sizes to the functions, as in init=functools.partial(init, sizes), instead of changing "
+            "globals of a module after its import"
+        )
+
+
 def cudnn() -> Path | None:
     """The folder of cuDNN's libraries, which compiling its attention needs; None if they are not installed."""
     found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
@@ -262,13 +282,16 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     runtime.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
     devices = targets.devices(target)
     if request.phase == "train":
-        built = step.build(config, rules, state.checked(config, rules, target.platform)[0], devices)
+        arrays = state.checked(config, rules, target.platform)[0]
+        if request.sizes is not None:
+            _check_sizes(request.sizes, sizes(arrays), config.name)
+        built = step.build(config, rules, arrays, devices)
         lower = built.lower_train
     else:
         assert isinstance(config, Config), "the caller has checked it"
-        sizes = generation.whole_context(config)
-        arrays, _ = generation.checked(config, rules, target.platform, sizes)
-        built = generation.build(config, rules, arrays, devices, sizes)
+        whole = generation.whole_context(config)
+        arrays, _ = generation.checked(config, rules, target.platform, whole)
+        built = generation.build(config, rules, arrays, devices, whole)
         lower = built.lower_prefill if request.phase == "prefill" else built.lower_decode
     options = runtime.compiler_options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind)
     if target.platform == "gpu":

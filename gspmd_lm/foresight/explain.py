@@ -10,7 +10,7 @@ from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
-from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs
+from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs, sizes
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
@@ -44,7 +44,9 @@ def reports(
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
     found = [_checked(config, rules, target.platform, phase) for rules in filled]
-    compiled = programs([CompileRequest(config, rules, target, export is not None, phase) for rules in filled], say)
+    own = sizes(found[0][0]) if isinstance(config, Task) else None
+    keep = export is not None
+    compiled = programs([CompileRequest(config, rules, target, keep, phase, own) for rules in filled], say)
     if export and compiled[0].executable:
         files.replace(export, compiled[0].executable.read_bytes())
         exported.record(export)
@@ -78,7 +80,7 @@ def report(
         recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
-    named, traced = list(table.rows(task, rules, arrays, recorded.arrays)), Traced.of(recorded, arrays)
+    named, traced = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)), Traced.of(recorded, arrays)
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
@@ -88,9 +90,9 @@ def report(
         least = floor.floor(config, rules, arrays, target.chip, traced)
         needed = floor.least_flops(config, rules, arrays, traced)
     else:
-        sizes = generation.whole_context(config)
-        cache_bytes, of_row = program.state_bytes["cache"], tokens // sizes.rows
-        least = floor.of_generation(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
+        whole = generation.whole_context(config)
+        cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
+        least = floor.of_generation(config, rules, arrays, target.chip, traced, whole, of_row, cache_bytes)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     module, found, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:

@@ -251,8 +251,7 @@ class Pricer:
         named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
         key = (remat.policy == "none", remat.policy == "block", *named)
         if key not in layout.moves:
-            known = any(layout.trace.traced.source(product.x) for product in layout.trace.traced.products)
-            kind = Traffic if known else OwnTraffic
+            kind = Traffic if isinstance(self.config, Config) else OwnTraffic
             layout.moves[key] = kind(rules, self.traces.arrays, layout.trace.traced).moves
         return layout.moves[key]
 

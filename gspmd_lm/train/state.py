@@ -98,7 +98,29 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
+    if isinstance(config, Task):
+        more += _not_placed(config, found, rules, named)
     return found, model_arrays.checked(found, rules, [named], more)
+
+
+def _not_placed(task: Task, found: Arrays, rules: Rules, named: Recorder) -> list[Problem]:
+    """The warnings that a model of one's own does not ask the rules where its arrays live."""
+    said, place = [], f"task {task.name}: sums"
+    if calls := named.constraints:
+        message = f"nn.with_logical_constraint: calls of it, {calls} in all, place nothing here"
+        fix = 'write shard(x, "array: axis axis ...") in its place, with names of the vocabulary'
+        said.append(Problem(message, place, fix, warning=True))
+    moved = []
+    for leaf, like in model_arrays.pairs(found.named_params, found.params):
+        at_rest, in_use = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in ("weights", "rules"))
+        if leaf.path not in named.used and at_rest != in_use:
+            moved.append(leaf.path)
+    if moved:
+        others, them = (f" and {len(moved) - 1} more weights", "them") if len(moved) > 1 else ("", "it")
+        message = f"{moved[0]}{others}: read without use(), so `rules` does not place {them}"
+        fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
+        said.append(Problem(message, place, fix, warning=True))
+    return said
 
 
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
