@@ -9,7 +9,7 @@ from typing import Any
 
 from gspmd_lm import config, paths
 from gspmd_lm.convert import multimodal
-from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
+from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.source import Source
 from gspmd_lm.convert.strict_json import parse, shown
@@ -23,6 +23,7 @@ OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
     "attention_scores_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate", "router_z_loss",
 )  # fmt: skip
+_OTHER_HEADS = re.compile(r"classifier|summary")  # of models that do not predict tokens
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -125,9 +126,23 @@ def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
     null, and a value that is empty, count as not set. false and 0 count as set, because `is_causal: false` means
     something. transformers has no such field and so no default for it; a test checks that.
     """
+    unknown = raw.keys() - known_fields(row, raw)
+    return sorted(name for name in unknown if raw[name] not in (None, "", [], {}) and not DROPOUT.search(name))
+
+
+def known_fields(row: Family, raw: Mapping[str, Any]) -> set[str]:
+    """The fields of a family whose meaning is known, besides dropout."""
     source, _ = _read(row, raw)
-    known = source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
-    return sorted(name for name in raw.keys() - known if raw[name] not in (None, "", [], {}))
+    return source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
+
+
+def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
+    """Sentences about what a config.json says and the settings do not."""
+    said = _read(row, raw)[0].notes
+    rates = {name: rate for name, rate in raw.items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)}
+    if given := [f"{name}: {rate}" for name, rate in rates.items() if isinstance(rate, int | float) and rate > 0]:
+        said.append(f"{', '.join(given)}: training drops nothing until model.dropout is set")
+    return said
 
 
 def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:

@@ -117,6 +117,31 @@ class Activation:
         return {self.names.split()[0]: self.written.get(model.activation, model.activation)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Agrees:
+    """A field of other families that says what settings of this family say too. Where no part reads it, it must agree.
+
+    It agrees if it is null or equal to the settings, or if it is true or empty and they are set or not set.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+
+    def read(self, source: Source, values: Values) -> None:
+        if self.name in source.read or (given := source.get([self.name])) is None:
+            return
+        for setting in self.settings:
+            default = _DEFAULTS[setting]
+            value = values.get(setting, default)
+            if given != value and not (given is True and value != default) and (given or value != default):
+                source.refuse(self.name, given, f"contradicts this family, where model.{setting} is {value}")
+                return
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {}
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(config.Model)}
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu2": "relu2",

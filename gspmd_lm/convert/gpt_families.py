@@ -44,7 +44,7 @@ GPT_FAMILIES = (
         GPT2, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-            "summary_first_dropout", "reorder_and_upcast_attn",
+            "reorder_and_upcast_attn",
         ),
     ),
     Family(
@@ -73,8 +73,8 @@ GPT_FAMILIES = (
         ),
         BLOOM,
         irrelevant=(
-            "slow_but_exact", "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion",
-            "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "hidden_dropout_prob",
+            "slow_but_exact", "attention_softmax_in_fp32", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
+            "skip_bias_add_qkv",
         ),
     ),
     Family(
@@ -101,8 +101,7 @@ GPT_FAMILIES = (
             Only("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
         ),
         GPTJ, MASKS,
-        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-         "rotary", "gradient_checkpointing"),
+        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "rotary"),
     ),
     Family(
         "GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
@@ -131,7 +130,7 @@ GPT_FAMILIES = (
         GPT_BIGCODE, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-            "summary_first_dropout", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
             "num_key_value_heads", "inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length",
             "pre_allocate_kv_cache", "validate_runner_input",
         ),
@@ -148,9 +147,6 @@ GPT_FAMILIES = (
             Always("attention_out_bias", True), Always("mlp_bias", True), TIED,
         ),
         GPT_NEO, MASKS,
-        (
-            "resid_dropout", "embed_dropout", "summary_type", "summary_use_proj", "summary_activation",
-            "summary_proj_to_labels", "summary_first_dropout",
-        ),
+        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     ),
 )  # fmt: skip

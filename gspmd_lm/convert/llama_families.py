@@ -229,7 +229,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Same("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(), Window(None),
             Activation("hidden_act", "gelu_pytorch_tanh", TANH), Switch("use_bias", _ALL_BIASES, True), TIED,
         ),
-        STARCODER2, INV_FREQ, ("residual_dropout", "embedding_dropout", "norm_type", "mlp_type"),
+        STARCODER2, INV_FREQ, ("norm_type", "mlp_type"),
     ),
     Family(
         "StableLM", "stablelm", "StableLmForCausalLM", "model.",
@@ -256,7 +256,7 @@ LLAMA_FAMILIES = (
             SILU, Switch("attention_bias", ("qkv_bias",), True), _MLP_BIAS, UNTIED,
             Switch("attention_out_bias", ("attention_out_bias",), False),
         ),
-        LLAMA, INV_FREQ, ("residual_dropout",),
+        LLAMA, INV_FREQ,
     ),
     Family(
         "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", "model.",

@@ -101,6 +101,7 @@ class Pretrained:
     files: Mapping[str, Stored]  # the tensors, by the family's names
     places: Any  # the tree of parameters, with a Place for each
     left_out: int = 0  # tensors of other parts than the text
+    notes: Sequence[str] = ()  # sentences about what its config.json says and the settings do not
 
     @property
     def reads_text(self) -> bool:
@@ -216,8 +217,8 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     like["torch_dtype"] = source_dtype
     if raw is not whole:
         like["architectures"] = [row.architecture]
-    left_out = len(every) - len(stored)
-    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out)
+    left_out, notes = len(every) - len(stored), architecture.notes(row, raw)
+    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 
 def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:

@@ -58,6 +58,8 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
         if found.left_out:
             here.say(f"{source}: only the text part is read; {found.left_out:,} tensors of other parts are left out")
+        for note in found.notes:
+            here.say(f"{source / architecture.CONFIG}: {note}")
         if values.ignore:
             here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
         if not found.reads_text:

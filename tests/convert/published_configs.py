@@ -136,6 +136,17 @@ PUBLISHED = {
         },
         {"mlp": 3072, "positions": "learned", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.0},
     ),
+    "gpt2-medium": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+            "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16,
+            "n_layer": 24, "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+            "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+            "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+        },
+        {"layers": 24, "vocab": 50257, "head_dim": 64},
+    ),
     "opt": (
         {
             "_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu",
@@ -145,6 +156,17 @@ PUBLISHED = {
             "vocab_size": 50272, "word_embed_proj_dim": 768,
         },
         {"position_offset": 2, "activation": "relu", "mlp_bias": True, "qkv_bias": True, "norm_eps": 1e-5},
+    ),
+    "galactica": (
+        {
+            "_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "gelu",
+            "architectures": ["OPTForCausalLM"], "attention_dropout": 0.1, "do_layer_norm_before": True,
+            "dropout": 0.1, "enable_bias": False, "ffn_dim": 8192, "hidden_size": 2048, "init_std": 0.02,
+            "layer_norm_elementwise_affine": True, "layerdrop": 0.0, "learned_embeddings": True,
+            "max_position_embeddings": 2048, "model_type": "opt", "num_attention_heads": 32, "num_hidden_layers": 24,
+            "scale_embeddings": False, "vocab_size": 50000, "word_embed_proj_dim": 2048,
+        },
+        {"qkv_bias": False, "mlp_bias": False, "activation": "gelu", "embedding_scale": 1.0},
     ),
     "mixtral": (
         {
@@ -169,6 +191,20 @@ PUBLISHED = {
             "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
         },
         {"experts": 128, "experts_per_token": 8, "expert_mlp": 1536, "qk_norm": True, "sliding_window": 0},
+    ),
+    "qwen3-coder": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5472,
+            "max_position_embeddings": 262144, "max_window_layers": 28, "mlp_only_layers": [],
+            "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "output_router_logits": False, "qkv_bias": False, "rms_norm_eps": 1e-06,
+            "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.0,
+            "shared_expert_intermediate_size": 0, "sliding_window": None, "tie_word_embeddings": False,
+            "use_qk_norm": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {"qk_norm": True, "shared_mlp": 0, "qkv_bias": False, "head_dim": 128, "expert_mlp": 768},
     ),
     "gpt-oss": (
         {
@@ -254,6 +290,17 @@ PUBLISHED = {
             "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True, "vocab_size": 50304,
         },
         {"rope_dim": 16, "block": "parallel", "shared_norm": False, "activation": "gelu", "attention_out_bias": True},
+    ),
+    "gpt-neox-20b": (
+        {
+            "architectures": ["GPTNeoXForCausalLM"], "attention_probs_dropout_prob": 0, "bos_token_id": 0,
+            "eos_token_id": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "hidden_size": 6144,
+            "initializer_range": 0.02, "intermediate_size": 24576, "layer_norm_eps": 1e-05,
+            "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 64,
+            "num_hidden_layers": 44, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+            "use_cache": True, "vocab_size": 50432,
+        },
+        {"block": "parallel", "shared_norm": False, "rope_dim": 24, "head_dim": 96, "activation": "gelu_tanh"},
     ),
     "glm-4": (
         {

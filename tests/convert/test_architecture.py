@@ -121,8 +121,9 @@ def test_a_model_that_no_family_has():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not a setting of this family"),
         ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' is not known; known are gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
-        ({"sliding_window": 512}, "sliding_window: a window, which this family does not have"),
-        ({"bias": True}, "bias: True is an unknown field, which may change"),
+        ({"sliding_window": 512}, "sliding_window: 512 contradicts this family, where model.sliding_window is 0"),
+        ({"bias": True}, "bias: True contradicts this family, where model.qkv_bias is False"),
+        ({"alibi": True}, "alibi: True is an unknown field, which may change"),
         ({"hidden_size": None}, "hidden_size: missing"),
         ({"hidden_size": "4096"}, "hidden_size: '4096' must be a number above zero"),
         ({"hidden_size": 4096.5}, "model.embed: must be a whole number"),
@@ -160,7 +161,7 @@ def test_a_field_of_a_family_that_cannot_be_had(name, changed, said):
 def test_all_problems_are_listed_at_once():
     message = refused(LLAMA31 | {"hidden_act": "x", "vocab_size": None, "alibi": True, "num_experts": 8})
     assert "config.json: 4 problems" in message
-    for name in ("hidden_act", "vocab_size", "alibi", "num_experts: experts, which this family"):
+    for name in ("hidden_act", "vocab_size", "alibi", "num_experts: 8 contradicts this family"):
         assert f"\n  {name}" in message
 
 
