@@ -183,7 +183,10 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> lis
         )
     except InputError as error:
         return str(error).splitlines()
-    names = [field.name for field in dataclasses.fields(config.Model) if field.name not in OURS_ALONE]
+    ours = OURS_ALONE
+    if "bias" in (model.balance, said.model.balance):  # a weight of the router
+        ours = tuple(name for name in OURS_ALONE if name != "balance")
+    names = [field.name for field in dataclasses.fields(config.Model) if field.name not in ours]
     return [
         f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(said.model, name)!r}"
         for name in names

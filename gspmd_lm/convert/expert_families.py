@@ -10,9 +10,19 @@ from gspmd_lm.convert.family import (
     UNTIED,
     Family,
 )
-from gspmd_lm.convert.fields import Always, DenseLayers, Divisor, Only, QueryScale, Same, Switch
+from gspmd_lm.convert.fields import (
+    Always,
+    DenseLayers,
+    Divisor,
+    LaterTokens,
+    Only,
+    QueryScale,
+    Same,
+    SharedExperts,
+    Switch,
+)
 from gspmd_lm.convert.layer_kinds import LayerTypes, Window, every_second
-from gspmd_lm.convert.names import GPT_OSS, GRANITE_MOE, INV_FREQ, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from gspmd_lm.convert.names import GLM4_MOE, GPT_OSS, GRANITE_MOE, INV_FREQ, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from gspmd_lm.convert.rope import Rope
 
 # How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
@@ -24,6 +34,12 @@ _GRANITE = (
     Same("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
     Same("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
     Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
+)  # fmt: skip
+# DeepSeek-V3's router. The bias on its scores stays as it came until balance_rate is set.
+_DEEPSEEK_ROUTER = (
+    Always("routing", "sigmoid"), Always("balance", "bias"), Always("balance_rate", 0.0),
+    Switch("norm_topk_prob", ("normalized_weights",), True), Same("routed_scaling_factor", "expert_scale", 1.0),
+    Same("n_group", "expert_groups", 1), Same("topk_group", "groups_per_token", 1),
 )  # fmt: skip
 
 
@@ -62,6 +78,17 @@ EXPERT_FAMILIES = (
             Same("moe_intermediate_size", "expert_mlp", 768), _SUM_TO_ONE, DenseLayers(),
         ),
         QWEN3_MOE, INV_FREQ, (*_TRAINING, "max_window_layers"),
+    ),
+    Family(
+        "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Switch("attention_bias", ("qkv_bias",), False),
+            UNTIED, Switch("use_qk_norm", ("qk_norm",), False), *_DEEPSEEK_ROUTER,
+            Same("n_routed_experts num_local_experts", "experts", 128),
+            Same("num_experts_per_tok", "experts_per_token", 8), Same("moe_intermediate_size", "expert_mlp", 1408),
+            Same("first_k_dense_replace", "dense_layers", 1, none=True), SharedExperts(), LaterTokens(),
+        ),
+        GLM4_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "OLMoE", "olmoe", "OlmoeForCausalLM", "model.",

@@ -31,11 +31,14 @@ class Same:
     setting: str
     default: Any = MISSING  # if the field is missing or null: a value, or a function of the settings so far
     most: float = LARGEST
+    none: bool = False  # whether it may be 0
 
     def read(self, source: Source, values: Values) -> None:
         names = self.names.split()
         default = self.default(values) if callable(self.default) else self.default
-        values[self.setting] = source.number(names, default, self.most)
+        values[self.setting] = 0
+        if not self.none or source.get(names) != 0:
+            values[self.setting] = source.number(names, default, self.most)
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.names.split()[0]: getattr(model, self.setting)}
@@ -269,6 +272,28 @@ class DenseLayers:
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExperts:
+    """n_shared_experts: how many experts, each as wide as a routed one, compute every token."""
+
+    def read(self, source: Source, values: Values) -> None:
+        values["shared_mlp"] = source.whole(["n_shared_experts"], 1, 0) * values["expert_mlp"]
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"n_shared_experts": model.shared_mlp // model.expert_width}
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterTokens:
+    """num_nextn_predict_layers: layers behind the last one that predict later tokens. They are left out."""
+
+    def read(self, source: Source, values: Values) -> None:
+        source.whole(["num_nextn_predict_layers", "num_mtp_layers"], 1, 0)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"num_nextn_predict_layers": 0}
 
 
 @dataclasses.dataclass(frozen=True)

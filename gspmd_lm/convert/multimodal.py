@@ -1,6 +1,7 @@
 """The text part of a model of several parts, such as one that sees images: its config.json and its tensors.
 
-The text part is read as a model of its own, and an export writes it as one. The other parts are left out.
+The text part is read as a model of its own, and an export writes it as one. The other parts are left out, and so are
+layers that predict later tokens.
 """
 
 import re
@@ -30,6 +31,8 @@ _DROPPED = ("architectures", "vision_config", "image_token_id", "video_token_id"
             "vision_end_token_id", "vision_token_id")  # fmt: skip
 # Rotation by three positions is plain rotation in text, where the three are equal.
 _MROPE = ("mrope_section", "mrope_interleaved")
+LATER_TOKENS = "num_nextn_predict_layers"  # how many layers behind the last one predict later tokens
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _TEXT = re.compile(r"^(?:language_model\.model\.|model\.language_model\.)")
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 _OTHERS = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|visual)\.")
@@ -59,3 +62,16 @@ def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of the text part, by the names that they have in a model of text alone."""
     names = {_HEAD.sub("", _TEXT.sub("model.", name)): name for name in stored if not _OTHERS.search(name)}
     return {name: stored[given] for name, given in names.items()}
+
+
+def without_later_tokens(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors without those of layers behind the last one that predict later tokens."""
+    layers, later = (raw.get(name) for name in ("num_hidden_layers", LATER_TOKENS))
+    if not isinstance(layers, int) or not isinstance(later, int):
+        return dict(stored)
+
+    def is_later(name: str) -> bool:
+        found = _LAYER.match(name)
+        return found is not None and layers <= int(found[1]) < layers + later
+
+    return {name: where for name, where in stored.items() if not is_later(name)}

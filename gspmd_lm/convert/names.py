@@ -246,6 +246,12 @@ MIXTRAL = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
 QWEN3_MOE = _llama(more=(*_qk_norm(), *_routed(_MLP)))
 QWEN2_MOE = _llama(more=(*_routed(_MLP), *_shared(f"{_MLP}.shared_expert"),
                          Tensor(f"{_MLP}.shared_expert_gate.weight", "1 D", ("mlp.shared_gate",))))  # fmt: skip
+GLM4_MOE = _llama(
+    more=(
+        *_qk_norm(), *_routed(_MLP), *_shared(f"{_MLP}.shared_experts"),
+        Tensor(f"{_MLP}.gate.e_score_correction_bias", "C", ("mlp.balance_bias",), float32=True),
+    )
+)  # fmt: skip
 OLMOE = _llama(more=(*_qk_norm("(N H)", "(K H)"), *_routed(_MLP)))
 GRANITE_MOE = _llama(
     more=(

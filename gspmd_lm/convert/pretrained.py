@@ -200,8 +200,9 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     every = stored = safetensors.stored(folder)
     if raw is not whole:
         stored = multimodal.text_tensors(stored)
+    with_later, stored = len(stored), multimodal.without_later_tokens(stored, raw)
     tokenizer = folder / architecture.TOKENIZER
-    weights = [where for name, where in stored.items() if not row.is_no_weight(name)]
+    weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
     dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
     names = {short: name for name, short in safetensors.WEIGHT_DTYPES.items()}
     source_dtype = names[dtypes.pop()] if len(dtypes) == 1 else "float32"
@@ -217,6 +218,8 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     like["torch_dtype"] = source_dtype
     if raw is not whole:
         like["architectures"] = [row.architecture]
+    if len(stored) < with_later:
+        like[multimodal.LATER_TOKENS] = 0
     left_out, notes = len(every) - len(stored), architecture.notes(row, raw)
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 

@@ -206,6 +206,36 @@ PUBLISHED = {
         },
         {"qk_norm": True, "shared_mlp": 0, "qkv_bias": False, "head_dim": 128, "expert_mlp": 768},
     ),
+    "glm-4.5": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "first_k_dense_replace": 3, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+            "intermediate_size": 12288, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+            "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 92,
+            "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5,
+            "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": True, "vocab_size": 151552,
+        },
+        {
+            "dense_layers": 3, "experts": 160, "shared_mlp": 1536, "routing": "sigmoid", "expert_scale": 2.5,
+            "balance": "bias", "balance_rate": 0.0, "qk_norm": True, "qkv_bias": True, "attention_out_bias": False,
+            "rope_dim": 64, "normalized_weights": True,
+        },
+    ),
+    "glm-4.5-air": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+            "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+            "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
+        },
+        {"dense_layers": 1, "experts": 128, "qk_norm": False, "expert_scale": 1.0, "expert_mlp": 1408},
+    ),
     "gpt-oss": (
         {
             "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
@@ -508,7 +538,7 @@ DEFAULTS = {
     "gemma": (1e-6, 1e4, True, "gelu_tanh", 256), "gemma2": (1e-6, 1e4, True, "gelu_tanh", 256),
     "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
     "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
-    "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
+    "gpt_oss": (1e-5, 1.5e5, False, "silu", 64), "glm4_moe": (1e-5, 1e4, False, "silu", 128),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),

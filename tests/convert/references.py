@@ -31,6 +31,7 @@ from gspmd_lm.convert import safetensors
 
 GOLDEN = Path(__file__).parent / "golden"
 SEQ, NEW_TOKENS, SAMPLES = 16, 64, 32
+FLOAT32 = "e_score_correction_bias"  # what transformers keeps in float32
 LEAST_GAP = 5e-3  # between the best two logits of a greedy step, so that rounding decides nothing
 # Rows of the batch: the lengths of its documents, side by side; or what is left free before or after one.
 PACKED = ((9, 7), (5, 11))
@@ -162,6 +163,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", _EXPERTS | {
         "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True,
     }),
+    "glm4-moe": ("glm4_moe", _EXPERTS | {
+        "n_routed_experts": 8, "moe_intermediate_size": 24, "num_hidden_layers": 3, "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
+        "head_dim": 8,
+    }),
     "olmoe": ("olmoe", _EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3}),
     "granite-moe": ("granitemoe", _EXPERTS | {
         "num_local_experts": 8, "embedding_multiplier": 6.0, "residual_multiplier": 0.22, "logits_scaling": 0.75,
@@ -252,9 +258,10 @@ def save(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]
     """`folder` with a config.json and one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     kind = safetensors.WEIGHT_DTYPES[dtype]
+    kinds = {name: "F32" if name.endswith(FLOAT32) else kind for name in weights}
     (folder / "config.json").write_text(json.dumps(config))
-    head = safetensors.start({name: (kind, array.shape) for name, array in weights.items()})
-    data = (array.astype(safetensors.DTYPES[kind]).tobytes() for array in weights.values())
+    head = safetensors.start({name: (kinds[name], array.shape) for name, array in weights.items()})
+    data = (array.astype(safetensors.DTYPES[kinds[name]]).tobytes() for name, array in weights.items())
     (folder / safetensors.SINGLE).write_bytes(head + b"".join(data))
     return folder
 
@@ -390,7 +397,7 @@ def on_disk(
         (value, gradient)
         for name, parameter in model.named_parameters()
         for value, gradient in zip(_parts(parameter.detach().numpy()), _parts(gradients[name]), strict=True)
-    ]
+    ] + [(buffer.numpy(), np.zeros_like(buffer.numpy())) for _, buffer in model.named_buffers()]
     return {
         tensor: next(gradient for value, gradient in parts if np.array_equal(value, array))
         for tensor, array in weights.items()

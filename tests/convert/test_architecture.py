@@ -18,8 +18,9 @@ SIZES = {
 
 
 def sizes_alone(raw):
-    """A config.json without what has a default."""
-    return {name: value for name, value in raw.items() if name in SIZES}
+    """A config.json without what has a default. A head's size has one only where heads divide the width."""
+    odd = raw.get("hidden_size", 0) % raw.get("num_attention_heads", 1)
+    return {name: value for name, value in raw.items() if name in SIZES or (odd and name == "head_dim")}
 
 
 def model_of(raw):

@@ -110,6 +110,23 @@ def test_a_tensor_of_no_known_part_is_told(tmp_path):
         ours.pretrained.read(tmp_path / "whole")
 
 
+def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
+    golden = references.load("glm4-moe")
+    plain = ours.read(golden, tmp_path / "plain")
+    weights = ours.tensors(tmp_path / "plain")
+    last = {name: array for name, array in weights.items() if ".layers.2." in name}
+    later = {name.replace(".2.", ".3.", 1): array for name, array in last.items()}
+    later["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    raw = golden.about["config"] | {"num_nextn_predict_layers": 1}
+    references.save(tmp_path / "whole", raw, weights | later)
+    found = ours.pretrained.read(tmp_path / "whole", [ours.EXACT])
+    assert (found.config.model, found.left_out) == (plain.config.model, len(later))
+    assert found.like["num_nextn_predict_layers"] == 0  # what an export writes has none
+    references.save(tmp_path / "whole", raw | {"num_nextn_predict_layers": 0}, weights | later)
+    with pytest.raises(InputError, match=r"unexpected   model.layers.3.eh_proj.weight"):
+        ours.pretrained.read(tmp_path / "whole")
+
+
 _TEXT = references._LLAMA | {"num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8, "max_position_embeddings": 96}
 _EYE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
         "patch_size": 14}  # fmt: skip
