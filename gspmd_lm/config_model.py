@@ -106,7 +106,9 @@ class Model:
     shared_gate: bool = False  # the shared experts' output is multiplied by sigmoid(x w) (Qwen2-MoE)
     dense_layers: Count = 0  # the first layers have one feed-forward network of width mlp in place of experts
     # How the router's logits become scores, in float32: softmax over all experts, or each by itself (DeepSeek-V3).
-    routing: Literal["softmax", "sigmoid"] = "softmax"
+    # sparsemixer (arXiv 2409.12136): an expert's weight is its share among those that come close to it (Phi-3.5-MoE).
+    routing: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    router_jitter: NotNegative = 0.01  # sparsemixer: half of how far, relatively, a logit that comes close may be lower
     normalized_weights: bool = True  # the weights of a token's experts add up to 1; otherwise they are the scores
     expert_scale: Positive = 1.0  # then they are multiplied by it (DeepSeek-V3: 2.5)
     expert_groups: Size = 1  # the experts of a layer form so many groups of neighbours ...
@@ -209,6 +211,8 @@ class Model:
             wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
         elif groups > 1 and self.routing == "sigmoid" and E // groups < 2:
             wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
+        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance == "bias"):
+            wrong.append("routing: sparsemixer goes with normalized_weights: false, one group, and no bias on scores")
         if self.shared_gate and not self.shared_mlp:
             wrong.append("shared_gate: there are no shared experts: set shared_mlp")
         return wrong

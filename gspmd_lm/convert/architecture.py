@@ -45,13 +45,15 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     row = family(raw, place)
     values = settings(row, raw, place, fix="take {} out of a copy of the file")
     name = folder.resolve().name if Path(place).name == CONFIG else path.stem
-    return run_config(name, folder / TOKENIZER, values, overrides, place)
+    return run_config(name, folder / TOKENIZER, values, overrides, place, notes(row, raw))
 
 
-def run_config(name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str) -> config.Config:
+def run_config(
+    name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str, said: Sequence[str] = ()
+) -> config.Config:
     """The config of a run with the model that `values` are the settings of, with overrides laid over it.
 
-    tokenizer: its tokenizer.json, if there is such a file.
+    tokenizer: its tokenizer.json, if there is such a file. said: notes, which explain an error about their settings.
     """
     settings: dict[str, Any] = {
         "name": name,
@@ -62,7 +64,11 @@ def run_config(name: str, tokenizer: Path, values: Values, overrides: Sequence[s
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)
-    return config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
+    try:
+        return config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
+    except InputError as error:
+        why = [note for note in said if any(setting in str(error) for setting in re.findall(r"model\.\w+", note))]
+        raise InputError("\n".join([str(error), *(f"  {note}" for note in why)])) from error
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,17 @@ from gspmd_lm.convert.fields import (
     Switch,
 )
 from gspmd_lm.convert.layer_kinds import LayerTypes, Window, every_second
-from gspmd_lm.convert.names import GLM4_MOE, GPT_OSS, GRANITE_MOE, INV_FREQ, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from gspmd_lm.convert.names import (
+    GLM4_MOE,
+    GPT_OSS,
+    GRANITE_MOE,
+    INV_FREQ,
+    MIXTRAL,
+    OLMOE,
+    PHIMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from gspmd_lm.convert.rope import Rope
 
 # How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
@@ -56,6 +66,18 @@ EXPERT_FAMILIES = (
             Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
         ),
         MIXTRAL, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Always("norm", "layernorm"), Always("norm_bias", True), SILU, Window(None),
+            Rope(1e6, mscales=True), ATTENTION_BIAS, Switch("lm_head_bias", ("unembedding_bias",), False), UNTIED,
+            Same("num_local_experts num_experts", "experts", 16), Always("experts_per_token", 2),
+            Only("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
+            Always("routing", "sparsemixer"), Always("normalized_weights", False),
+            Same("router_jitter_noise", "router_jitter", 0.01, none=True),
+        ),
+        PHIMOE, INV_FREQ, ("output_router_logits", "router_aux_loss_coef", "input_jitter_noise"),
     ),
     Family(
         "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", "model.",

@@ -4,7 +4,7 @@ import re
 
 from gspmd_lm.convert.expert_families import EXPERT_FAMILIES
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.fields import Agrees, Only, Part
+from gspmd_lm.convert.fields import Agrees, DualChunks, Only, Part
 from gspmd_lm.convert.gpt_families import GPT_FAMILIES
 from gspmd_lm.convert.llama_families import LLAMA_FAMILIES
 
@@ -44,7 +44,6 @@ REFUSED = {
     "quantization_config": "the weights are quantised: load them with transformers, dequantise and save them",
     "text_config": "a model of several parts, such as one that sees images: only text models are read",
     "attention_chunk_size": "attention within chunks is not supported",
-    "dual_chunk_attention_config": "attention within chunks is not supported",
     "per_layer_config": "layers that differ in more than their window are not supported",
     "pruned_heads": "pruned heads are not supported",
     "add_cross_attention": "attention to another model's output is not supported",
@@ -56,9 +55,10 @@ REFUSED = {
     "scale_embeddings": "a scaled token table, which this family does not have",
     "n_special": "tokens beyond the vocabulary, which are not supported",
 }
-# Fields that every family may have: one that transformers always reads, and those that repeat what a family is.
+# Fields that every family may have: one that transformers always reads, one that it never reads, and those that repeat
+# what a family is.
 EVERY_FAMILY: tuple[Part, ...] = (
-    Only("is_causal", True, "lets tokens see later ones, which is not supported"),
+    Only("is_causal", True, "lets tokens see later ones, which is not supported"), DualChunks(),
     Agrees("num_experts", ("experts",)), Agrees("num_local_experts", ("experts",)),
     Agrees("n_routed_experts", ("experts",)), Agrees("shared_expert_intermediate_size", ("shared_mlp",)),
     Agrees("sliding_window", ("sliding_window",)), Agrees("use_sliding_window", ("sliding_window",)),

@@ -297,6 +297,37 @@ class LaterTokens:
 
 
 @dataclasses.dataclass(frozen=True)
+class DualChunks:
+    """dual_chunk_attention_config: attention (arXiv 2402.17463) that is plain for a context that is not too long.
+
+    Positions are those of plain attention as long as no row is longer than a chunk, than twice the part of a chunk that
+    is not local, or than the context that the model was trained with.
+    """
+
+    def read(self, source: Source, values: Values) -> None:
+        name = "dual_chunk_attention_config"
+        if not (given := source.get([name])):
+            return
+        if not isinstance(given, dict) or "chunk_size" not in given:
+            source.refuse(name, given, "is not an object with chunk_size")
+            return
+        sizes = ("chunk_size", "local_size", "original_max_position_embeddings")
+        chunk, local, original = (source.checked(f"{name}.{size}", given.get(size, 1)) for size in sizes)
+        plain, context = min(chunk, 2 * (chunk - local), original if original > 1 else chunk), values["context"]
+        if plain < 1:
+            source.refuse(f"{name}.local_size", local, f"is not below chunk_size: {chunk}")
+        elif plain < context:
+            values["context"] = plain
+            source.notes.append(
+                f"{name} is attention within chunks, which is not supported. For up to {plain:,} tokens it is plain "
+                f"attention, so model.context is {plain}, not {context}"
+            )
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
 class OptNorms:
     """OPT's norms: before attention and MLP, with a last norm that a field removes; or after the residual sums."""
 

@@ -243,6 +243,7 @@ NEOX = (
 _MLP, _SPARSE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
 _SINKS = Tensor("model.layers.{}.self_attn.sinks", "N", ("attention.sinks",))
 MIXTRAL = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
+PHIMOE = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
 QWEN3_MOE = _llama(more=(*_qk_norm(), *_routed(_MLP)))
 QWEN2_MOE = _llama(more=(*_routed(_MLP), *_shared(f"{_MLP}.shared_expert"),
                          Tensor(f"{_MLP}.shared_expert_gate.weight", "1 D", ("mlp.shared_gate",))))  # fmt: skip

@@ -210,7 +210,8 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         "weight_dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
         "compute_dtype": "float32" if source_dtype == "float32" else "bfloat16",
     }
-    found = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place)
+    notes = architecture.notes(row, raw)
+    found = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place, notes)
     _check_sizes(place, row, found.model, stored)
     tree = places(row, found.model)
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
@@ -220,7 +221,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         like["architectures"] = [row.architecture]
     if len(stored) < with_later:
         like[multimodal.LATER_TOKENS] = 0
-    left_out, notes = len(every) - len(stored), architecture.notes(row, raw)
+    left_out = len(every) - len(stored)
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 

@@ -22,6 +22,7 @@ _OPTIONAL = {
         ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned",
     },
 }  # fmt: skip
+_MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 _NO_NUMBER = ("type", "rope_type", "truncate", "finetuned", "short_factor", "long_factor")
 BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -40,6 +41,7 @@ class Rope:
     original: int = 0  # the default of a field original_max_position_embeddings of its own; 0: the context
     default: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rope_parameters, if none are given
     older_kinds: tuple[tuple[str, str], ...] = ()  # names of kinds of scaling in older files -> today's names
+    mscales: bool = False  # longrope says its attention factors as short_mscale and long_mscale
 
     def read(self, source: Source, values: Values) -> None:
         values["positions"] = "rope"
@@ -83,6 +85,11 @@ class Rope:
         values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
         if part != 1 and not self.part:
             source.refuse("partial_rotary_factor", part, "is not a setting of this family")
+        if self.mscales and kind != "default":
+            short, long = given.get("short_mscale"), given.get("long_mscale")
+            if kind != "longrope" or short is None or short != long:
+                source.refuse(name, [kind, short, long], "is not longrope with short_mscale equal to long_mscale")
+            given["attention_factor"] = short or 1.0
         turned = int(values["head_dim"] * part)
         values["rope_dim"] = 0 if turned == values["head_dim"] else turned
         scaling = _scaling(source, kind, name, given, values, self.original)
@@ -95,7 +102,7 @@ class Rope:
         if kind not in _NEEDED:
             source.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")
             return "default"
-        known = _ALWAYS | _NEEDED[kind] | _OPTIONAL.get(kind, set())
+        known = _ALWAYS | _NEEDED[kind] | _OPTIONAL.get(kind, set()) | {*_MSCALES[: 2 * self.mscales]}
         unknown = sorted(key for key in given.keys() - known if given[key] is not None)
         if unknown and kind != "default":
             source.refuse(name, unknown, f"are not fields of {kind}")
@@ -110,6 +117,8 @@ class Rope:
             written["rope_scaling"] = _written(scaling)
             if scaling.kind == "longrope":
                 written[ORIGINAL] = scaling.original_context
+            if self.mscales:
+                written["rope_scaling"] |= dict.fromkeys(_MSCALES, scaling.attention_factor)
         if self.part:
             written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
         local = model.sliding_rope_theta or model.rope_theta

@@ -66,10 +66,13 @@ class Experts(nn.Module):
             logits_BTC = shard(einsum("BTD,DC->BTC", x_BTD, self.router), ROUTING)
         if cfg.router_bias:
             logits_BTC += self.router_bias
-        scores_BTC = jax.nn.softmax(logits_BTC) if cfg.routing == "softmax" else jax.nn.sigmoid(logits_BTC)
-        chosen_BTk = self._chosen(scores_BTC)
+        scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
+        if cfg.routing == "sparsemixer":
+            chosen_BTk, shares_BTkC = sparsemixer(logits_BTC, cfg.experts_per_token, cfg.router_jitter)
+        else:
+            chosen_BTk, shares_BTkC = self._chosen(scores_BTC), scores_BTC[:, :, None]
         at_BTkC = chosen_BTk[..., None] == jnp.arange(cfg.experts)
-        weights_BTk = jnp.where(at_BTkC, scores_BTC[:, :, None], 0).sum(-1)
+        weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
         if cfg.normalized_weights:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
         routed = self._routed(logits_BTC, scores_BTC, at_BTkC)
@@ -127,6 +130,23 @@ class Experts(nn.Module):
             log_z_BT = jax.nn.logsumexp(logits_BTC, axis=-1)
             penalty_B += cfg.router_z_loss * jnp.square(log_z_BT).mean(1)
         return Routed(load_BC.sum(0), penalty_B)
+
+
+def sparsemixer(logits_BTC: jax.Array, k: int, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token, [B, T, k], and for each of them the shares of all experts, [B, T, k, C].
+
+    Each time, the expert with the highest logit is chosen among those that are left. Experts with a share are those
+    that are left and whose logits are lower by at most 2 * jitter, relatively. Source: arXiv 2409.12136, whose training
+    also chooses at random among them; here the highest is always chosen.
+    """
+    left_BTC, sizes_BTC, chosen, shares = logits_BTC, jax.lax.stop_gradient(logits_BTC), [], []
+    for _ in range(k):
+        best_BT1 = jax.lax.stop_gradient(left_BTC).max(-1, keepdims=True)
+        far_BTC = (best_BT1 - sizes_BTC) / jnp.maximum(jnp.abs(sizes_BTC), best_BT1) > 2 * jitter
+        shares.append(jax.nn.softmax(jnp.where(far_BTC, -jnp.inf, left_BTC)))
+        chosen.append(left_BTC.argmax(-1))
+        left_BTC = jnp.where(chosen[-1][..., None] == jnp.arange(left_BTC.shape[-1]), -jnp.inf, left_BTC)
+    return jnp.stack(chosen, -1), jnp.stack(shares, 2)
 
 
 def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> dict[str, Any]:

@@ -66,6 +66,18 @@ PUBLISHED = {
         },
         {"sliding_window": 0, "qkv_bias": True, "attention_out_bias": False, "qk_norm": False},
     ),
+    "qwen2.5-1m": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "dual_chunk_attention_config": {
+                "chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144,
+            },
+            "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 1010000,
+            "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 10000000.0, "sliding_window": 32768,
+            "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
+        },
+        {"context": 262144, "sliding_window": 0, "rope_theta": 1e7},
+    ),
     "qwen3": (
         {
             "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
@@ -178,6 +190,32 @@ PUBLISHED = {
             "tie_word_embeddings": False, "vocab_size": 32000,
         },
         {"experts": 8, "experts_per_token": 2, "normalized_weights": True, "mlp": 14336, "expert_mlp": 0},
+    ),
+    "phi-3.5-moe": (
+        {
+            "architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "auto_map": {"AutoConfig": "configuration_phimoe.PhiMoEConfig"}, "bos_token_id": 1, "eos_token_id": 32000,
+            "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 4096, "initializer_range": 0.02,
+            "input_jitter_noise": 0.01, "intermediate_size": 6400, "lm_head_bias": True,
+            "max_position_embeddings": 131072, "model_type": "phimoe", "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16,
+            "original_max_position_embeddings": 4096, "output_router_logits": False, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "long_factor": [1.0] * 63 + [60.0], "long_mscale": 1.243163121016122,
+                "original_max_position_embeddings": 4096, "short_factor": [1.0] * 64,
+                "short_mscale": 1.243163121016122, "type": "longrope",
+            },
+            "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072,
+            "tie_word_embeddings": False, "vocab_size": 32064,
+        },
+        {
+            "norm": "layernorm", "norm_bias": True, "unembedding_bias": True, "attention_out_bias": True,
+            "routing": "sparsemixer", "router_jitter": 0.01, "normalized_weights": False, "experts": 16,
+            "rope_scaling": config.RopeScaling(
+                kind="longrope", factor=32.0, original_context=4096, short_factors=(1.0,) * 64,
+                long_factors=(*(1.0,) * 63, 60.0), attention_factor=1.243163121016122,
+            ),
+        },
     ),
     "qwen3-moe": (
         {
@@ -538,7 +576,8 @@ DEFAULTS = {
     "gemma": (1e-6, 1e4, True, "gelu_tanh", 256), "gemma2": (1e-6, 1e4, True, "gelu_tanh", 256),
     "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
     "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
-    "gpt_oss": (1e-5, 1.5e5, False, "silu", 64), "glm4_moe": (1e-5, 1e4, False, "silu", 128),
+    "phimoe": (1e-5, 1e6, False, "silu", 128), "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
+    "glm4_moe": (1e-5, 1e4, False, "silu", 128),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),

@@ -156,6 +156,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }),
     "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4}),
+    "phimoe": ("phimoe", _EXPERTS | {
+        "num_local_experts": 8, "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True,
+        "hidden_size": 64, "sliding_window": 6, "original_max_position_embeddings": 80,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.5, 4.0, 9.0],
+            "short_mscale": 1.2, "long_mscale": 1.2,
+        },
+    }),
     "qwen2-moe": ("qwen2_moe", _EXPERTS | {
         "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_hidden_layers": 3,
         "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 6,
