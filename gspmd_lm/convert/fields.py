@@ -237,13 +237,47 @@ class DenseLayers:
         if dense != list(range(count)):
             source.refuse("mlp_only_layers", dense, "are not the first layers: other layers without experts are not "
                           "supported")  # fmt: skip
-        if source.get(["decoder_sparse_step"], 1) != 1:
-            source.refuse("decoder_sparse_step", source.raw["decoder_sparse_step"],
-                          "alternates layers with and without experts, which is not supported")  # fmt: skip
         values["dense_layers"] = count
+        values["sparse_step"] = source.whole(["decoder_sparse_step"], 1, 1)
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": 1}
+        return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": model.sparse_step}
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLayers:
+    """Llama 4's layers with experts: moe_layers, or every interleave_moe_layer_step-th."""
+
+    def read(self, source: Source, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        step = source.whole(["interleave_moe_layer_step"], 1, 1)
+        sparse = source.get(["moe_layers"], list(range(step - 1, layers, step)))
+        if isinstance(sparse, list) and sparse and type(sparse[0]) is int:
+            step = max(sparse[0] + 1, 1)
+        if not sparse or sparse != list(range(step - 1, layers, step)):
+            source.refuse("moe_layers", sparse, "are not every n-th layer: other layers with experts are not supported")
+        values["sparse_step"] = step
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        step = model.sparse_step
+        return {"interleave_moe_layer_step": step, "moe_layers": list(range(step - 1, model.layers, step))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Temperature:
+    """Llama 4's queries that grow with their position, in layers without positions."""
+
+    def read(self, source: Source, values: Values) -> None:
+        tuned = source.flag(["attn_temperature_tuning"], True)
+        scale, every = source.number(["attn_scale"], 0.1), source.number(["floor_scale"], 8192)
+        found = {"scale": float(scale), "every": every, "offset": 1, "layers": "nope"}
+        values["attention_temperature"] = found if tuned else None
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        tuned = model.attention_temperature
+        if tuned is None:
+            return {"attn_temperature_tuning": False}
+        return {"attn_temperature_tuning": True, "attn_scale": tuned.scale, "floor_scale": tuned.every}
 
 
 @dataclasses.dataclass(frozen=True)
