@@ -1,5 +1,6 @@
 """The families with experts. Their attention is that of families without."""
 
+from gspmd_lm.convert.expert_fields import DenseLayers, LaterTokens, SharedExperts, SparseLayers
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
     EPS,
@@ -10,23 +11,14 @@ from gspmd_lm.convert.family import (
     UNTIED,
     Family,
 )
-from gspmd_lm.convert.fields import (
-    Always,
-    DenseLayers,
-    Divisor,
-    LaterTokens,
-    Only,
-    QueryScale,
-    Same,
-    SharedExperts,
-    Switch,
-)
-from gspmd_lm.convert.layer_kinds import LayerTypes, Window, every_second
+from gspmd_lm.convert.fields import Always, Divisor, Only, QueryScale, Same, Switch, Temperature
+from gspmd_lm.convert.layer_kinds import ChunkedLayers, LayerTypes, Window, every_second
 from gspmd_lm.convert.names import (
     GLM4_MOE,
     GPT_OSS,
     GRANITE_MOE,
     INV_FREQ,
+    LLAMA4,
     MIXTRAL,
     OLMOE,
     PHIMOE,
@@ -145,5 +137,18 @@ EXPERT_FAMILIES = (
         ),
         # hidden_act says silu and is not read by transformers; initial_context_length is also in rope_scaling.
         GPT_OSS, INV_FREQ, (*_TRAINING, "hidden_act", "initial_context_length"),
+    ),
+    Family(
+        "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES[:5], Same("max_position_embeddings", "context", 131072), _EPS_5,
+            Same("head_dim", "head_dim", 128), Rope(5e5), SILU, ATTENTION_BIAS, UNTIED, ChunkedLayers(), Temperature(),
+            Switch("use_qk_norm", ("qk_norm",), True), Always("qk_norm_kind", "unscaled"),
+            Same("num_local_experts num_experts", "experts", 16), Same("num_experts_per_tok", "experts_per_token", 1),
+            Same("intermediate_size_mlp", "mlp", 16384), Same("intermediate_size", "expert_mlp", 8192),
+            Always("shared_mlp", lambda values: values["expert_mlp"]), SparseLayers(), Always("routing", "sigmoid"),
+            Always("normalized_weights", False), Always("weighted_input", True),
+        ),
+        LLAMA4, INV_FREQ, (*_TRAINING, "for_llm_compressor"),
     ),
 )  # fmt: skip

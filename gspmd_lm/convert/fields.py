@@ -256,44 +256,20 @@ class Unless:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseLayers:
-    """mlp_only_layers: the layers without experts, which must be the first ones."""
+class Temperature:
+    """Llama 4's queries that grow with their position, in layers without positions."""
 
     def read(self, source: Source, values: Values) -> None:
-        dense = source.get(["mlp_only_layers"], [])
-        count = len(dense) if isinstance(dense, list) else 0
-        if dense != list(range(count)):
-            source.refuse("mlp_only_layers", dense, "are not the first layers: other layers without experts are not "
-                          "supported")  # fmt: skip
-        if source.get(["decoder_sparse_step"], 1) != 1:
-            source.refuse("decoder_sparse_step", source.raw["decoder_sparse_step"],
-                          "alternates layers with and without experts, which is not supported")  # fmt: skip
-        values["dense_layers"] = count
+        tuned = source.flag(["attn_temperature_tuning"], True)
+        scale, every = source.number(["attn_scale"], 0.1), source.number(["floor_scale"], 8192)
+        found = {"scale": float(scale), "every": every, "offset": 1, "layers": "nope"}
+        values["attention_temperature"] = found if tuned else None
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedExperts:
-    """n_shared_experts: how many experts, each as wide as a routed one, compute every token."""
-
-    def read(self, source: Source, values: Values) -> None:
-        values["shared_mlp"] = source.whole(["n_shared_experts"], 1, 0) * values["expert_mlp"]
-
-    def write(self, model: config.Model) -> dict[str, Any]:
-        return {"n_shared_experts": model.shared_mlp // model.expert_width}
-
-
-@dataclasses.dataclass(frozen=True)
-class LaterTokens:
-    """num_nextn_predict_layers: layers behind the last one that predict later tokens. They are left out."""
-
-    def read(self, source: Source, values: Values) -> None:
-        source.whole(["num_nextn_predict_layers", "num_mtp_layers"], 1, 0)
-
-    def write(self, model: config.Model) -> dict[str, Any]:
-        return {"num_nextn_predict_layers": 0}
+        tuned = model.attention_temperature
+        if tuned is None:
+            return {"attn_temperature_tuning": False}
+        return {"attn_temperature_tuning": True, "attn_scale": tuned.scale, "floor_scale": tuned.every}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,10 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
     }),
+    "llama4": ("llama4_text", {
+        "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    }),
     "mistral3": ("mistral", {}),
     "qwen2_vl": ("qwen2", _QWEN2),
     "qwen2_5_vl": ("qwen2", _QWEN2),

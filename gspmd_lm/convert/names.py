@@ -32,13 +32,14 @@ def _llama(
     up: str = "up_proj",
     down: str = "down_proj",
     last: str = "norm",
+    mlp_name: str = "mlp",
 ) -> tuple[Tensor, ...]:
     """Tensors with Llama's names. `fused` says which of qkv and gate_up are one tensor; `out` to `last` rename some.
 
     A family uses the tensors of the weights that its models have.
     """
     layer = "model.layers.{}"
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
     separate_qkv = (
         *_linear(f"{attention}.q_proj", "(N H) D", "attention.wq", interleaved_rope=interleaved_rope),
         *_linear(f"{attention}.k_proj", "(K H) D", "attention.wk", interleaved_rope=interleaved_rope),
@@ -273,6 +274,16 @@ GPT_OSS = _llama(
         Tensor(f"{_MLP}.experts.down_proj", "E F D", ("mlp.w_down",), mlp="expert_width"),
         Tensor(f"{_MLP}.experts.down_proj_bias", "E D", ("mlp.b_down",), mlp="expert_width"),
     )
+)  # fmt: skip
+_FEED = "model.layers.{}.feed_forward"
+LLAMA4 = _llama(
+    interleaved_rope=True, mlp_name="feed_forward",
+    more=(
+        Tensor(f"{_FEED}.router.weight", "C D", ("mlp.router",)),
+        Tensor(f"{_FEED}.experts.gate_up_proj", "E D J", ("mlp.w_gate", "mlp.w_up"), mlp="expert_width"),
+        Tensor(f"{_FEED}.experts.down_proj", "E F D", ("mlp.w_down",), mlp="expert_width"),
+        *_shared(f"{_FEED}.shared_expert"),
+    ),
 )  # fmt: skip
 INV_FREQ = (r"rotary_emb\.inv_freq$",)
 MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")

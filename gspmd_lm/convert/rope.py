@@ -158,8 +158,8 @@ def _scaling(
         return {"factor": float(factor), "original_context": original, "attention_factor": float(attention), **lists}
     low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
     lowest, highest = float(given.get(low, 1)), float(given.get(high, 32 if kind == "yarn" else LARGEST))
-    if highest <= lowest:
-        source.refuse(f"{name}.{high}", highest, f"is not above {low}: {lowest}")
+    if highest < lowest:
+        source.refuse(f"{name}.{high}", highest, f"is below {low}: {lowest}")
     found = {
         "factor": float(factor), "low_freq_factor": lowest, "high_freq_factor": highest, "original_context": original,
     }  # fmt: skip

@@ -82,7 +82,8 @@ class Experts(nn.Module):
 
         hidden = functools.partial(activated, cfg)
         inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
-        y_BTD = mixed(x_BTD, chosen_BTk, cfg.expert_scale * weights_BTk, inward, down, hidden, most)
+        weights_BTk *= cfg.expert_scale
+        y_BTD = mixed(x_BTD, chosen_BTk, weights_BTk, inward, down, hidden, most, cfg.weighted_input)
         if cfg.shared_mlp:
             shared_BTD = self.shared(x_BTD)
             if cfg.shared_gate:
@@ -157,12 +158,16 @@ def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> d
     moves_LC = cfg.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
     flat: dict[Any, Any] = dict(flatten_dict(params))
     stack = cfg.stacks[-1]
-    kinds, scanned = len(stack.kinds), stack.scanned
+    kinds = len(stack.kinds)
+    sparse = [i for i in range(stack.layers) if stack.kinds[i % kinds].experts]  # the layers with experts, in order
     for i in range(kinds):
         block = (f"block_{i}",) if kinds > 1 else ()
-        flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[:scanned][i::kinds]
-    for i in range(scanned, stack.layers):
-        flat[(f"layer_{stack.first + i}", "mlp", "balance_bias")] += moves_LC[i]
+        rows = [row for row, layer in enumerate(sparse) if layer < stack.scanned and layer % kinds == i]
+        if rows:
+            flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[jnp.array(rows)]
+    for row, layer in enumerate(sparse):
+        if layer >= stack.scanned:
+            flat[(f"layer_{stack.first + layer}", "mlp", "balance_bias")] += moves_LC[row]
     return unflatten_dict(flat)
 
 

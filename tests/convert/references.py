@@ -189,6 +189,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_slow": 1.0, "truncate": False,
         },
     }),
+    # Chunks that are shorter than the rows, dense layers between those with experts, and a last turn that is cut off.
+    "llama4": ("llama4_text", _EXPERTS | {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 48,
+        "num_hidden_layers": 5, "head_dim": 8, "attention_chunk_size": 6, "floor_scale": 3, "attn_scale": 0.5,
+        "interleave_moe_layer_step": 2,
+    }),
+    "llama4-scout": ("llama4_text", _EXPERTS | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "intermediate_size_mlp": 48,
+        "num_hidden_layers": 3, "head_dim": 8, "attention_chunk_size": 10, "floor_scale": 4, "use_qk_norm": False,
+        "no_rope_layers": [1, 0, 1], "rope_scaling": {
+            "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": 32,
+        },
+    }),
     "opt-350m": ("opt", _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
     "opt-no-last-norm": ("opt", _WIDTHS | {"ffn_dim": 64, "_remove_final_layer_norm": True}),
 }  # fmt: skip
@@ -339,8 +353,12 @@ def forward(model: Any, vocab: int) -> tuple[np.ndarray, float, dict[str, np.nda
     padded = slice(len(PACKED), None)
     mask = (rows["segment_ids"][padded] > 0).long()
     extra = {"position_ids": rows["positions"][padded]} if placed else {}
-    found = model(rows["tokens"][padded], attention_mask=mask, **extra).logits
-    logits[padded] = torch.where(mask[..., None] > 0, found, 0)
+    if getattr(model.config, "attn_temperature_tuning", False):  # for it, transformers counts padding as tokens
+        for row, real in enumerate(mask > 0, len(PACKED)):
+            logits[row, real] = model(rows["tokens"][row, real][None]).logits[0]
+    else:
+        found = model(rows["tokens"][padded], attention_mask=mask, **extra).logits
+        logits[padded] = torch.where(mask[..., None] > 0, found, 0)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), ignore_index=-1)
     model.zero_grad()
     loss.backward()
