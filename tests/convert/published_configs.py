@@ -274,6 +274,23 @@ PUBLISHED = {
         },
         {"dense_layers": 1, "experts": 128, "qk_norm": False, "expert_scale": 1.0, "expert_mlp": 1408},
     ),
+    "llama-4-maverick": (
+        {
+            "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+            "attn_temperature_tuning": True, "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "interleave_moe_layer_step": 2,
+            "intermediate_size": 8192, "intermediate_size_mlp": 16384, "max_position_embeddings": 1048576,
+            "model_type": "llama4_text", "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+            "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 128,
+            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": False, "vocab_size": 202048,
+        },
+        {
+            "layer_pattern": ("chunked", "chunked", "chunked", "nope"), "attention_chunk": 8192, "sparse_step": 2,
+            "experts": 128, "expert_mlp": 8192, "shared_mlp": 8192, "mlp": 16384, "qk_norm": False,
+            "attention_temperature": config.AttentionTemperature(scale=0.1, every=8192, offset=1, layers="nope"),
+        },
+    ),
     "gpt-oss": (
         {
             "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
@@ -577,7 +594,7 @@ DEFAULTS = {
     "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
     "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
     "phimoe": (1e-5, 1e6, False, "silu", 128), "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
-    "glm4_moe": (1e-5, 1e4, False, "silu", 128),
+    "glm4_moe": (1e-5, 1e4, False, "silu", 128), "llama4_text": (1e-5, 5e5, False, "silu", 128),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),
