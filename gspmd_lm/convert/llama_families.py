@@ -37,7 +37,7 @@ from gspmd_lm.convert.names import (
     PHI3,
     STARCODER2,
 )
-from gspmd_lm.convert.rope import Rope
+from gspmd_lm.convert.rope import BETA, Rope
 from gspmd_lm.convert.source import Source
 
 
@@ -145,6 +145,17 @@ LLAMA_FAMILIES = (
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
         GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
+    ),
+    Family(
+        "Ministral 3", "ministral3", "Ministral3ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, SILU, Window(None), UNTIED,
+            Rope(temperature=True, default={
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
+            }),
+        ),
+        LLAMA, INV_FREQ,
     ),
     Family(
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",

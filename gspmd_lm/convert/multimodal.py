@@ -8,12 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from gspmd_lm.convert.strict_json import shown
 from gspmd_lm.errors import InputError
 
 Stored = TypeVar("Stored")
 _QWEN2 = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
-# model_type of the whole -> the family of its text part, and fields that text_config may leave out although that family
-# needs them or has other defaults. Values: transformers' classes of these configs.
+# model_type of the whole -> the families of its text part, of which text_config may name one, and fields that
+# text_config may leave out although that family needs them or has other defaults. Values: transformers' classes.
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -23,7 +24,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
         "num_key_value_heads": 8,
     }),
-    "mistral3": ("mistral", {}),
+    "mistral3": ("mistral ministral3", {}),
     "qwen2_vl": ("qwen2", _QWEN2),
     "qwen2_5_vl": ("qwen2", _QWEN2),
     "qwen3_vl": ("qwen3", {"rope_theta": 5e5}),
@@ -46,10 +47,15 @@ def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     """The config.json of the text part alone; `raw` itself if it is that of a text model."""
     if raw.get("model_type") not in PARTS:
         return raw
-    kind, defaults = PARTS[raw["model_type"]]
+    kinds, defaults = PARTS[raw["model_type"]]
     inner = raw.get("text_config", raw)
     if not isinstance(inner, Mapping):
         raise InputError(f"{place}: text_config: is not an object\n  fix   fetch the folder again")
+    first, *others = kinds.split()
+    named = inner.get("model_type", first)
+    if named not in (first, *others, raw["model_type"], f"{raw['model_type']}_text"):
+        raise InputError(f"{place}: text_config.model_type: {shown(named)} is not supported in {raw['model_type']}\n"
+                         f"  fix   a model whose text part is one of {', '.join(kinds.split())}")  # fmt: skip
     found = defaults | {name: value for name, value in inner.items() if name not in _DROPPED}
     found |= {name: raw[name] for name in _SHARED if raw.get(name) is not None}
     for name in ("rope_scaling", "rope_parameters"):
@@ -59,7 +65,7 @@ def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:
                 if plain.get(field) == "mrope":
                     plain[field] = "default"
             found[name] = plain
-    return found | {"model_type": kind}
+    return found | {"model_type": named if named in others else first}
 
 
 def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -22,6 +22,7 @@ _OPTIONAL = {
         ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned",
     },
 }  # fmt: skip
+BETA = "llama_4_scaling_beta"
 _MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 _NO_NUMBER = ("type", "rope_type", "truncate", "finetuned", "short_factor", "long_factor")
@@ -41,6 +42,7 @@ class Rope:
     original: int = 0  # the default of a field original_max_position_embeddings of its own; 0: the context
     default: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rope_parameters, if none are given
     older_kinds: tuple[tuple[str, str], ...] = ()  # names of kinds of scaling in older files -> today's names
+    temperature: bool = False  # queries grow with their position, as llama_4_scaling_beta says
     mscales: bool = False  # longrope says its attention factors as short_mscale and long_mscale
 
     def read(self, source: Source, values: Values) -> None:
@@ -78,8 +80,13 @@ class Rope:
         given = {
             field: value if field in _NO_NUMBER else source.checked(f"{name}.{field}", value)
             for field, value in given.items()
-            if value is not None and (kind != "default" or field in _ALWAYS)
+            if value is not None and (kind != "default" or field in (*_ALWAYS, BETA))
         }
+        if self.temperature:
+            every = source.get([ORIGINAL], given.get(ORIGINAL))
+            if BETA not in given or every is None:
+                source.refuse(name, given, f"lacks {BETA} or {ORIGINAL}")
+            values["attention_temperature"] = {"scale": float(given.get(BETA, 1)), "every": every}
         theta, part = given.get("rope_theta", theta), given.get("partial_rotary_factor", part)
         values["rope_theta"] = theta
         values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
@@ -103,6 +110,7 @@ class Rope:
             source.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")
             return "default"
         known = _ALWAYS | _NEEDED[kind] | _OPTIONAL.get(kind, set()) | {*_MSCALES[: 2 * self.mscales]}
+        known |= {BETA, "max_position_embeddings"} if self.temperature else set()
         unknown = sorted(key for key in given.keys() - known if given[key] is not None)
         if unknown and kind != "default":
             source.refuse(name, unknown, f"are not fields of {kind}")
@@ -119,6 +127,9 @@ class Rope:
                 written[ORIGINAL] = scaling.original_context
             if self.mscales:
                 written["rope_scaling"] |= dict.fromkeys(_MSCALES, scaling.attention_factor)
+        if self.temperature and (tuned := model.attention_temperature):
+            scaled = written["rope_scaling"] or {"rope_type": "default"}
+            written["rope_scaling"] = scaled | {BETA: tuned.scale, ORIGINAL: tuned.every}
         if self.part:
             written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
         local = model.sliding_rope_theta or model.rope_theta

@@ -125,6 +125,25 @@ PUBLISHED = {
             "sliding_rope_theta": 1e4, "qk_norm": True, "query_scale": 0.0, "rope_scaling": None,
         },
     ),
+    "ministral-3-8b": (
+        {
+            "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 262144,
+            "model_type": "ministral3", "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05, "rope_parameters": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+                "rope_type": "yarn", "type": "yarn",
+            },
+            "sliding_window": None, "use_cache": True, "vocab_size": 131072,
+        },
+        {
+            "attention_temperature": config.AttentionTemperature(scale=0.1, every=16384), "rope_theta": 1e6,
+            "rope_scaling": config.RopeScaling(
+                kind="yarn", factor=16.0, high_freq_factor=32.0, original_context=16384, attention_factor=1.0
+            ),
+        },
+    ),
     "phi-3": (
         {
             "architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
@@ -593,6 +612,7 @@ DEFAULTS = {
     "gemma": (1e-6, 1e4, True, "gelu_tanh", 256), "gemma2": (1e-6, 1e4, True, "gelu_tanh", 256),
     "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
     "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
+    "ministral3": (1e-5, 1e6, False, "silu", 128),
     "phimoe": (1e-5, 1e6, False, "silu", 128), "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
     "glm4_moe": (1e-5, 1e4, False, "silu", 128), "llama4_text": (1e-5, 5e5, False, "silu", 128),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),

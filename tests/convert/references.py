@@ -155,6 +155,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("llama", _LLAMA | {
         "num_key_value_heads": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }),
+    "ministral3": ("ministral3", _LLAMA | {
+        "num_key_value_heads": 4, "head_dim": 8, "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
+            "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+        },
+    }),
     "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4}),
     "phimoe": ("phimoe", _EXPERTS | {
         "num_local_experts": 8, "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True,

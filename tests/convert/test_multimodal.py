@@ -78,7 +78,9 @@ def test_a_published_config(raw, family, wanted, tmp_path):
 
 
 def test_every_part_is_of_a_family():
-    assert {kind for kind, _ in multimodal.PARTS.values()} <= {row.model_type for row in FAMILIES}
+    assert {kind for kinds, _ in multimodal.PARTS.values() for kind in kinds.split()} <= {
+        row.model_type for row in FAMILIES
+    }
 
 
 def test_a_quantised_or_broken_whole_is_refused():
@@ -129,6 +131,14 @@ def test_a_tensor_of_no_known_part_is_told(tmp_path):
         ours.pretrained.read(tmp_path / "whole")
 
 
+def test_a_text_part_of_another_family_is_refused(tmp_path):
+    whole = {"model_type": "mistral3", "text_config": references.load("mistral").about["config"]}
+    assert architecture.multimodal.text_config(whole, "x")["model_type"] == "mistral"
+    whole["text_config"] = whole["text_config"] | {"model_type": "mistral4"}
+    with pytest.raises(InputError, match=r"x: text_config.model_type: 'mistral4' is not supported in mistral3\n  fix "):
+        architecture.multimodal.text_config(whole, "x")
+
+
 def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
     golden = references.load("glm4-moe")
     plain = ours.read(golden, tmp_path / "plain")
@@ -152,6 +162,8 @@ _EYE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "n
 _QWEN_EYE = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
 _LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 6, "floor_scale": 3}
+_GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
+            "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 LIVE = {
     "llama4": {
         "text_config": _TEXT | _LLAMA4,
@@ -159,6 +171,10 @@ LIVE = {
     },
     "gemma3": {"text_config": _TEXT | {"sliding_window": 6}, "vision_config": _EYE, "mm_tokens_per_image": 4},
     "mistral3": {"text_config": _TEXT | {"model_type": "mistral"}, "vision_config": _EYE, "tie_word_embeddings": False},
+    "mistral3, ministral3": {
+        "text_config": _TEXT | {"model_type": "ministral3", "rope_parameters": _GROWING},
+        "vision_config": _EYE, "tie_word_embeddings": False,
+    },
     "qwen2_vl": {"text_config": _TEXT | {"rope_parameters": _MROPE},
                  "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}},
     "qwen2_5_vl": {"text_config": _TEXT | {"rope_parameters": _MROPE},
@@ -176,7 +192,7 @@ def test_text_has_the_logits_of_the_whole_model(kind, tmp_path):
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **LIVE[kind])
+    config = transformers.AutoConfig.for_model(kind.partition(",")[0], **LIVE[kind])
     whole = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     for name, array in whole.named_parameters():
         array.data = torch.from_numpy(references.weight(name, tuple(array.shape), 0))
