@@ -42,6 +42,8 @@ IRRELEVANT = frozenset(
 # values mean that a model does without the feature.
 REFUSED = {
     "quantization_config": "the weights are quantised: load them with transformers, dequantise and save them",
+    "quantization_bit": "the weights are quantised: load them with their own code, dequantise and save them",
+    "pre_seq_len": "a trained prefix, which is not supported",
     "text_config": "a model of several parts, such as one that sees images: only text models are read",
     "attention_chunk_size": "attention within chunks is not supported",
     "per_layer_config": "layers that differ in more than their window are not supported",
@@ -70,7 +72,6 @@ EVERY_FAMILY: tuple[Part, ...] = (
 )  # fmt: skip
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {
-    "chatglm": "it is for ChatGLM's own code; GLM-4 is read in transformers' format (glm, glm4)",
     "deepseek_v2": "its keys and values are made from a smaller vector, which is not supported",
     "deepseek_v3": "its keys and values are made from a smaller vector, which is not supported",
     "kimi_k2": "its keys and values are made from a smaller vector, which is not supported",

@@ -27,8 +27,8 @@ from gspmd_lm.convert.fields import (
     Unless,
 )
 from gspmd_lm.convert.layer_kinds import LocalLayers
-from gspmd_lm.convert.names import BLOOM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
-from gspmd_lm.convert.rope import Rope
+from gspmd_lm.convert.names import BLOOM, CHATGLM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
+from gspmd_lm.convert.rope import ChatRope, Rope
 
 GPT_FAMILIES = (
     Family(
@@ -116,6 +116,25 @@ GPT_FAMILIES = (
         ),
         NEOX,
         (*INV_FREQ, *MASKS),
+    ),
+    Family(
+        "ChatGLM 3", "chatglm", "ChatGLMModel", "transformer.",
+        (
+            Same("padded_vocab_size vocab_size", "vocab"), Same("hidden_size", "embed"),
+            Same("num_layers num_hidden_layers", "layers", most=MOST_LAYERS), Same("num_attention_heads", "heads"),
+            Same("multi_query_group_num", "kv_heads"), Same("kv_channels", "head_dim", 128),
+            Same("ffn_hidden_size", "mlp"), Same("seq_length", "context", 2048), ChatRope(), UNTIED,
+            Same("layernorm_epsilon", "norm_eps", 1e-5), Switch("add_qkv_bias", ("qkv_bias",), False),
+            Only("multi_query_attention", True, "orders queries, keys and values otherwise, which is not supported"),
+            Only("interleaved_qkv", False, "orders queries, keys and values otherwise, which is not supported"),
+            Only("add_bias_linear", False, "has biases behind attention and in the MLP, which is not supported"),
+            Only("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
+            Only("rmsnorm", True, "has LayerNorm, which is not supported"),
+            Only("post_layer_norm", True, "has no norm after the last layer, which is not supported"),
+            Only("original_rope", True, "rotates otherwise, which is not supported"),
+            Only("fp32_residual_connection", False, "adds up in float32, which is not supported"),
+        ),
+        CHATGLM, INV_FREQ, ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "prefix_projection"),
     ),
     Family(
         "StarCoder", "gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.",

@@ -241,6 +241,18 @@ NEOX = (
     *_norm("gpt_neox.layers.{}.input_layernorm", "attention_norm", bias=True),
     *_norm("gpt_neox.layers.{}.post_attention_layernorm", "mlp_norm", bias=True),
 )
+_CHAT = "transformer.encoder.layers.{}"
+CHATGLM = (
+    Tensor("transformer.embedding.word_embeddings.weight", "V D", ("embedding",)),
+    *_norm(f"{_CHAT}.input_layernorm", "attention_norm"),
+    *_linear(f"{_CHAT}.self_attention.query_key_value", "(R H) D", *_QKV, interleaved_rope=True),
+    *_linear(f"{_CHAT}.self_attention.dense", "D (N H)", "attention.wo", bias=False),
+    *_norm(f"{_CHAT}.post_attention_layernorm", "mlp_norm"),
+    *_linear(f"{_CHAT}.mlp.dense_h_to_4h", "J D", "mlp.w_gate", "mlp.w_up", bias=False),
+    *_linear(f"{_CHAT}.mlp.dense_4h_to_h", "D F", "mlp.w_down", bias=False),
+    *_norm("transformer.encoder.final_layernorm", "final_norm"),
+    Tensor("transformer.output_layer.weight", "V D", ("unembedding",)),
+)
 _MLP, _SPARSE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
 _SINKS = Tensor("model.layers.{}.self_attn.sinks", "N", ("attention.sinks",))
 MIXTRAL = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
@@ -285,5 +297,5 @@ LLAMA4 = _llama(
         *_shared(f"{_FEED}.shared_expert"),
     ),
 )  # fmt: skip
-INV_FREQ = (r"rotary_emb\.inv_freq$",)
+INV_FREQ = (r"rotary_(pos_)?emb\.inv_freq$",)
 MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")

@@ -22,6 +22,7 @@ _OPTIONAL = {
         ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned",
     },
 }  # fmt: skip
+CHATGLM2_VOCAB = 65024  # of ChatGLM 2 and 3
 BETA = "llama_4_scaling_beta"
 _MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
@@ -141,6 +142,21 @@ class Rope:
             written["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
             written["rope_scaling"] = None
         return written
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRope:
+    """ChatGLM's rotary positions, on the first half of a head. rope_ratio multiplies rope_theta, but in ChatGLM 2."""
+
+    def read(self, source: Source, values: Values) -> None:
+        ratio, path = source.number(["rope_ratio"], 1), source.raw.get("_name_or_path")
+        if ratio != 1 and values["vocab"] == CHATGLM2_VOCAB and "chatglm3" not in str(path):
+            source.refuse("rope_ratio", ratio, "divides positions in ChatGLM 2, which is not supported, and multiplies "
+                          f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip
+        values |= {"positions": "rope", "rope_theta": 10000.0 * ratio, "rope_dim": values["head_dim"] // 2}
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"rope_ratio": model.rope_theta / 10000}
 
 
 def _scaling(

@@ -589,6 +589,21 @@ PUBLISHED = {
         },
         {"query_scale": 1.0, "layer_pattern": ("full", "sliding"), "sliding_window": 256, "mlp": 8192},
     ),
+    "chatglm3-6b": (
+        {
+            "_name_or_path": "THUDM/chatglm3-6b", "add_bias_linear": False, "add_qkv_bias": True,
+            "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False,
+            "architectures": ["ChatGLMModel"], "attention_dropout": 0.0, "attention_softmax_in_fp32": True,
+            "auto_map": {"AutoConfig": "configuration_chatglm.ChatGLMConfig"}, "bias_dropout_fusion": True,
+            "eos_token_id": 2, "ffn_hidden_size": 13696, "fp32_residual_connection": False, "hidden_dropout": 0.0,
+            "hidden_size": 4096, "kv_channels": 128, "layernorm_epsilon": 1e-05, "model_type": "chatglm",
+            "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 32, "num_layers": 28,
+            "original_rope": True, "pad_token_id": 0, "padded_vocab_size": 65024, "post_layer_norm": True,
+            "quantization_bit": 0, "rmsnorm": True, "seq_length": 8192, "tie_word_embeddings": False,
+            "use_cache": True, "vocab_size": 65024,
+        },
+        {"kv_heads": 2, "rope_dim": 64, "rope_theta": 1e4, "qkv_bias": True, "attention_out_bias": False, "mlp": 13696},
+    ),
     "starcoder": (
         {
             "activation_function": "gelu_pytorch_tanh", "architectures": ["GPTBigCodeForCausalLM"],
@@ -624,5 +639,6 @@ DEFAULTS = {
     "olmo3": (1e-5, 5e5, False, "silu", 128), "smollm3": (1e-6, 2e6, True, "silu", 128),
     "starcoder2": (1e-5, 1e4, True, "gelu_tanh", 128), "stablelm": (1e-5, 1e4, False, "silu", 64),
     "nemotron": (1e-5, 1e4, False, "relu2", 128), "phi": (1e-5, 1e4, False, "gelu_tanh", 80),
-    "gpt_neo": (1e-5, 1e4, True, "gelu_tanh", 128), "gpt_bigcode": (1e-5, 1e4, True, "gelu_tanh", 128),
+    "gpt_neo": (1e-5, 1e4, True, "gelu_tanh", 128), "chatglm": (1e-5, 1e4, False, "silu", 128),
+    "gpt_bigcode": (1e-5, 1e4, True, "gelu_tanh", 128),
 }  # fmt: skip

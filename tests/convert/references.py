@@ -32,6 +32,7 @@ from gspmd_lm.convert import safetensors
 GOLDEN = Path(__file__).parent / "golden"
 SEQ, NEW_TOKENS, SAMPLES = 16, 64, 32
 FLOAT32 = "e_score_correction_bias"  # what transformers keeps in float32
+NOT_IN_TRANSFORMERS = ("chatglm",)  # families whose reference is an implementation of our own
 LEAST_GAP = 5e-3  # between the best two logits of a greedy step, so that rounding decides nothing
 # Rows of the batch: the lengths of its documents, side by side; or what is left free before or after one.
 PACKED = ((9, 7), (5, 11))
@@ -127,6 +128,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("ernie4_5", _LLAMA | {"num_key_value_heads": 4, "head_dim": 8, "use_bias": True}),
     "arcee": ("arcee", _LLAMA | {"num_key_value_heads": 4}),
     "phi": ("phi", _NEOX | {"num_key_value_heads": 4, "qk_layernorm": True}),
+    "chatglm": ("chatglm", _SMALL | {
+        "architectures": ["ChatGLMModel"], "padded_vocab_size": 96, "hidden_size": 64, "num_layers": 2,
+        "num_attention_heads": 8, "kv_channels": 8, "ffn_hidden_size": 48, "seq_length": 96,
+        "multi_query_attention": True, "multi_query_group_num": 2, "add_qkv_bias": True, "add_bias_linear": False,
+        "rmsnorm": True, "post_layer_norm": True, "layernorm_epsilon": 1e-5, "original_rope": True, "rope_ratio": 50,
+        "apply_query_key_layer_scaling": True, "bias_dropout_fusion": True, "tie_word_embeddings": False,
+        "transformers_version": "4.30.2", "dtype": "float32",
+    }),
     "starcoder": ("gpt_bigcode", _GPT2),
     "starcoder-all-heads": ("gpt_bigcode", _GPT2 | {"multi_query": False}),
     "gptneo": ("gpt_neo", _SMALL | {
@@ -323,16 +332,36 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
     import torch
     import transformers
 
+    from tests.convert import chatglm
+
     torch.set_num_threads(1)
     kind, fields = CASES[name]
+    if kind in NOT_IN_TRANSFORMERS:
+        config = fields | {"model_type": kind}
+        parameters = chatglm.ChatGLM(config).named_parameters()
+        weights = {tensor: weight(tensor, tuple(array.shape), salt) for tensor, array in sorted(parameters)}
+        return loaded(save(folder, config, weights))[0], config, weights
     empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields))
     empty.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     shapes = {tensor: where.shape for tensor, where in sorted(safetensors.stored(folder).items())}
     weights = {tensor: weight(tensor, shape, salt) for tensor, shape in shapes.items()}
-    save(folder, config, weights)
+    return loaded(save(folder, config, weights))[0], config, weights
+
+
+def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder as transformers loads it, or as tests/convert/chatglm.py does, and what was amiss."""
+    import torch
+    import transformers
+
+    from tests.convert import chatglm
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] in NOT_IN_TRANSFORMERS:
+        return chatglm.load(folder, config), {}
     how: dict[str, Any] = {"attn_implementation": attention(config), "dtype": torch.float32}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval(), config, weights
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
+    return model.eval(), report
 
 
 def attention(config: Mapping[str, Any]) -> str:

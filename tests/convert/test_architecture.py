@@ -14,6 +14,7 @@ SIZES = {
     "model_type", "vocab_size", "hidden_size", "n_embd", "n_embed", "num_hidden_layers", "n_layer",
     "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "intermediate_size", "ffn_dim",
     "max_position_embeddings", "n_positions", "seq_length", "rotary_dim", "num_layers", "num_heads",
+    "padded_vocab_size", "multi_query_group_num", "ffn_hidden_size",
 }  # fmt: skip
 
 
@@ -59,9 +60,12 @@ def test_it_is_kept_on_export_and_can_be_written_anew(name):
     assert kept == raw
     found, fields = architecture.describe(model, None)
     # The first of the table that has the model: without a window, a Mistral is a Llama.
-    assert found.model_type == {"mistral-nemo": "llama", "phi-3": "mistral", "yarn-llama-2": "llama"}.get(
-        name, row.model_type
-    )
+    assert found.model_type == {
+        "mistral-nemo": "llama",
+        "chatglm3-6b": "glm",
+        "phi-3": "mistral",
+        "yarn-llama-2": "llama",
+    }.get(name, row.model_type)
     assert model_of(fields) == model
 
 
