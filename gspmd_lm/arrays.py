@@ -134,7 +134,11 @@ def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segment
             return "context: gather (only ring and ulysses)"
         pieces = rules.piece_count(over)
         piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
-    lacking = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in config.model.layer_kinds)
+    kinds = [  # a chunk that is as long as a row restricts nothing
+        kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
+        for kind in config.model.layer_kinds
+    ]
+    lacking = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in kinds)
     found = next(filter(None, lacking), None)
     if found and piece != seq:
         found = found.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")

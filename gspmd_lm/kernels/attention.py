@@ -118,6 +118,8 @@ def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -
     if kernel == "cudnn":
         if model.attention_sinks:
             return "model.attention_sinks: true"
+        if model.attention_chunk:
+            return f"model.attention_chunk: {model.attention_chunk}"
         if segments:
             return "data.packing: documents (it has no segments, only whole rows)"
         if model.attention_softcap:
