@@ -89,7 +89,7 @@ class Bench:
         self.config, self.target = self.case.load(), targets.parse(self.case.target)
         self.traces = Traces(self.config)
         self.space = Space(self.config, self.target, self.traces)
-        self.pricer = Pricer(self.config, self.target, self.traces)
+        self.pricer = self.space.pricer
 
     def price(self, raw: dict[str, Any]) -> Price:
         return self.pricer.price(self.space.rules(raw))
@@ -243,8 +243,8 @@ def pricing() -> dict[str, Any]:
     began = time.monotonic()
     config, target = LARGE.load(), targets.parse(LARGE.target)
     traces = Traces(config)
-    space, pricer = Space(config, target, traces), Pricer(config, target, traces)
-    count = sum(1 for raw in space if pricer.price(space.rules(raw)).step_time_s)
+    space = Space(config, target, traces)
+    count = sum(1 for _, rules in space.filled() if space.pricer.price(rules).step_time_s)
     seconds = time.monotonic() - began
     return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
             "cpu_s": round(time.process_time(), 1)}  # fmt: skip

@@ -79,7 +79,7 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Lar
     traces = Traces(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        found = priced(Space(config, target, traces), Pricer(config, target, traces))
+        found = priced(Space(config, target, traces))
         least = min(found, key=lambda one: one.price.peak_bytes, default=None)
         if least is None or least.price.peak_bytes > target.chip.usable_hbm_bytes:
             continue

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from gspmd_lm.arrays import pairs
 from gspmd_lm.chips import Chip
@@ -80,6 +81,15 @@ class Price:
     @property
     def sent_bytes(self) -> int:
         return sum(self.sent_by_axis.values())
+
+
+class Sketch(NamedTuple):
+    """What a remat policy makes of one layout, links left out: enough to compare policies."""
+
+    seconds: float  # where the target has no times: the FLOPs of what is computed again
+    device_bytes: float  # of what is kept on a device, of all that it computes in one microbatch
+    host_bytes: float
+    peak_bytes: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +163,19 @@ class Pricer:
             communication_s=communication_s,
         )
 
+    def sketch(self, rules: Rules, remat: Remat) -> Sketch:
+        """What filled and checked rules would need under another remat policy."""
+        layout = self._layout(rules)
+        kept = layout.work.kept(remat)
+        device_bytes, host_bytes = self._held(layout, kept.on_device), self._held(layout, kept.on_host)
+        if self.chip:
+            spent, loops = self._computed(self.chip, layout, kept, device_bytes)
+            seconds = sum(spent.values()) + self._host_s(self.chip, layout, host_bytes, loops)
+        else:
+            seconds = sum(one.flops * one.times for one in kept.again if isinstance(one, Operation))
+        peak_bytes = layout.state_bytes + device_bytes + layout.working_bytes
+        return Sketch(seconds, device_bytes, host_bytes, peak_bytes)
+
     # Compute
 
     def _computed(
@@ -163,11 +186,10 @@ class Pricer:
         forward_s = backward_s = 0.0
         microbatches = layout.rules.microbatches
         for timed in layout.timed:
-            again = timed.of.nodes & kept.again
             times = timed.times * microbatches
             if timed.kind == "matmul" and kept.on_host:
                 times *= chip.offloading_slowdown
-            back_s = timed.backward_s + (timed.forward_s if again else 0.0)
+            back_s = timed.backward_s + (timed.forward_s if timed.of in kept.again else 0.0)
             spent[timed.kind] += times * (timed.forward_s + back_s)
             if timed.looped:
                 forward_s += times * timed.forward_s

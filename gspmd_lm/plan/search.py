@@ -17,7 +17,7 @@ from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.known_errors import kind_of, mean_error
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.plan.price import Price, Pricer
+from gspmd_lm.plan.price import Price
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
 from gspmd_lm.rules import Rules
@@ -32,6 +32,7 @@ PRICE_ERROR = 0.05  # of prices before the first compilations tell
 LEAST_ERROR = 0.01  # of corrected prices, however well they agree
 LIKENESS = 0.25  # how much less a compiled layout says of another for each feature in which they differ
 UNLIKE = 3  # features in which layouts differ that have nothing to say of each other
+PRICING = 0.5  # the share of the minutes in which layouts are priced
 FEWEST = 8  # compilations before a plan may be content
 EXPLORED = 1.15  # of the first compilations, every other looks so far above the shortest promise
 FINALISTS = 2  # layouts with host offload that are compiled where that takes long
@@ -129,12 +130,11 @@ def ranking(target: Target) -> RankBy:
     return "time" if target.chip else "bytes"
 
 
-def priced(space: Space, pricer: Pricer) -> list[Candidate]:
-    """Every layout of a space, with its price."""
-    chip = pricer.chip
+def priced(space: Space, until_s: float = math.inf) -> list[Candidate]:
+    """Every layout of a space, with its price. until_s: see `Space.filled`."""
+    chip, price = space.target.chip, space.pricer.price
     limit_bytes = chip.usable_hbm_bytes if chip else None
-    layouts = ((raw, space.rules(raw)) for raw in space)
-    return [Candidate(raw, rules, pricer.price(rules), limit_bytes=limit_bytes) for raw, rules in layouts]
+    return [Candidate(raw, rules, price(rules), limit_bytes=limit_bytes) for raw, rules in space.filled(until_s)]
 
 
 def plan(
@@ -149,7 +149,7 @@ def plan(
 ) -> Plan:
     """The best layout of `config` on `target`, and what else was looked at.
 
-    minutes: the compiler starts nothing after that. most: how many layouts are compiled; with 0 all are priced alone.
+    minutes: the compiler starts nothing after that, and half of them may go into prices. most: how many layouts are compiled; with 0 all are priced alone.
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
     what compiles, as `explain.reports` does. Raises InputError where a target has no times, and where no mesh of its
     devices divides the batch.
@@ -159,17 +159,19 @@ def plan(
         raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
     traces = Traces(config)
     space = Space(config, target, traces)
-    found = priced(space, Pricer(config, target, traces))
+    found = priced(space, began + 60 * minutes * PRICING)
     if not found:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
         say(note)
-    say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s")
+    unpriced = f"; {space.left_out:,} meshes and tables were not priced for want of time" if space.left_out else ""
+    say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s{unpriced}")
     search = _Search(config, space, found, say, reports, began, minutes, most)
     if rank_by == "time":
         search.run()
     else:
         search.stopped = "layouts are ranked by bytes alone"
+    search.stopped += unpriced
     return search.result(traces.task.tokens or traces.task.rows, space.refused, rank_by)
 
 
