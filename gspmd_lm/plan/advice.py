@@ -11,8 +11,9 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.price import Pricer
-from gspmd_lm.plan.search import Candidate, Plan, priced
+from gspmd_lm.plan.search import priced
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
 from gspmd_lm.task import Task

@@ -299,9 +299,9 @@ class Pricer:
             work, pieces = trace.work(fused), dict[Places, int]()
             timed = list(self._timed(self.chip, rules, work, pieces)) if self.chip else []
             weight_bytes, gradient_bytes = self._weight_bytes(rules), self._gradient_bytes(rules)
-            moved = floor.updated_bytes(rules, self.traces.arrays)
-            if rules.microbatches > 1:  # gradients are added up: two are read, and one is written
-                moved += 3 * rules.microbatches * gradient_bytes
+            sum_bytes = self._gradient_bytes(rules, floor.FLOAT32_BYTES) if rules.microbatches > 1 else 0.0
+            # Gradients are added up: two are read, and one is written.
+            moved = floor.updated_bytes(rules, self.traces.arrays) + 3 * rules.microbatches * sum_bytes
             update_s = moved / prices.hbm_bytes_per_s(self.chip) if self.chip else 0.0
             self._layouts[key] = _Layout(
                 rules,
@@ -309,7 +309,7 @@ class Pricer:
                 work,
                 timed,
                 update_s,
-                self._state_bytes(rules, weight_bytes, gradient_bytes),
+                weight_bytes + self._optimizer_bytes(rules) + gradient_bytes + sum_bytes,
                 self._working_bytes(rules, work, pieces, weight_bytes, gradient_bytes),
                 pieces,
                 self._gathers(rules, trace, pieces),
@@ -325,22 +325,20 @@ class Pricer:
             if (home := trace.traced.source(product.x))
         )
 
-    def _gradient_bytes(self, rules: Rules) -> float:
-        """What a device holds of the gradients."""
+    def _gradient_bytes(self, rules: Rules, itemsize: int = 0) -> float:
+        """What a device holds of the gradients: in the dtype of their weights, unless an `itemsize` is given."""
         trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
-        return sum(floor.held(rules, "optimizer", leaf, like, floor.FLOAT32_BYTES) for leaf, like in trained)
+        return sum(floor.held(rules, "optimizer", *pair, itemsize or pair[1].dtype.itemsize) for pair in trained)
 
     def _weight_bytes(self, rules: Rules) -> float:
         """What a device holds of the weights."""
         weights = pairs(self.traces.arrays.named_params, self.traces.arrays.params)
         return sum(floor.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
 
-    def _state_bytes(self, rules: Rules, weight_bytes: float, gradient_bytes: float) -> float:
-        """What a device holds of weights, optimizer state and gradients, and of their sums over microbatches."""
-        arrays = self.traces.arrays
-        optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
-        held = sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
-        return weight_bytes + held + gradient_bytes * (2 if rules.microbatches > 1 else 1)
+    def _optimizer_bytes(self, rules: Rules) -> float:
+        """What a device holds of the optimizer's state."""
+        optimizer = pairs(self.traces.arrays.named_optimizer, self.traces.arrays.optimizer)
+        return sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
 
     def _working_bytes(
         self, rules: Rules, work: Work, pieces: dict[Places, int], weight_bytes: float, gradient_bytes: float
