@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,9 +27,10 @@ from gspmd_lm.config import Config
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.kernels import attention
+from gspmd_lm.plan import remats
+from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import CONTEXTS, KERNELS, Rules
+from gspmd_lm.rules import CONTEXTS, KERNELS, Remat, Rules
 from gspmd_lm.task import Task
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
@@ -71,25 +73,40 @@ class Space:
         self.traces = traces or Traces(config)
         self.config, self.task, self.target = self.traces.config, self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
+        self.left_out = 0  # meshes and tables for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
         self.trace = self.traces.of(single)
         self.asked = self.trace.recorded.asked
         self.roles = _roles(self.traces, self.trace.traced, "attention" in self.asked)
+        self.pricer = Pricer(config, target, self.traces)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
+        return (raw for raw, _ in self.filled())
+
+    def filled(self, until_s: float = math.inf) -> Iterator[tuple[dict[str, Any], Rules]]:
+        """The plain values of each rules file, and its rules, filled. The meshes of fewest axes come first.
+
+        until_s: what `time.monotonic` says when it must end, though not before the first mesh.
+        """
         kernel = self.kernel
-        for layout in self._layouts():
+        layouts = sorted(self._layouts(), key=lambda layout: len(layout["mesh"]))
+        for number, layout in enumerate(layouts):
+            if number and time.monotonic() > until_s:
+                self.left_out = len(layouts) - number
+                return
             for microbatches in self._microbatches(layout["mesh"]):
                 raw = {**layout, **kernel}
                 if microbatches > 1:
                     raw["microbatches"] = microbatches
-                if self.traces.problems(self.rules(raw), self.target.platform):
+                rules = self.rules(raw)
+                if self.traces.problems(rules, self.target.platform):
                     self.refused += 1
                     continue
-                for remat in self.remats:
-                    yield raw if remat == "none" else {**raw, "remat": remat}
+                for remat in remats.tried(self.pricer, rules, self.names) if "remat" in self.asked else (rules.remat,):
+                    own = raw | _plain(remat)
+                    yield own, dataclasses.replace(rules, remat=remat, path=describe(own))
 
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout under other compiler options whose effect is known."""
@@ -206,26 +223,9 @@ class Space:
         return {"attention": {platform: fused}}
 
     @functools.cached_property
-    def remats(self) -> list[Any]:
-        """Policies, and lists of names: more and more is kept, the kernel's result first; layer inputs on the host."""
-        if "remat" not in self.asked:
-            return ["none"]
-        work, kept = self.trace.work(bool(self.kernel)), self.task.vocabulary.kept
-        labels = [node.label for node in self.trace.traced.nodes if node.label in kept and work.in_block(node)]
-        out, *read = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
-        groups = [[out], read, [row.rpartition(".")[0] for row in self.roles.between]]
-        groups = [[name for name in group if name in labels] for group in groups]
-        named: list[list[str]] = [list(itertools.chain(*groups[:n])) for n in range(1, len(groups) + 1)]
-        produced = [node.placed.array for node in self.trace.traced.computed if node.placed]
-        others = [name for name in dict.fromkeys(produced) if name in labels and name not in named[-1]]
-        named += [[*named[0], name] for name in others] + [[*named[-1], *others]]
-        found: list[Any] = ["none", "dots", "block"]
-        found += [{"save": names} for names in named if names]
-        inputs = [label for label in dict.fromkeys(labels) if label not in self.task.vocabulary.activations]
-        if inputs and self.target.platform != "cpu":
-            found.append({"save": named[0], "offload": inputs} if named[0] else {"offload": inputs})
-            found.append({"save": named[1], "offload": inputs})
-        return [remat for n, remat in enumerate(found) if remat not in found[:n]]
+    def names(self) -> remats.Names:
+        """What a remat policy has a choice about."""
+        return remats.Names.of(self.trace, bool(self.kernel), self.task.vocabulary.kept)
 
 
 def candidates(
@@ -233,6 +233,14 @@ def candidates(
 ) -> Iterator[dict[str, Any]]:
     """The plain values of every sensible rules file for `target`, as YAML would hold them."""
     return iter(Space(task_or_config, target, traces))
+
+
+def _plain(remat: Remat) -> dict[str, Any]:
+    """A policy as a rules file says it."""
+    if remat.policy == "none":
+        return {}
+    lists = {"save": list(remat.save), "offload": list(remat.offload)}
+    return {"remat": {how: names for how, names in lists.items() if names} if remat.policy == "names" else remat.policy}
 
 
 def describe(raw: Mapping[str, Any]) -> str:
@@ -305,4 +313,5 @@ def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n < number]

@@ -25,6 +25,7 @@ _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
 _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
 _GPUS_PER_HOST = 8
+MOST_DEVICES = 2**20  # several times the largest cluster that is known; jax makes an object of each
 _GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
 
@@ -53,6 +54,16 @@ class Target:
 
 def parse(text: str) -> Target:
     """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
+    found = _parsed(text)
+    if found.devices > MOST_DEVICES:
+        raise InputError(
+            f"--target={text}: {found.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
+            f"  fix   fewer {'slices' if found.platform == 'tpu' else 'devices'}"
+        )
+    return found
+
+
+def _parsed(text: str) -> Target:
     place = f"--target={text}"
     hardware, slash, network = text.partition("/")
     slices, at, rest = hardware.rpartition("@")
