@@ -5,7 +5,6 @@ The fused kernels never hold a T x T array. None of them changes what is compute
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,13 +84,10 @@ def fused(
         made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
         segments = None if segments_BT is None else (segments_BT, segments_BT)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
-    return _keeping(cudnn(cfg))(q_BTNH, k_BSKH, v_BSKH)
+    from gspmd_lm.kernels import cudnn
 
-
-def cudnn(cfg: config.Model, causal: bool = True) -> Callable[..., jax.Array]:
-    """Attention of queries to keys and values by cuDNN's kernel."""
-    options: Any = {"is_causal": causal, "implementation": "cudnn", "scale": scores_scale(cfg)}
-    return functools.partial(jax.nn.dot_product_attention, **options)
+    packed = None if segments_BT is None else cudnn.documents(segments_BT)
+    return with_sums((cudnn.forward, cudnn.backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (packed,))
 
 
 def attend_to_cache(
@@ -208,24 +204,38 @@ def alibi_slopes(heads: int) -> jax.Array:
     return jnp.asarray(slopes, jnp.float32)
 
 
-def _keeping(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, with its result and what its derivative needs besides its arguments named `attention_out`."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_sums(
+    passes: tuple[Any, Any], cfg: config.Model, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
+    heads_N: jax.Array, given: tuple[Any, ...],
+) -> jax.Array:  # fmt: skip
+    """Attention by a kernel whose passes, forward and backward, give and take softmax sums, [B, T, N, H].
 
-    @jax.custom_vjp
-    def call(*args):
-        return function(*args)
+    `given` is what both take besides. heads_N: the sinks, if the config has any.
+    """
+    return _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given)[0]
 
-    def forward(*args):
-        out, back = jax.vjp(function, *args)
-        leaves, tree = jax.tree.flatten(back)
-        named: dict[int, jax.Array] = {id(arg): arg for arg in args}
-        for x in (out, *leaves):
-            if id(x) not in named:
-                named[id(x)] = checkpoint_name(x, "attention_out")
-        return named[id(out)], jax.tree.unflatten(tree, [named[id(leaf)] for leaf in leaves])
 
-    call.defvjp(forward, lambda back, dout: back(dout))
-    return call
+def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given):
+    out_BTNH, lse_BTN = passes[0](q_BTNH, k_BSKH, v_BSKH, cfg, *given)
+    if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
+        total_BTN = jnp.logaddexp(lse_BTN, heads_N.astype(jnp.float32))
+        out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
+    out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN)
+
+
+def _with_sums_backward(passes, cfg, saved, dout_BTNH):
+    q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN = saved
+    dq, dk, dv = passes[1](q_BTNH, k_BSKH, v_BSKH, cfg, out_BTNH, lse_BTN, dout_BTNH, *given)
+    dheads_N = None
+    if cfg.attention_sinks:
+        along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)
+        dheads_N = -(jnp.exp(heads_N.astype(jnp.float32) - lse_BTN) * along_BTN).sum((0, 1)).astype(heads_N.dtype)
+    return dq.astype(q_BTNH.dtype), dk, dv, dheads_N, None
+
+
+with_sums.defvjp(_with_sums, _with_sums_backward)
 
 
 def splash_block(seq: int, head_dim: int, itemsize: int) -> int:

@@ -1,63 +1,141 @@
-"""What cuDNN's attention is given where the sequence is split. Its calls are computed by plain products on the CPU."""
+"""What cuDNN's attention is given, and what is made of what it gives. Its calls are computed on the CPU.
+
+They are computed by plain products as the kernels do it: from what they are given, and no more of the result is written
+than a document has.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from einops import rearrange, repeat
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax._src.cudnn import fused_attention_stablehlo as kernels
 from jax.interpreters import mlir
 from test_context import arrays, both, placement, settings
 
+from gspmd_lm.kernels import attention, cudnn
 
-def weights(q, k, scale, mask_type, sums=None):
-    """[B, N, T, S]: the share of each key, and the logarithm of the softmax sums [B, N, T]; or the shares of these."""
-    s = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
-    if mask_type == cudnn.MaskType.CAUSAL:
-        s = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), s, -jnp.inf)
-    sums = jax.nn.logsumexp(s, -1) if sums is None else sums
-    return jnp.exp(s - sums[..., None]), sums
+CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
+SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
+
+
+def forward(scale, mask, window, q, k, v, _, *packed):
+    at, keys_at, exist, keys_exist = where(q, k, *packed[:4])
+    s, seen = scores(scale, mask, window, flat(q)[at], wide(k, q)[keys_at], exist, keys_exist)
+    sums = jax.nn.logsumexp(jnp.where(seen, s, -jnp.inf), -1)
+    out = jnp.einsum("dnts,dsnh->dtnh", shares(s, seen, sums), wide(v, q)[keys_at])
+    return in_rows(out, at, exist, q), jnp.where(exist[:, None], sums, jnp.nan)
+
+
+def backward(scale, mask, window, q, k, v, _, *others):
+    """From the sums and the result that it is given."""
+    *packed, sums, out, dout = others
+    at, keys_at, exist, keys_exist = where(q, k, *packed[:4])
+    q_, out, dout, k_, v_ = *(flat(x)[at] for x in (q, out, dout)), *(wide(x, q)[keys_at] for x in (k, v))
+    s, seen = scores(scale, mask, window, q_, k_, exist, keys_exist)
+    p, off = shares(s, seen, sums), jnp.einsum("dtnh,dtnh->dnt", out, dout)[..., None]
+    ds = scale * p * (jnp.einsum("dtnh,dsnh->dnts", dout, v_) - off)
+    dkv = jnp.einsum("dnts,dtnh->dsnh", ds, q_), jnp.einsum("dnts,dtnh->dsnh", p, dout)
+    dkv = (rearrange(x, "d s (k g) h -> d s k g h", k=k.shape[2]).sum(3) for x in dkv)
+    dq = in_rows(jnp.einsum("dnts,dsnh->dtnh", ds, k_), at, exist, q)
+    return dq, *(in_rows(x, keys_at, keys_exist, k) for x in dkv)
+
+
+def where(q, k, lengths, key_lengths, begins, key_begins):
+    """Where the queries [D, T] and keys [D, S] of each document lie, counted through all rows; which of them exist."""
+
+    def tokens(x, lengths, begins):
+        B, T, heads, size = x.shape
+        if not lengths.size:  # each row is one
+            return jnp.arange(B * T).reshape(B, T), jnp.ones((B, T), bool)
+        at = jnp.arange(T)
+        return begins.ravel()[: lengths.size, None] // (heads * size) + at, at < lengths.reshape(-1, 1)
+
+    (at, exist), (keys_at, keys_exist) = tokens(q, lengths, begins), tokens(k, key_lengths, key_begins)
+    return at, keys_at, exist, keys_exist
+
+
+def scores(scale, mask, window, q, k, exist, keys_exist):
+    """[D, N, T, S], and which of them count."""
+    T, S = q.shape[1], k.shape[1]
+    ahead = jnp.arange(T)[:, None] - jnp.arange(S)
+    seen = (ahead >= 0) & (ahead < (window or T)) if mask in CAUSAL else jnp.ones((T, S), bool)
+    return scale * jnp.einsum("dtnh,dsnh->dnts", q, k), seen & (exist[:, :, None] & keys_exist[:, None])[:, None]
+
+
+def shares(s, seen, sums):
+    return jnp.where(seen, jnp.exp(jnp.where(seen, s - sums[..., None], 0)), 0)
+
+
+def flat(x):
+    return x.reshape(-1, *x.shape[2:])
 
 
 def wide(x, q):
-    return repeat(x, "b s k h -> b s (k g) h", g=q.shape[2] // x.shape[2])
+    return flat(repeat(x, "b s k h -> b s (k g) h", g=q.shape[2] // x.shape[2]))
 
 
-def forward(q, k, v, *_, scale, mask_type, **_options):
-    p, sums = weights(q, wide(k, q), scale, mask_type)
-    return jnp.einsum("bnts,bsnh->btnh", p, wide(v, q)), sums
+def in_rows(x, at, exist, like):
+    rows = jnp.full_like(flat(like), jnp.nan)
+    return rows.at[jnp.where(exist, at, len(rows))].set(x, mode="drop").reshape(like.shape)
 
 
-def backward(q, k, v, *others, scale, mask_type, **_options):
-    """As the kernel does it: from the sums and the result that it is given."""
-    *_, sums, out, dout = others
-    p, _ = weights(q, wide(k, q), scale, mask_type, sums)
-    off = jnp.einsum("btnh,btnh->bnt", out, dout)[..., None]
-    ds = scale * p * (jnp.einsum("btnh,bsnh->bnts", dout, wide(v, q)) - off)
-    dk, dv = jnp.einsum("bnts,btnh->bsnh", ds, q), jnp.einsum("bnts,btnh->bsnh", p, dout)
-    dkv = (rearrange(x, "b s (k g) h -> b s k g h", k=k.shape[2]).sum(3) for x in (dk, dv))
-    return jnp.einsum("bnts,bsnh->btnh", ds, wide(k, q)), *dkv
-
-
-@pytest.mark.parametrize("form", ["ring", "ulysses"])
-def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, monkeypatch):
-    """Four devices in a ring: some turns stand in a loop. Key heads under ulysses allow for two."""
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
-    monkeypatch.setattr(cudnn, "check_layout", lambda *_: None)  # it refuses float32
-    calls = []
+@pytest.fixture
+def calls(monkeypatch):
+    """(pass, mask, window) of each call that is compiled."""
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91200)
+    found = []
     for name, plain in (("fwd", forward), ("bwd", backward)):
 
-        def lowered(*args, name=name, plain=plain, **options):
-            calls.append((name, options["mask_type"].name))
-            return plain(*args, **options)
+        def lowered(*args, name=name, plain=plain, mask_type, sliding_window_length, scale, **_):
+            found.append((name, mask_type.name, sliding_window_length))
+            return plain(scale, mask_type, sliding_window_length, *args)
 
-        primitive = getattr(cudnn, f"_dot_product_attention_{name}_p_wrapper")
+        primitive = getattr(kernels, f"_dot_product_attention_{name}_p")
         mlir.register_lowering(primitive, mlir.lower_fun(lowered, multiple_results=True), platform="cpu")
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sliding_window": 7, "query_scale": 0.2}, {"attention_sinks": True, "sliding_window": 1}]
+)
+def test_cudnn_computes_what_xla_does(packed, changes, calls, monkeypatch):
+    """With documents: of one token, of many, padding at the end of a row, and more of them than one call takes."""
+    monkeypatch.setattr(cudnn, "DOCUMENTS", 3)
+    qkv, weigh, _ = arrays(3, 24, 8)
+    row = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], [1, 3, 1, 6, 5, 2, 1, 5])
+    segments = jnp.array([row, np.ones(24), np.repeat([1, 2, 3], [8, 15, 1])], jnp.int32) if packed else None
+    cfg = settings(8, **changes)
+
+    def results(function):
+        out, pull = jax.vjp(lambda *arguments: function(*arguments), *qkv, SINKS)
+        return out, *pull(weigh)
+
+    with jax.default_matmul_precision("highest"):
+        want = results(lambda q, k, v, sinks_N: attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N))
+        got = jax.jit(
+            lambda: results(lambda *arguments: attention.fused(*arguments, segments, kernel="cudnn", cfg=cfg))
+        )()
+    mask, window = "PADDING_CAUSAL" if packed else "CAUSAL", changes.get("sliding_window")
+    assert {*calls} == {("fwd", mask, window), ("bwd", mask, window)}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert got[4].any() == cfg.attention_sinks
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, packed, calls):
+    """Four devices in a ring: some turns stand in a loop. Key heads under ulysses allow for two."""
     qkv, weigh, batch = arrays(2, 64, 8)
-    del batch["segment_ids"]
+    if form == "ring" and packed:
+        pytest.skip("see attention.unsupported")
+    if not packed:
+        del batch["segment_ids"]
     size = 4 if form == "ring" else 2
     want, (got, _) = both(settings(8), placement(form, "cudnn", size), qkv, weigh, batch)
-    masks = ["CAUSAL", "NO_MASK"] if form == "ring" else ["CAUSAL"]
-    assert {*calls} == {(name, mask) for name in ("fwd", "bwd") for mask in masks}
+    masks = ["CAUSAL", "NO_MASK"] if form == "ring" else ["PADDING_CAUSAL" if packed else "CAUSAL"]
+    assert {*calls} == {(name, mask, None) for name in ("fwd", "bwd") for mask in masks}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
