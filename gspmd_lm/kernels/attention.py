@@ -13,7 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.placing import attention_kernel, cheap, per_device, shard, split
+from gspmd_lm.placing import attention_kernel, cheap, per_device, scope, shard, split
 
 Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"
@@ -21,6 +21,7 @@ V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 HEAD = "q: heads"
+HOPPER = 9, 0  # the compute capability from which cuDNN has packed documents and heads above 128 (jax 0.10.2, as below)
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -105,25 +106,29 @@ def attend_to_cache(
     return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_N, cfg=cfg), OUT)
 
 
-def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
-    """What a config asks for that `kernel` cannot do, or None."""
+def unsupported(
+    kernel: str, model: config.Model, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config.
+
+    capability: the compute capability of a GPU; () where it is not known, or is none.
+    """
     if kernel != "xla" and model.attention_scores_dtype != "float32":
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
-        if model.attention_sinks:
-            return "model.attention_sinks: true"
-        if segments:
-            return "data.packing: documents (it has no segments, only whole rows)"
+        old, most = capability and capability < HOPPER, 256
+        if old:
+            most, found = 128, ".".join(map(str, capability))
+            if segments:
+                return f"data.packing: documents on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
         if model.attention_softcap:
             return f"model.attention_softcap: {model.attention_softcap}"
-        if model.sliding_window:
-            return f"model.sliding_window: {model.sliding_window}"
         if model.compute_dtype == "float32":
             return "model.compute_dtype: float32 (only bfloat16)"
-        if model.head_dim % 8 or model.head_dim > 128:
-            return f"model.head_dim: {model.head_dim} (only multiples of 8 up to 128)"
+        if model.head_dim % 8 or model.head_dim > most:
+            return f"model.head_dim: {model.head_dim} (only multiples of 8 up to {most})"
     if kernel == "splash" and seq % LANES:
         return f"data.seq: {seq} (only multiples of {LANES})"
     return None
@@ -134,6 +139,11 @@ def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array
     ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
     seen_BTS = ahead_BTS >= 0
     return seen_BTS & (ahead_BTS < window) if window else seen_BTS
+
+
+def sees(cfg: config.Model) -> Any:
+    """The scope of attention, for `foresight`: how far a query sees."""
+    return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
 
 
 def masked(
@@ -147,7 +157,10 @@ def masked(
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
     attention = cheap(functools.partial(_xla, cfg=cfg))
-    with jax.softmax_custom_jvp(True):  # its derivative needs the weights alone, not also what they are made of
+    with (
+        sees(cfg),
+        jax.softmax_custom_jvp(True),
+    ):  # its derivative needs the weights alone, not also what they are made of
         at_BS = keys.places_BT if rounded else keys.at_BT
         return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
 

@@ -18,6 +18,7 @@ from jax._src.cudnn import fused_attention_stablehlo as kernels
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.kernels.attention import scores_scale
+from gspmd_lm.placing import scope
 
 DOCUMENTS = 32  # of a row, on average, that one call attends to; it holds sums of whole rows for each
 _SCORE_MOD = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters  # since jax 0.12
@@ -126,7 +127,8 @@ def _over_parts(packed: Documents, q_BTNH: jax.Array, k_BSKH: jax.Array, add: An
         part = _Part(mine_BT, packed.of_BT - first, lengths, at * width, at * key_width)
         return first + B * most, add(found, part)
 
-    return jax.lax.while_loop(lambda state: state[0] < packed.count, body, (jnp.int32(0), found))[1]
+    with scope("turns", "1"):
+        return jax.lax.while_loop(lambda state: state[0] < packed.count, body, (jnp.int32(0), found))[1]
 
 
 def _where(mine_BT: jax.Array, new: Any, old: Any) -> Any:

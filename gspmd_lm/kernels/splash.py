@@ -14,8 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from gspmd_lm import config
-from gspmd_lm.kernels.attention import scores_scale, splash_block, with_sums
-from gspmd_lm.placing import scope
+from gspmd_lm.kernels.attention import scores_scale, sees, splash_block, with_sums
 
 MOST_BLOCKS = 8  # of keys, at a time in a backward pass, which holds the gradients of queries once for each
 
@@ -115,13 +114,8 @@ def _called(made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.Model, segments: tupl
     """What a kernel gives, heads before tokens."""
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
-    with _sees(cfg):
+    with sees(cfg):
         return jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
-
-
-def _sees(cfg: config.Model) -> Any:
-    """The scope of a kernel, for `foresight`: how far a query sees."""
-    return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
 
 
 def forward(
@@ -169,7 +163,7 @@ def backward(
             return kernel(False, *options, saved, dout)[3:6]
 
         ids = [segments[0], *ids_BS] if segments else []
-        with _sees(cfg):
+        with sees(cfg):
             dq, dk, dv = jax.vmap(one)(q_BNTH, k_BKSH, v_BKSH, out_BNTH, lse_BNT, dout_BNTH, *ids)
         return dq_BNTH + dq.astype(jnp.float32), (dk, dv)
 

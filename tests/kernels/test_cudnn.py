@@ -4,6 +4,8 @@ They are computed by plain products as the kernels do it: from what they are giv
 than a document has.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo as kernels
 from jax.interpreters import mlir
 from test_context import arrays, both, placement, settings
 
+from gspmd_lm.errors import InputError
 from gspmd_lm.kernels import attention, cudnn
 
 CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
@@ -96,46 +99,91 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "changes", [{}, {"sliding_window": 7, "query_scale": 0.2}, {"attention_sinks": True, "sliding_window": 1}]
-)
-def test_cudnn_computes_what_xla_does(packed, changes, calls, monkeypatch):
-    """With documents: of one token, of many, padding at the end of a row, and more of them than one call takes."""
-    monkeypatch.setattr(cudnn, "DOCUMENTS", 3)
-    qkv, weigh, _ = arrays(3, 24, 8)
+def packed_rows():
+    """Documents of one token and of many, padding at the end of a row, and a row that is one document."""
     row = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], [1, 3, 1, 6, 5, 2, 1, 5])
-    segments = jnp.array([row, np.ones(24), np.repeat([1, 2, 3], [8, 15, 1])], jnp.int32) if packed else None
-    cfg = settings(8, **changes)
+    return jnp.array([row, np.ones(24), np.repeat([1, 2, 3], [8, 15, 1])], jnp.int32)
 
-    def results(function):
-        out, pull = jax.vjp(lambda *arguments: function(*arguments), *qkv, SINKS)
-        return out, *pull(weigh)
+
+@pytest.mark.parametrize(
+    ("changes", "packed", "at_once"),
+    [
+        ({"sliding_window": 7, "query_scale": 0.2}, False, 0),
+        ({"sliding_window": 7}, True, 3),
+        ({"attention_sinks": True, "sliding_window": 2}, True, 5),
+    ],
+)
+def test_cudnn_computes_what_xla_does(packed, at_once, changes, calls, monkeypatch):
+    """The rows have 12 documents: more than two calls take, or fewer than one."""
+    monkeypatch.setattr(cudnn, "DOCUMENTS", at_once)
+    qkv, weigh, _ = arrays(3, 24, 8)
+    segments, cfg = packed_rows() if packed else None, settings(8, **changes)
+
+    def xla(q, k, v, sinks_N):
+        return attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N)
+
+    def fused(*arguments):
+        return attention.fused(*arguments, segments, kernel="cudnn", cfg=cfg)
+
+    @jax.jit
+    def both():
+        found = [jax.vjp(function, *qkv, SINKS) for function in (fused, xla)]
+        return [(out, *pull(weigh)) for out, pull in found]
 
     with jax.default_matmul_precision("highest"):
-        want = results(lambda q, k, v, sinks_N: attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N))
-        got = jax.jit(
-            lambda: results(lambda *arguments: attention.fused(*arguments, segments, kernel="cudnn", cfg=cfg))
-        )()
-    mask, window = "PADDING_CAUSAL" if packed else "CAUSAL", changes.get("sliding_window")
+        got, want = both()
+    mask, window = "PADDING_CAUSAL" if packed else "CAUSAL", changes["sliding_window"]
     assert {*calls} == {("fwd", mask, window), ("bwd", mask, window)}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     assert got[4].any() == cfg.attention_sinks
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_a_window_is_jaxs_own_of_one_key_less():
+    """Where jax is asked for a window it tells cuDNN this length, and masks so without cuDNN."""
+    (q, k, v), *_ = arrays(1, 24, 8)
+
+    @jax.jit
+    def both():
+        ours = attention.attend(q, k, v, None, settings(8, sliding_window=7))
+        return ours, jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(6, 0))
+
+    np.testing.assert_allclose(*both(), atol=1e-6)
+
+
+def test_keeping_the_output_spares_the_second_forward_pass(monkeypatch):
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91200)
+    qkv, _, _ = arrays(3, 24, 8)
+
+    def forward_passes(policy):
+        call = functools.partial(attention.fused, kernel="cudnn", cfg=settings(8))
+        block = jax.checkpoint(lambda *qkv: call(*qkv, SINKS, packed_rows()).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(block, (0, 1, 2)))(*qkv)).count("= dot_product_attention_fwd[")
+
+    policies = jax.checkpoint_policies
+    assert forward_passes(policies.save_only_these_names("attention_out")) == 1
+    assert forward_passes(policies.nothing_saveable) == 2
+
+
+def test_more_numbers_than_cudnn_counts_are_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91200)
+    q, k = (jax.ShapeDtypeStruct((2, 2**18, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    call = functools.partial(attention.fused, kernel="cudnn", cfg=settings(128))
+    with pytest.raises(
+        InputError, match=r"2 rows of 262144 tokens with 4096 numbers .*(.|\n)*fix   use more microbatches"
+    ):
+        jax.eval_shape(call, q, k, k, SINKS, jax.ShapeDtypeStruct((2, 2**18), jnp.int32))
+
+
+@pytest.mark.parametrize(("form", "packed"), [("ring", False), ("ulysses", True)])
 def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, packed, calls):
     """Four devices in a ring: some turns stand in a loop. Key heads under ulysses allow for two."""
     qkv, weigh, batch = arrays(2, 64, 8)
-    if form == "ring" and packed:
-        pytest.skip("see attention.unsupported")
     if not packed:
         del batch["segment_ids"]
     size = 4 if form == "ring" else 2
     want, (got, _) = both(settings(8), placement(form, "cudnn", size), qkv, weigh, batch)
-    masks = ["CAUSAL", "NO_MASK"] if form == "ring" else ["PADDING_CAUSAL" if packed else "CAUSAL"]
+    masks = ["CAUSAL", "NO_MASK"] if form == "ring" else ["PADDING_CAUSAL"]
     assert {*calls} == {(name, mask, None) for name in ("fwd", "bwd") for mask in masks}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
