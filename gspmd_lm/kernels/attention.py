@@ -85,9 +85,9 @@ def fused(
         made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
         segments = None if segments_BT is None else (segments_BT, segments_BT)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
-    from gspmd_lm.kernels import cudnn
+    from gspmd_lm.kernels import cudnn, documents
 
-    packed = None if segments_BT is None else cudnn.documents(segments_BT)
+    packed = None if segments_BT is None else documents.runs(segments_BT)
     return with_sums((cudnn.forward, cudnn.backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (packed,))
 
 

@@ -9,6 +9,7 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.kernels.attention import scores_scale
+from gspmd_lm.kernels.documents import Documents, Part, runs, shared
 from gspmd_lm.placing import scope
 
 KEYS = 512  # the keys of a chunk without a fused kernel: scores take [T, KEYS] at a time, so they grow with T alone
@@ -39,7 +40,8 @@ class Blocks:
         if self.kernel == "cudnn":
             from gspmd_lm.kernels import cudnn
 
-            out_BTNH, lse_BTN = cudnn.forward(q_BTNH, k_BSKH, v_BSKH, self.cfg, causal=causal)
+            packed = _packed(segments, causal)
+            out_BTNH, lse_BTN = cudnn.forward(q_BTNH, k_BSKH, v_BSKH, self.cfg, packed, causal=causal)
             return out_BTNH.astype(jnp.float32), lse_BTN
         q = self._grouped(q_BTNH, k_BSKH)
 
@@ -69,7 +71,8 @@ class Blocks:
         if self.kernel == "cudnn":
             from gspmd_lm.kernels import cudnn
 
-            return cudnn.backward(q_BTNH, k_BSKH, v_BSKH, self.cfg, out_BTNH, lse_BTN, dout_BTNH, causal=causal)
+            given = q_BTNH, k_BSKH, v_BSKH, self.cfg, out_BTNH, lse_BTN, dout_BTNH
+            return cudnn.backward(*given, _packed(segments, causal), causal=causal)
         q, dout = self._grouped(q_BTNH, k_BSKH), self._grouped(dout_BTNH, k_BSKH)
         # One number for each query: what the derivative of its softmax takes off.
         off = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)
@@ -121,6 +124,13 @@ class Blocks:
         cfg = dataclasses.replace(self.cfg, sliding_window=0)
         options: Any = {"everything": not causal, "interpret": self.interpret}
         return splash.kernel(q_BTNH, keys, cfg, **options)
+
+
+def _packed(segments: Segments, causal: bool) -> Documents | Part | None:
+    """The documents of a block for cuDNN. Where it is not causal, its keys are before its queries."""
+    if segments is None:
+        return None
+    return runs(segments[0]) if causal else shared(*segments)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

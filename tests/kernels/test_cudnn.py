@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from test_context import arrays, both, placement, settings
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.kernels import attention, cudnn
+from gspmd_lm.kernels import attention, documents
 
 CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
 SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
@@ -115,7 +115,7 @@ def packed_rows():
 )
 def test_cudnn_computes_what_xla_does(packed, at_once, changes, calls, monkeypatch):
     """The rows have 12 documents: more than two calls take, or fewer than one."""
-    monkeypatch.setattr(cudnn, "DOCUMENTS", at_once)
+    monkeypatch.setattr(documents, "AT_ONCE", at_once)
     qkv, weigh, _ = arrays(3, 24, 8)
     segments, cfg = packed_rows() if packed else None, settings(8, **changes)
 
@@ -170,12 +170,12 @@ def test_more_numbers_than_cudnn_counts_are_refused(monkeypatch):
     q, k = (jax.ShapeDtypeStruct((2, 2**18, heads, 128), jnp.bfloat16) for heads in (32, 8))
     call = functools.partial(attention.fused, kernel="cudnn", cfg=settings(128))
     with pytest.raises(
-        InputError, match=r"2 rows of 262144 tokens with 4096 numbers .*(.|\n)*fix   use more microbatches"
+        InputError, match=r"2 rows of 262144 tokens with 32 heads of 128 numbers.*(.|\n)*fix   use more microbatches"
     ):
         jax.eval_shape(call, q, k, k, SINKS, jax.ShapeDtypeStruct((2, 2**18), jnp.int32))
 
 
-@pytest.mark.parametrize(("form", "packed"), [("ring", False), ("ulysses", True)])
+@pytest.mark.parametrize(("form", "packed"), [("ring", False), ("ring", True), ("ulysses", True)])
 def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, packed, calls):
     """Four devices in a ring: some turns stand in a loop. Key heads under ulysses allow for two."""
     qkv, weigh, batch = arrays(2, 64, 8)
@@ -183,7 +183,8 @@ def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, packed, calls)
         del batch["segment_ids"]
     size = 4 if form == "ring" else 2
     want, (got, _) = both(settings(8), placement(form, "cudnn", size), qkv, weigh, batch)
-    masks = ["CAUSAL", "NO_MASK"] if form == "ring" else ["PADDING_CAUSAL"]
+    plain, causal = ("PADDING", "PADDING_CAUSAL") if packed else ("NO_MASK", "CAUSAL")
+    masks = [causal, plain] if form == "ring" else [causal]
     assert {*calls} == {(name, mask, None) for name in ("fwd", "bwd") for mask in masks}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
