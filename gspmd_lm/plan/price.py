@@ -255,12 +255,17 @@ class Pricer:
         if rules.attention[chip.platform] == "splash":
             block = splash_block(seq, size, queries.itemsize)
             blocks = (seq // block, seq // block)
-            calls = [attention.Splash(part, count, size, blocks, block, block, True) for part, _ in _FUSED_PASSES]
+            calls = [
+                attention.Splash(part, count, size, blocks, block, block, True, kernel.sees)
+                for part, _ in _FUSED_PASSES
+            ]
             found = [attention.splash_s(call, chip) for call in calls]
         else:
-            causal = count * seq * seq * size / 2
+            window = int(kernel.sees or 0)
+            products = count * size * attention.seen(seq, window)
             found = [
-                attention.cudnn_s(2.0 * matmuls * causal, matmuls > 2, chip, seq, size) for _, matmuls in _FUSED_PASSES
+                attention.cudnn_s(2.0 * matmuls * products, matmuls > 2, chip, seq, size, window=window)
+                for _, matmuls in _FUSED_PASSES
             ]
         return found[0] or 0.0, found[1] or 0.0
 

@@ -69,6 +69,11 @@ class Kernel:
     times: int
     nodes: frozenset[Node]
 
+    @functools.cached_property
+    def sees(self) -> str:
+        """See `Name.sees`."""
+        return max(node.name.sees for node in self.nodes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
