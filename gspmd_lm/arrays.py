@@ -183,7 +183,7 @@ def kernel_said(rules: Rules, config: Config, on: Processor, asked: Pass) -> str
     kernel, reasons = rules.kernel(on.platform), []
     for faster, reason, instead in _faster(rules, config, on, asked):
         if reason is None:
-            return f"{kernel}, as {rules.path} says; {faster} can do it too"
+            return f"{kernel}, as {rules.place(f'attention.{on.platform}', kernel)} says; {faster} can do it too"
         fix = f"; fix {instead}" if instead else ""
         reasons.append(f"{faster} on {on.name} does not support {reason}{fix}")
     because = f", since {'; '.join(reasons)}" if reasons else ""

@@ -14,7 +14,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.placing import attention_kernel, cheap, per_device, shard, split
+from gspmd_lm.placing import attention_kernel, cheap, per_device, scope, shard, split
 
 Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"
@@ -156,6 +156,7 @@ def masked(
         return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
 
 
+@scope("kind", "attention")
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_N[:, None, None]
