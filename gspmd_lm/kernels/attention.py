@@ -121,10 +121,11 @@ def unsupported(
         old, most = capability and capability < HOPPER, 256
         if old:
             most, found = 128, ".".join(map(str, capability))
+            only = f"on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
             if segments:
-                return f"data.packing: documents on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
-        if model.attention_chunk:
-            return f"model.attention_chunk: {model.attention_chunk}"
+                return f"data.packing: documents {only}"
+            if model.attention_chunk:  # each chunk is a document
+                return f"model.attention_chunk: {model.attention_chunk} {only}"
         if model.attention_softcap:
             return f"model.attention_softcap: {model.attention_softcap}"
         if model.compute_dtype == "float32":
@@ -167,6 +168,7 @@ def masked(
         return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
 
 
+@scope("kind", "attention")
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_N[:, None, None]

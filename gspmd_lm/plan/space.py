@@ -22,16 +22,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd_lm import rules_file
-from gspmd_lm.arrays import attention_lacks
+from gspmd_lm.arrays import kernel_said
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.plan import remats
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import CONTEXTS, KERNELS, Remat, Rules
+from gspmd_lm.rules import CONTEXTS, Remat, Rules
 from gspmd_lm.task import Task
+from gspmd_lm.train.state import asked, settled
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
 # better behind compute where a layer's weights are small. The sizes are those of published runs on two hosts.
@@ -80,6 +80,10 @@ class Space:
         self.asked = self.trace.recorded.asked
         self.roles = _roles(self.traces, self.trace.traced, "attention" in self.asked)
         self.pricer = Pricer(config, target, self.traces)
+        if isinstance(self.config, Config):
+            plain = self.rules({"mesh": {"data": target.devices}})
+            said = kernel_said(plain, self.config, target.processor, asked(self.config))
+            self.notes += [f"attention: {said}"] if said else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
@@ -90,14 +94,13 @@ class Space:
 
         until_s: what `time.monotonic` says when it must end, though not before the first mesh.
         """
-        kernel = self.kernel
         layouts = sorted(self._layouts(), key=lambda layout: len(layout["mesh"]))
         for number, layout in enumerate(layouts):
             if number and time.monotonic() > until_s:
                 self.left_out = len(layouts) - number
                 return
             for microbatches in self._microbatches(layout["mesh"]):
-                raw = {**layout, **kernel}
+                raw = {**layout}
                 if microbatches > 1:
                     raw["microbatches"] = microbatches
                 rules = self.rules(raw)
@@ -115,9 +118,9 @@ class Space:
             yield {**raw, "compiler_options": {platform: options}}
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
-        """The rules of plain values, filled."""
+        """The rules of plain values, filled, with the attention kernel that they would run with."""
         found = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
-        return found.fill(self.target.devices)
+        return settled(self.config, found.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
 
@@ -207,25 +210,15 @@ class Space:
     # What a device computes and keeps
 
     @functools.cached_property
-    def kernel(self) -> dict[str, Any]:
-        """The fused attention kernel of the platform, where it can do what the config asks and can be compiled."""
-        platform, fused = self.target.platform, KERNELS[self.target.platform][-1]
-        if "attention" not in self.asked or fused == "xla":
-            return {}
-        if isinstance(self.config, Config):
-            data = self.config.data
-            plain = self.rules({"mesh": {"data": self.target.devices}})
-            if attention_lacks(fused, self.config, plain, data.seq, data.packing == "documents"):
-                return {}
-        if fused == "cudnn" and compile.cudnn() is None:
-            self.notes.append("attention: xla, since cuDNN's libraries are not here: pip install nvidia-cudnn-cu12")
-            return {}
-        return {"attention": {platform: fused}}
+    def fused(self) -> bool:
+        """Whether layouts that do not split the sequence have a fused attention kernel."""
+        plain = self.rules({"mesh": {"data": self.target.devices}})
+        return "attention" in self.asked and plain.kernel(self.target.platform) != "xla"
 
     @functools.cached_property
     def names(self) -> remats.Names:
         """What a remat policy has a choice about."""
-        return remats.Names.of(self.trace, bool(self.kernel), self.task.vocabulary.kept)
+        return remats.Names.of(self.trace, self.fused, self.task.vocabulary.kept)
 
 
 def candidates(
