@@ -18,8 +18,6 @@ from gspmd_lm.rules import KERNELS, Problem, Rules, check
 from gspmd_lm.vocabulary import Vocabulary
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
-# The compute capability from which a kernel runs: Ampere's. Source: NVIDIA's documentation of cuDNN 9, "Attention".
-OLDEST = {"cudnn": (8, 0)}
 
 
 class Pass(NamedTuple):
@@ -132,8 +130,13 @@ def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) ->
         )
 
 
-def attention_lacks(kernel: str, config: Config, rules: Rules, asked: Pass) -> str | None:
-    """What `kernel` cannot do of the attention that a pass computes, or None."""
+def attention_lacks(
+    kernel: str, config: Config, rules: Rules, asked: Pass, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What `kernel` cannot do of the attention that a pass computes, or None.
+
+    capability: the compute capability of a GPU; () where it is not known, or is none.
+    """
     over, seq, piece = split_sequence(rules), asked.seq, asked.seq
     if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
@@ -148,7 +151,7 @@ def attention_lacks(kernel: str, config: Config, rules: Rules, asked: Pass) -> s
     ]
 
     def lacking(segments: bool) -> str | None:
-        found = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in kinds)
+        found = (unsupported(kernel, kind, seq=piece, segments=segments, capability=capability) for kind in kinds)
         return next(filter(None, found), None)
 
     found = lacking(asked.segments)
@@ -165,26 +168,19 @@ def split_sequence(rules: Rules) -> tuple[str, ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def too_old(kernel: str, on: Processor) -> str | None:
-    """What of a processor a kernel cannot run on, or None."""
-    oldest = OLDEST.get(kernel, ())
-    if not on.compute_capability or on.compute_capability >= oldest:
-        return None
-    found, least = (".".join(map(str, version)) for version in (on.compute_capability, oldest))
-    return f"compute capability {found} (only {least} and newer)"
-
-
 def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
     """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
     processor has and that can do what a pass asks.
 
-    Raises ShardingError where the rules choose a kernel that the processor is too old for.
+    Raises ShardingError where the rules choose a kernel that the processor is too old for. What no processor of the
+    platform can do is found by `attention_problems`.
     """
     kernel = rules.attention.get(on.platform)
     if kernel is None:
         able = (one for one in KERNELS[on.platform] if not _lacks(one, config, rules, on, asked))
         return dataclasses.replace(rules, attention={**rules.attention, on.platform: next(able)})
-    if reason := too_old(kernel, on):
+    reason = _lacks(kernel, config, rules, on, asked)
+    if reason and not attention_lacks(kernel, config, rules, asked):
         place, fix = rules.place(f"attention.{on.platform}", kernel), f"--set rules.attention.{on.platform}=xla"
         check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, fix)])
     return rules
@@ -224,7 +220,7 @@ def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterato
 
 
 def _lacks(kernel: str, config: Config, rules: Rules, on: Processor, asked: Pass) -> str | None:
-    return too_old(kernel, on) or attention_lacks(kernel, config, rules, asked)
+    return attention_lacks(kernel, config, rules, asked, on.compute_capability)
 
 
 def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:

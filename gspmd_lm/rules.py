@@ -20,7 +20,7 @@ TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
 # Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
-# platform, see `arrays.too_old`.
+# platform, see `kernels.attention.unsupported`.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
 
 

@@ -21,6 +21,7 @@ V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 HEAD = "q: heads"
+AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
 HOPPER = 9, 0  # the compute capability from which cuDNN has packed documents and heads above 128 (jax 0.10.2, as below)
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
@@ -118,9 +119,11 @@ def unsupported(
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
-        old, most = capability and capability < HOPPER, 256
+        old, most, found = capability and capability < HOPPER, 256, ".".join(map(str, capability))
+        if capability and capability < AMPERE:
+            return f"compute capability {found} (only {AMPERE[0]}.{AMPERE[1]} and newer)"
         if old:
-            most, found = 128, ".".join(map(str, capability))
+            most = 128
             only = f"on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
             if segments:
                 return f"data.packing: documents {only}"
