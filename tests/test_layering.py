@@ -289,6 +289,21 @@ def test_a_file_has_one_job(module):
     assert not text or ast.get_docstring(ast.parse(text)), "the first line says what the file is for"
 
 
+# These alone write files themselves: into a folder or file that files.py puts in place when it is whole, or, the log,
+# line by line.
+WRITERS = ("convert.export", "convert.peft", "data.cache", "data.remote", "files", "foresight.compile", "train.log")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.partition(".")[2] not in WRITERS])
+def test_files_are_written_whole(module):
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Call):
+            name, given = ast.unparse(node.func).rpartition(".")[2], [*node.args, *(one.value for one in node.keywords)]
+            modes = {one.value for one in given if isinstance(one, ast.Constant)}
+            alone = name in ("write_text", "write_bytes") or (name == "open" and modes & {"w", "wb", "a", "ab", "x"})
+            assert not alone, f"line {node.lineno}: use files.replace or files.growing"
+
+
 def test_importing_everything_starts_nothing():
     """No device is touched, no environment variable set, no argument read, no file or thread left behind."""
     program = """

@@ -34,7 +34,7 @@ with StopSignal(lambda: agreed.want("stop")), agreed:
         if step == 5 and not here.is_main:
             os.kill(os.getpid(), {signal})
             time.sleep(2.5)  # the other process goes on to step 6, and waits there for this one
-        if here.is_main and step in (1, 2, 3):
+        if here.is_main and step == 1:
             agreed.want("save")
         did += [(step, thing) for thing in sorted(agreed.due(step))]
         if "stop" in [thing for _, thing in did]:
