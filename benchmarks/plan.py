@@ -29,6 +29,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import explain
+from gspmd_lm.foresight.known_errors import is_several
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.plan import search
@@ -89,7 +90,7 @@ class Bench:
         self.config, self.target = self.case.load(), targets.parse(self.case.target)
         self.traces = Traces(self.config)
         self.space = Space(self.config, self.target, self.traces)
-        self.pricer = Pricer(self.config, self.target, self.traces)
+        self.pricer = self.space.pricer
 
     def price(self, raw: dict[str, Any]) -> Price:
         return self.pricer.price(self.space.rules(raw))
@@ -204,6 +205,20 @@ def show_rank(bench: Bench) -> None:
               f"spread {errors.std():.1%}")  # fmt: skip
 
 
+def show_prices() -> None:
+    """How far prices are from compiled predictions, by chip: what known_errors.PRICES says."""
+    errors = collections.defaultdict(list)
+    for name in CASES:
+        bench = Bench(name, "plan_rank")
+        for row in bench.rows():
+            price = bench.price(row["rules"])
+            if row["step_time_s"] and bench.rankable(price):
+                kind = bench.target.chip and bench.target.chip.name, is_several(bench.target)
+                errors[kind].append(abs(np.log(price.step_time_s / row["step_time_s"])))
+    for kind, found in errors.items():
+        print(f"    {kind}: ({len(found)}, {np.mean(found):.3f}),")
+
+
 def show_memory() -> None:
     """How far estimates of memory are from what compilers say, over every kept layout that fits."""
     errors = collections.defaultdict(list)
@@ -243,8 +258,8 @@ def pricing() -> dict[str, Any]:
     began = time.monotonic()
     config, target = LARGE.load(), targets.parse(LARGE.target)
     traces = Traces(config)
-    space, pricer = Space(config, target, traces), Pricer(config, target, traces)
-    count = sum(1 for raw in space if pricer.price(space.rules(raw)).step_time_s)
+    space = Space(config, target, traces)
+    count = sum(1 for _, rules in space.filled() if space.pricer.price(rules).step_time_s)
     seconds = time.monotonic() - began
     return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
             "cpu_s": round(time.process_time(), 1)}  # fmt: skip
@@ -351,6 +366,7 @@ def main() -> None:
     elif arguments.what == "show":
         for name in dict.fromkeys(row["case"] for row in kept("plan_rank")):
             show_rank(Bench(name, "plan_rank"))
+        show_prices()
         show_memory()
         recorded()
         show_published()

@@ -1,22 +1,31 @@
 """What a model's arrays are: paths, logical axes, shapes and activations, and which rules do not fit them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
 from gspmd_lm import placement
+from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config, Model
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.kernels.context import ALIKE, deals
 from gspmd_lm.placement import Named, Recorder
-from gspmd_lm.rules import Problem, Rules, check
+from gspmd_lm.rules import KERNELS, Problem, Rules, check
 from gspmd_lm.vocabulary import Vocabulary
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
+
+
+class Pass(NamedTuple):
+    """What a program asks of attention, besides what the model asks."""
+
+    seq: int  # tokens of a row
+    segments: bool = False  # whether a row holds several texts
+    padded: bool = False  # whether a row holds one text with padding before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +61,13 @@ def arrays(
     """The parameters that `init` draws with a random key, annotated by `nn.with_logical_partitioning`.
 
     `trained` takes a tree shaped like the parameters and gives the part of it that training changes. Raises InputError
-    for parameters and axes that the vocabulary does not have.
+    for another tree than nested dicts, and for parameters and axes that the vocabulary does not have.
     """
     boxed = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     params = nn.unbox(boxed)
+    _check_dicts(params)
     named = jax.tree_util.tree_map_with_path(
-        lambda path, spec: Named(".".join(key.key for key in path), tuple(spec)), nn.get_partition_spec(boxed)
+        lambda path, spec: Named(".".join(str(key.key) for key in path), tuple(spec)), nn.get_partition_spec(boxed)
     )
     _check_names(pairs(named, params), vocabulary)
     return Arrays(named, params, trained(named), trained(params))
@@ -87,6 +97,16 @@ def checked(
     return check(dict.fromkeys([*problems, *more]))
 
 
+def _check_dicts(params: Any) -> None:
+    """Raises InputError for parameters that are not nested dicts of arrays, such as the state of an NNX module."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        if other := [key for key in path if not isinstance(key, jax.tree_util.DictKey)]:
+            raise InputError(
+                f"the model's parameters are not nested dicts of arrays: {other[0]} in {jax.tree_util.keystr(path)}\n"
+                "  fix   have init return such dicts, as that of flax.nnx.bridge.to_linen does for an NNX module"
+            )
+
+
 def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) -> None:
     """Raises InputError for parameters whose names or axes are not the model's: no rule could speak of them."""
     wrong = []
@@ -110,12 +130,14 @@ def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) ->
         )
 
 
-def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segments: bool) -> str | None:
-    """What `kernel` cannot do of the attention that a pass over `seq` tokens computes, or None.
+def attention_lacks(
+    kernel: str, config: Config, rules: Rules, asked: Pass, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What `kernel` cannot do of the attention that a pass computes, or None.
 
-    `segments` says whether a row holds several texts, or a text and padding before it.
+    capability: the compute capability of a GPU; () where it is not known, or is none.
     """
-    over, piece = split_sequence(rules), seq
+    over, seq, piece = split_sequence(rules), asked.seq, asked.seq
     if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
     if over and rules.context != "ulysses":
@@ -123,8 +145,18 @@ def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segment
             return "context: gather (only ring and ulysses)"
         pieces = rules.piece_count(over)
         piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
-    lacking = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in config.model.layer_kinds)
-    found = next(filter(None, lacking), None)
+    kinds = [  # a chunk that is as long as a row restricts nothing
+        kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
+        for kind in config.model.layer_kinds
+    ]
+
+    def lacking(segments: bool) -> str | None:
+        found = (unsupported(kernel, kind, seq=piece, segments=segments, capability=capability) for kind in kinds)
+        return next(filter(None, found), None)
+
+    found = lacking(asked.segments)
+    if not found and asked.padded and lacking(True):
+        return "prompts that are padded on the left"
     if found and piece != seq:
         found = found.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")
     return found
@@ -136,25 +168,85 @@ def split_sequence(rules: Rules) -> tuple[str, ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def attention_problems(
-    config: Config, rules: Rules, platform: str, seq: int, segments: bool, padded: bool = False
-) -> list[Problem]:
-    """The problems that the attention kernel of the rules cannot do what a pass asks (see `attention_lacks`), and that
-    the keys of a split sequence cannot reach their queries as `context` says.
+def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
+    """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
+    processor has and that can do what a pass asks.
 
-    `padded`: the rows hold one text each, with padding before it.
+    Raises ShardingError where the rules choose a kernel that the processor is too old for. What no processor of the
+    platform can do is found by `attention_problems`.
     """
-    problems = _context_problems(config, rules, seq, dealt=not padded)
-    kernel = rules.attention[platform]
-    reason = attention_lacks(kernel, config, rules, seq, segments or padded)
+    kernel = rules.attention.get(on.platform)
+    if kernel is None:
+        able = (one for one in KERNELS[on.platform] if not _lacks(one, config, rules, on, asked))
+        return dataclasses.replace(rules, attention={**rules.attention, on.platform: next(able)})
+    reason = _lacks(kernel, config, rules, on, asked)
+    if reason and not attention_lacks(kernel, config, rules, asked):
+        place, fix = rules.place(f"attention.{on.platform}", kernel), f"--set rules.attention.{on.platform}=xla"
+        check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, fix)])
+    return rules
+
+
+def kernel_said(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
+    """The attention kernel of settled rules, with the reason where it is not the fastest of the platform.
+
+    '' where the platform has only one.
+    """
+    kernel, reasons = rules.kernel(on.platform), []
+    for faster, reason, instead in _faster(rules, config, on, asked):
+        if reason is None:
+            return f"{kernel}, as {rules.place(f'attention.{on.platform}', kernel)} says; {faster} can do it too"
+        fix = f"; fix {instead}" if instead else ""
+        reasons.append(f"{faster} on {on.name} does not support {reason}{fix}")
+    because = f", since {'; '.join(reasons)}" if reasons else ""
+    return f"{kernel}{because}" if len(KERNELS[on.platform]) > 1 else ""
+
+
+def faster_kernel(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
+    """The flags that would have a faster kernel compute attention; '' where none can."""
+    flags = (
+        f"--set rules.attention.{on.platform}={faster} {instead}".rstrip()
+        for faster, reason, instead in _faster(rules, config, on, asked)
+        if reason is None or instead
+    )
+    return next(flags, "")
+
+
+def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterator[tuple[str, str | None, str]]:
+    """The kernels that are faster than that of settled rules, what each cannot do, and the flag with which it can."""
+    kernels = KERNELS[on.platform]
+    for faster in kernels[: kernels.index(rules.kernel(on.platform))]:
+        reason = _lacks(faster, config, rules, on, asked)
+        yield faster, reason, _instead(faster, reason, config, rules, asked) if reason else ""
+
+
+def _lacks(kernel: str, config: Config, rules: Rules, on: Processor, asked: Pass) -> str | None:
+    return attention_lacks(kernel, config, rules, asked, on.compute_capability)
+
+
+def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
+    """The flag with which `kernel` can do what a pass asks; '' where the model itself asks for it."""
+    if reason.startswith("data.packing") and not config.data.messages_field:  # conversations are always kept apart
+        able = not attention_lacks(kernel, config, rules, asked._replace(segments=False))
+        return "--set data.packing=stream" if able else ""
+    if reason.startswith("context"):
+        ring = dataclasses.replace(rules, context="ring")
+        wrong = [one for one in _context_problems(config, ring, asked.seq, not asked.padded) if not one.warning]
+        able = not wrong and not attention_lacks(kernel, config, ring, asked)
+        return "--set rules.context=ring" if able else ""
+    return ""
+
+
+def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
+    """The problems that the attention kernel that the rules choose cannot do what a pass asks (see `attention_lacks`),
+    and that the keys of a split sequence cannot reach their queries as `context` says."""
+    problems = _context_problems(config, rules, asked.seq, dealt=not asked.padded)
+    kernel = rules.kernel(platform)
+    reason = attention_lacks(kernel, config, rules, asked)
     if not reason:
         return problems
-    if padded and "segments" in reason:
-        reason = "prompts that are padded on the left"
     place = rules.place(f"attention.{platform}", kernel)
-    fix = f"--set rules.attention.{platform}=xla, or change the config"
-    if reason.startswith("context"):
-        fix = f"--set rules.context=ring, or --set rules.attention.{platform}=xla"
+    instead = _instead(kernel, reason, config, rules, asked) or "change the config"
+    fix = f"drop attention.{platform}, so that the fastest kernel that can is used, or {instead}"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 
@@ -203,11 +295,9 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
     return found
 
 
-def layer_problems(
-    config: Config, rules: Rules, platform: str, seq: int, segments: bool, padded: bool = False
-) -> list[Problem]:
+def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
     """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
-    found = attention_problems(config, rules, platform, seq, segments, padded)
+    found = attention_problems(config, rules, platform, asked)
     return [*found, *_experts_problems(config, rules)]
 
 

@@ -101,8 +101,13 @@ class Checkpoints:
     def confirm(self, finite_step: int) -> None:
         """Notes that `finite_step` was finite, so that earlier steps that were saved or restored here are good."""
         self._verdicts.confirm(finite_step)
-        if self._verdicts.unwritten and not (self._opened_for_saving and self._manager.is_saving_in_progress()):
+        if self._verdicts.unwritten and not self.writing:
             self._verdicts.write(self._steps())
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is in progress."""
+        return self._opened_for_saving and self._manager.is_saving_in_progress()
 
     def give_up(self) -> int | None:
         """The newest good step. Notes that no finite step followed the step that was saved or restored last."""

@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 _SYSTEM_ERRORS = {
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room in your quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EROFS: "give a folder that can be written in",
     errno.EACCES: "change its permissions, or give another path",
     errno.EPERM: "change its permissions, or give another path",

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from gspmd_lm import core_yaml
 from gspmd_lm.config_data import Data
+from gspmd_lm.config_model import AttentionTemperature as AttentionTemperature
 from gspmd_lm.config_model import Lora as Lora
 from gspmd_lm.config_model import Model
 from gspmd_lm.config_model import RopeScaling as RopeScaling
@@ -72,7 +73,10 @@ class Train:
     log_every: Size = 10  # in steps
     eval_every: Count = 0  # 0 means only at the end
     eval_batches: Size = 8  # how many batches an evaluation takes
-    checkpoint_every: Count = 0  # 0 means only at the end
+    checkpoint_every: Count = 0  # in steps; 0 means that steps do not decide
+    # A checkpoint is also saved this long after the last one, or later where saving takes long. 0 means that time does
+    # not decide.
+    checkpoint_minutes: NotNegative = 10.0
     keep_checkpoints: Size = 3  # how many of the newest are kept
     keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
     keep_best: bool = False  # each evaluation with the lowest held-out loss so far is saved, and the best one is kept

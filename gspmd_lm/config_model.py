@@ -1,6 +1,7 @@
 """The section `model` of a config: what one decoder computes."""
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
@@ -31,10 +32,23 @@ class RopeScaling:
     long_factors: tuple[Positive, ...] = ()  # longrope: what they are divided by in longer rows
 
     def __post_init__(self):
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
+                f"high_freq_factor={self.high_freq_factor} must not be below low_freq_factor={self.low_freq_factor}"
             )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AttentionTemperature:
+    """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
+
+    every: so many positions have the same factor. layers: those that have it, all of them or those of kind nope.
+    """
+
+    scale: Positive = 0.1  # how fast the factor grows
+    every: Size = 8192  # the length of a step, in positions
+    offset: Count = 0  # added to a position, which is counted from 0 (Llama 4: 1)
+    layers: Literal["all", "nope"] = "all"  # which layers have it
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -91,8 +105,9 @@ class Model:
     residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
     qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
     # shared: each head by itself, all with one scale. per_head: each by itself, with a scale of its own and no bias
-    # (Cohere). joint: all heads together (OLMo 2).
-    qk_norm_kind: Literal["shared", "per_head", "joint"] = "shared"
+    # (Cohere). joint: all heads together (OLMo 2). unscaled: each by itself, without a scale, and only in layers with
+    # positions (Llama 4).
+    qk_norm_kind: Literal["shared", "per_head", "joint", "unscaled"] = "shared"
     mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
     # The nonlinearity of the feed-forward network. relu2 is the square of relu.
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
@@ -105,10 +120,15 @@ class Model:
     shared_mlp: Count = 0  # the hidden width, together, of the experts that compute every token; 0 means none
     shared_gate: bool = False  # the shared experts' output is multiplied by sigmoid(x w) (Qwen2-MoE)
     dense_layers: Count = 0  # the first layers have one feed-forward network of width mlp in place of experts
+    # Every so many layers, the last one has experts, and the others have one feed-forward network of width mlp.
+    sparse_step: Size = 1
     # How the router's logits become scores, in float32: softmax over all experts, or each by itself (DeepSeek-V3).
-    routing: Literal["softmax", "sigmoid"] = "softmax"
+    # sparsemixer (arXiv 2409.12136): an expert's weight is its share among those that come close to it (Phi-3.5-MoE).
+    routing: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    router_jitter: NotNegative = 0.01  # sparsemixer: half of how far, relatively, a logit that comes close may be lower
     normalized_weights: bool = True  # the weights of a token's experts add up to 1; otherwise they are the scores
     expert_scale: Positive = 1.0  # then they are multiplied by it (DeepSeek-V3: 2.5)
+    weighted_input: bool = False  # the weights multiply what experts read, not what they compute (Llama 4)
     expert_groups: Size = 1  # the experts of a layer form so many groups of neighbours ...
     # ... of which a token may use so many: those with the highest best score, or, with sigmoid, sum of the two best.
     groups_per_token: Size = 1
@@ -131,9 +151,12 @@ class Model:
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
-    # Which layers have the window. The pattern is repeated over the depth; () means all layers. A layer of kind nope
-    # has neither a window nor positions.
-    layer_pattern: tuple[Literal["sliding", "full", "nope"], ...] = ()
+    # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
+    attention_chunk: Count = 0
+    # Which layers have the window, and which have the chunks. The pattern is repeated over the depth; () means all
+    # layers. A layer of kind nope has neither, and no positions.
+    layer_pattern: tuple[Literal["sliding", "chunked", "full", "nope"], ...] = ()
+    attention_temperature: AttentionTemperature | None = None  # queries that grow with their position
     query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
     qkv_bias: bool = False  # whether the query, key and value projections have biases
     attention_out_bias: bool = False  # whether the projection after attention has a bias
@@ -178,10 +201,14 @@ class Model:
         lists = (scaling.short_factors, scaling.long_factors) if scaling and scaling.kind == "longrope" else ()
         if any(len(factors) != pairs for factors in lists):
             wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
-        if self.qk_norm_kind == "joint" and self.norm != "rmsnorm":
-            wrong.append("qk_norm_kind: joint needs norm: rmsnorm")
+        if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
+            wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
         if "sliding" in self.layer_pattern and not self.sliding_window:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
+        if "chunked" in self.layer_pattern and not self.attention_chunk:
+            wrong.append("layer_pattern has chunked layers: set attention_chunk")
+        if not self.layer_pattern and self.sliding_window and self.attention_chunk:
+            wrong.append("layers have either sliding_window or attention_chunk: set layer_pattern, which says which")
         if self.activation_slope != 1 and self.activation != "silu":
             wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
         if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
@@ -203,12 +230,16 @@ class Model:
             wrong.append(f"experts_per_token={k} must be from 1 to experts={E}")
         if self.dense_layers >= self.layers:
             wrong.append(f"dense_layers={self.dense_layers} leaves no layer of layers={self.layers} with experts")
+        elif self.dense_layers // self.sparse_step == self.layers // self.sparse_step:
+            wrong.append(f"sparse_step={self.sparse_step} leaves no layer of layers={self.layers} with experts")
         if E % groups or used > groups:
             wrong.append(f"expert_groups={groups} must divide experts={E} and be at least groups_per_token={used}")
         elif k > used * (E // groups):
             wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
         elif groups > 1 and self.routing == "sigmoid" and E // groups < 2:
             wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
+        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance == "bias"):
+            wrong.append("routing: sparsemixer goes with normalized_weights: false, one group, and no bias on scores")
         if self.shared_gate and not self.shared_mlp:
             wrong.append("shared_gate: there are no shared experts: set shared_mlp")
         return wrong
@@ -247,23 +278,33 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple["Model", ...]:
-        """The settings of each layer of `layer_pattern`; a single one if all layers are alike."""
-        full = dataclasses.replace(self, sliding_window=0, layer_pattern=())
-        kinds = {"full": full, "nope": dataclasses.replace(full, positions="none"), "sliding": self.sliding_layer}
-        return tuple(kinds[kind] for kind in self.layer_pattern or self.kind_of_each_layer[:1])
+        """The settings of the first layers, which repeat over the depth; a single one if all layers are alike."""
+        turn = min(math.lcm(len(self.layer_pattern) or 1, self.sparse_step), self.layers)
+        return tuple(self._of_layer(i) for i in range(turn))
 
     @property
-    def kind_of_each_layer(self) -> tuple[Literal["sliding", "full", "nope"], ...]:
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "full", "nope"], ...]:
         """The pattern, repeated over the depth."""
-        pattern = self.layer_pattern or ("sliding" if self.sliding_window else "full",)
+        usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
+        pattern = self.layer_pattern or (usual,)
         return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
-    @property
-    def sliding_layer(self) -> "Model":
-        """The settings of a layer with a sliding window."""
-        if not self.sliding_rope_theta:
-            return dataclasses.replace(self, layer_pattern=())
-        return dataclasses.replace(self, layer_pattern=(), rope_theta=self.sliding_rope_theta, rope_scaling=None)
+    def _of_layer(self, number: int) -> "Model":
+        """The settings of one layer, of whose kind all layers are."""
+        kind, own = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1)
+        if kind != "sliding":
+            own["sliding_window"] = 0
+        elif self.sliding_rope_theta:
+            own |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
+        if kind != "chunked":
+            own["attention_chunk"] = 0
+        if kind == "nope":
+            own |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
+        elif self.attention_temperature and self.attention_temperature.layers == "nope":
+            own["attention_temperature"] = None
+        if (number + 1) % self.sparse_step:
+            own |= _EXPERTS
+        return dataclasses.replace(self, **own)
 
 
 class Stack(NamedTuple):

@@ -32,16 +32,19 @@ def mixed(
     down: tuple[Adapted, Weight | None],
     activated: Callable[..., jax.Array],
     capacity: int = 0,
+    weighted_input: bool = False,
 ) -> Any:
     """The weighted sum of what each token's experts compute, [B, T, D], still to be passed to `products.write`.
 
     x_BTD: from `products.read`. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
     inward: matrices [E, D, F] and their biases, whose products `activated` turns into one. down: [E, F, D] and its
     bias. capacity: what an expert computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers.
+    weighted_input: the weights multiply what experts read, and not what they compute.
     """
     weights, tree = jax.tree.flatten(tuple(zip(*inward, down, strict=True)))
     path = down[0].weight.path
-    how = _how(tuple(w.holding(None) for w in weights), tree, path, activated, capacity, chosen_BTk.shape)
+    held = tuple(w.holding(None) for w in weights)
+    how = _how(held, tree, path, activated, capacity, chosen_BTk.shape, weighted_input)
     arrays = [w.array for w in weights]
     alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
     x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
@@ -77,6 +80,7 @@ class _How(NamedTuple):
     mlp: Split
     travels: bool  # tokens travel to their experts
     inner: Split  # over devices that compute parts of the same outputs
+    weighted_input: bool
 
     def holding(self, arrays: Sequence[Any]) -> tuple[Sequence[Adapted], Sequence[Weight | None]]:
         """The matrices and the biases with the arrays that a device has of them."""
@@ -114,8 +118,9 @@ class _How(NamedTuple):
 
 
 def _how(
-    weights: tuple[Weight, ...], tree: Any, down: str, activated: Any, capacity: int, shape: tuple[int, ...]
-) -> _How:
+    weights: tuple[Weight, ...], tree: Any, down: str, activated: Any, capacity: int, shape: tuple[int, ...],
+    weighted_input: bool,
+) -> _How:  # fmt: skip
     batch, seq = _tokens(shape[1])
     expert, mlp = split(down, "expert"), split(down, "mlp")
     tokens = {*batch.over, *seq.over}
@@ -125,7 +130,7 @@ def _how(
     place, inner = placement(), mlp.over + (() if travels else expert.over)
     return _How(
         weights, tree, down, activated, capacity, batch, seq, expert, mlp, travels,
-        place.over(inner) if place else Split(),
+        place.over(inner) if place else Split(), weighted_input,
     )  # fmt: skip
 
 
@@ -141,7 +146,8 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
     def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
         travel = _travel(how, chosen_BTk, used)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        rows_MD, sizes_E = travel.out(x_nD), travel.sizes_E
+        before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
+        rows_MD, sizes_E = travel.out(x_nD, before), travel.sizes_E
         (*inward, down), (*b_in, b_down) = how.holding(used)
         in_MF, low_MR = [], []
         for matrix, b in zip(inward, b_in, strict=True):
@@ -153,7 +159,7 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
         if b_down is not None:
             with scope("of", down.weight.path):
                 y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return travel.home(y_MD, weights_BTk).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
+        return travel.home(y_MD, after).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
 
     inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
     y, kept = _each(local, inputs, [(how.inner.over, *_x(how)), (how.local, ())])(x_BTD, weights_BTk, chosen_BTk, *used)
@@ -170,11 +176,11 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
         rows_MD, in_MF, low_MR = kept
         travel = _travel(how, chosen_BTk, used)
-        dy_MD = travel.out(dy.reshape(-1, dy.shape[-1]), weights_BTk)
+        before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
+        dy_MD = travel.out(dy.reshape(-1, dy.shape[-1]), after)
         sizes_E, (matrices, (*_, b_down)) = travel.sizes_E, how.holding(used)
         hidden_MF, back = jax.vjp(how.activated, *in_MF)
         dhidden_MF, *ddown = _derivatives(matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
-        weighted_M1 = (hidden_MF * dhidden_MF.astype(jnp.float32)).sum(1, keepdims=True)
         din_MF = back(dhidden_MF)
         drows, dused = [], []
         for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
@@ -182,12 +188,17 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
             drows.append(d)
             dused += found
         dused += ddown
+        drows_MD = sum(drows[1:], drows[0])
+        # What is weighted, times its weighted gradient: the output, or what experts read.
+        weighted, gradient_ = (rows_MD, drows_MD) if how.weighted_input else (hidden_MF, dhidden_MF)
+        weighted_M1 = (weighted * gradient_.astype(jnp.float32)).sum(1, keepdims=True)
         if b_down is not None:
-            b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
-            weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
+            if not how.weighted_input:
+                b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
+                weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
             # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
             dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
-        dx = travel.home(sum(drows[1:], drows[0])).reshape(dy.shape)
+        dx = travel.home(drows_MD, before).reshape(dy.shape)
         weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
         return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(how.weights, dused, strict=True))
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from etils import epath
 
@@ -30,17 +30,58 @@ def replace(path: epath.PathLike, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A context with the path of a file to write. On leaving, the file replaces `path`, unless an error is raised."""
-    new = path.with_name(f".{path.name}.new")
+    """A context with the path of a file to write. On leaving, the file replaces `path`, unless an error is raised.
+
+    If `path` is a link, the file that it names is replaced. A device or a pipe is written itself.
+    """
+    if not replaceable(path):
+        with naming(path):
+            yield path
+        return
+    place = path.resolve()
+    new = place.with_name(f".{place.name}.new")
     try:
         with naming(path, new):
             yield new
             with new.open("rb+") as file:
                 os.fsync(file.fileno())
-            new.replace(path)
+            new.replace(place)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def growing(path: Path) -> Iterator[TextIO]:
+    """A context with a file for lines that take hours to make. On leaving, it replaces `path`, as by `replacing`.
+
+    Until then it is at `partial_of(path)`, where every line that was flushed stays, whatever ends this process. What an
+    earlier process left there is kept too, with `.old` after its name.
+    """
+    if not replaceable(path):
+        with naming(path), path.open("w", encoding="utf-8") as out:
+            yield out
+        return
+    partial = partial_of(path)
+    with naming(path, partial):
+        if partial.exists():
+            partial.replace(f"{partial}.old")
+        with partial.open("w", encoding="utf-8") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path.resolve())
+
+
+def partial_of(path: Path) -> Path:
+    """Where the lines of `growing` are until it is left."""
+    path = path.resolve()
+    return path.with_name(f"{path.name}.partial")
+
+
+def replaceable(path: Path) -> bool:
+    """Whether a path is a file, or nothing yet. A device, a pipe or a folder is not."""
+    return path.is_file() or not path.exists()
 
 
 @contextlib.contextmanager

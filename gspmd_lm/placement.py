@@ -1,9 +1,10 @@
 """Logical axes + rules + mesh -> where arrays live, for the model (placing.Placement) and for whole trees."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -43,7 +44,7 @@ class MeshPlacement:
 
     @property
     def attention(self) -> str:
-        return self.rules.attention[meshes.platform(self.mesh)]
+        return self.rules.kernel(self.platform)
 
     @property
     def platform(self) -> str:
@@ -212,6 +213,8 @@ class Recorder:
         self.compared: set[tuple[str, str]] = set()  # arrays and axes whose splits the model compares
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
+        self.used: set[str] = set()  # paths of the weights that the model places for use
+        self.constraints = 0  # how often the model calls flax's with_logical_constraint, which places nothing here
         self.problems: list[Problem] = []
         self.program: Any = None  # the jaxpr, once the function is traced
 
@@ -256,6 +259,8 @@ class Recorder:
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         if spec.array in self.vocabulary.activations:
             self.note(spec, x.shape)
+        elif spec.table == "rules":
+            self.used.add(spec.array)
         return mark(x, spec)
 
     def split(self, array: str, axis: str) -> Split:
@@ -275,6 +280,8 @@ class Recorder:
         return self.constrain(addends.sum(0), spec)
 
     def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests
+            self.used.add(table.array)
         return x
 
     def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
@@ -327,10 +334,21 @@ def marked(name: str) -> Spec | None:
 
 def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:
     """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
-    recorder = Recorder(rules)
-    with placed_by(recorder):
+    recorder, of_flax = Recorder(rules), _NoRules([("", None)])
+    with placed_by(recorder), nn.logical_axis_rules(of_flax):
         recorder.program = jax.make_jaxpr(function)(*abstract)
+    recorder.constraints = of_flax.asked
     return recorder
+
+
+class _NoRules(list[tuple[str, None]]):
+    """Rules for flax's words, which place nothing; and how often a constraint asked them. Flax asks no empty ones."""
+
+    asked = 0
+
+    def __iter__(self) -> Iterator[tuple[str, None]]:
+        self.asked += 1
+        return super().__iter__()
 
 
 def problems(

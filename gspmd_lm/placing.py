@@ -150,8 +150,9 @@ def scope(role: str, *names: str) -> Any:
     """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
 
     The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
-    summed over ("sum"), the weights that operations belong to ("of"), or which keys a query sees ("sees": so many of
-    the last ones, or all). Without names nothing is written.
+    summed over ("sum"), the weights that operations belong to ("of"), which keys a query sees ("sees": so many of the
+    last ones, or all), how many turns of a loop count whose data decide ("turns"), or what work they are ("kind":
+    attention). Without names nothing is written.
     """
     return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
 

@@ -28,7 +28,7 @@ HEARTBEAT_S = 3600  # until jax gives up a process, even one that is only stoppe
 SILENT_HOST_S = 30  # until the connection to a host that vanished counts as closed
 _POLL_MS = 1000
 
-_calls = 0  # calls of compare and from_first, which every process makes in the same order
+_calls = 0  # keys that were asked for, which every process does in the same order
 _watch: "_Watch | None" = None
 _last_words: "subprocess.Popen[bytes] | None" = None
 
@@ -45,10 +45,10 @@ def from_first(value: Any, say: Callable[[str], None] = lambda _: None) -> Any:
     """
     if not several():
         return value
-    key = _next_key("first")
+    key = next_key("first")
     if jax.process_index():
         return json.loads(_value(key, 0, say))
-    _client().key_value_set(key, json.dumps(value))
+    client().key_value_set(key, json.dumps(value))
     return value
 
 
@@ -59,10 +59,10 @@ def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: Non
     """
     if not several():
         return
-    name, client = _next_key("facts"), _client()
+    name, store = next_key("facts"), client()
     mine = dict(_flat(facts))
     if jax.process_index():
-        client.key_value_set(f"{name}/{jax.process_index()}", json.dumps(mine))
+        store.key_value_set(f"{name}/{jax.process_index()}", json.dumps(mine))
         found = json.loads(_value(f"{name}/differences", 0, say))
     else:
         found = []
@@ -73,7 +73,7 @@ def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: Non
                 for field in sorted(mine.keys() | theirs.keys())
                 if _shown(mine, field) != _shown(theirs, field)
             ]
-        client.key_value_set(f"{name}/differences", json.dumps(found))
+        store.key_value_set(f"{name}/differences", json.dumps(found))
     if found:
         raise InputError(
             "\n".join(["the processes of this run were given different inputs", *found[:20]])
@@ -81,7 +81,7 @@ def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: Non
         )
 
 
-def _next_key(what: str) -> str:
+def next_key(what: str) -> str:
     """A key that was not used yet. Every process asks for keys in the same order."""
     global _calls
     _calls += 1
@@ -91,18 +91,25 @@ def _next_key(what: str) -> str:
 def _value(key: str, process: int, say: Callable[[str], None]) -> str:
     """The value that another process stores under `key`, as soon as it is there. Ctrl-C ends the waiting."""
     said = time.monotonic() + 30
-    while True:
-        try:
-            return _client().blocking_key_value_get(key, _POLL_MS)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+    while (found := stored(key)) is None:
         if time.monotonic() > said:
             say(f"waiting for process {process}")
             said += 300
+    return found
 
 
-def _client() -> Any:
+def stored(key: str) -> str | None:
+    """The value that is stored under `key` within _POLL_MS; None if there is none."""
+    try:
+        return client().blocking_key_value_get(key, _POLL_MS)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+
+
+def client() -> Any:
+    """The key-value store that all processes share. A key is set once."""
     from jax._src import distributed  # jax has no public name for its key-value store
 
     return distributed.global_state.client
@@ -168,10 +175,10 @@ class _Watch:
             try:
                 listener = socket.create_server(("", 0))
             except OSError:
-                _client().key_value_set("gspmd_lm/watch", "null")
+                client().key_value_set("gspmd_lm/watch", "null")
                 raise
             secret = secrets.token_hex(16)
-            _client().key_value_set("gspmd_lm/watch", json.dumps([listener.getsockname()[1], secret, me]))
+            client().key_value_set("gspmd_lm/watch", json.dumps([listener.getsockname()[1], secret, me]))
             threading.Thread(target=self._accept, args=(listener, secret), daemon=True).start()
             return
         listening = json.loads(_value("gspmd_lm/watch", 0, lambda _: None))

@@ -1,30 +1,32 @@
 """Requests to stop a run."""
 
+import ctypes
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
-
-import jax
-from jax.experimental import multihost_utils
 
 from gspmd_lm import processes
 
+_NUMBERS = signal.SIGINT, signal.SIGTERM
+
 
 class StopSignal:
-    """Whether this run was asked, by Ctrl-C or SIGTERM, to save and end.
+    """A context in which Ctrl-C and SIGTERM do not end the process: they call `asked`, which must not wait for a lock.
 
-    The second Ctrl-C interrupts at once. The third ends the process, whatever the process waits for. With several
-    processes, a signal to any of them stops all of them at the same step.
+    The second Ctrl-C interrupts at once. The third ends the process, whatever the process waits for. SIGTERM only ever
+    asks, so that a launcher that is impatient does not end what the first one asked for.
     """
 
-    def __enter__(self) -> "StopSignal":
-        self._asked = False
+    def __init__(self, asked: Callable[[], None]):
+        self._asked = asked
         self._interrupted = False
-        self._together = jax.distributed.is_initialized()
-        # Under jax.distributed jax itself notices SIGTERM and agrees on a step; a handler of ours would disable that.
-        numbers = [signal.SIGINT] if self._together else [signal.SIGINT, signal.SIGTERM]
-        self._previous = {number: signal.signal(number, self._notice) for number in numbers}
+
+    def __enter__(self) -> "StopSignal":
+        # Python knows no handlers of libraries, such as the one of jax.distributed where another program started it.
+        self._actions = {number: _action(number) for number in _NUMBERS}
+        self._previous = {number: signal.signal(number, self._notice) for number in _NUMBERS}
         # Python calls handlers between its own instructions, so not while it waits in a library. A signal is written to
         # this pipe at once.
         reading, self._written = os.pipe()
@@ -37,16 +39,15 @@ class StopSignal:
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._written)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if handler is not None:  # a library's
+                signal.signal(number, handler)
+            _action(number, self._actions[number])
 
     def _notice(self, number: int, _: Any) -> None:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
-        if self._together:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self._asked = True
+        self._asked()
 
     @staticmethod
     def _count(reading: int) -> None:
@@ -59,8 +60,9 @@ class StopSignal:
                 os._exit(130)
         os.close(reading)
 
-    def requested(self, step: int) -> bool:
-        """Whether to stop after `step`. Every process asks about the same steps in the same order, once for each."""
-        if self._together and not self._asked:
-            self._asked = multihost_utils.reached_preemption_sync_point(step)
-        return self._asked
+
+def _action(number: int, new: Any = None) -> Any:
+    """What the system does at a signal, as its struct sigaction. `new` takes its place."""
+    old = ctypes.create_string_buffer(256)  # of which the struct takes a part
+    ctypes.CDLL(None).sigaction(int(number), new, old)
+    return old

@@ -30,7 +30,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     """Laying each default over a config changes nothing, and a key that is required cannot be left out."""
     raw = {
         "name": "x",
-        "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}},
+        "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}, "attention_temperature": {}},
         "data": {},
         "optimizer": {},
         "train": {},

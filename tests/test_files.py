@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,36 @@ def test_a_file_is_replaced_or_left_as_it_was(tmp_path, monkeypatch):
         files.replace(path, "newer")
     assert error.value.filename == str(path)  # writing itself names no file
     assert path.read_text() == "new" and [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_file_that_grows_is_beside_its_place_until_it_is_whole(tmp_path):
+    path, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    path.write_text("yesterday's\n")
+    for line in ("first\n", "second\n"):
+        with pytest.raises(KeyboardInterrupt), files.growing(path) as out:
+            out.write(line)
+            raise KeyboardInterrupt
+        assert (path.read_text(), partial.read_text()) == ("yesterday's\n", line)
+    assert (tmp_path / "out.jsonl.partial.old").read_text() == "first\n"
+    with files.growing(path) as out:
+        out.write("whole\n")
+    assert path.read_text() == "whole\n" and not partial.exists()
+
+
+def grow(path, text):
+    with files.growing(path) as out:
+        out.write(text)
+
+
+@pytest.mark.parametrize("write", [grow, files.replace])
+def test_links_stay_and_devices_are_written_themselves(tmp_path, write):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    write(Path("/dev/null"), "text")
+    with pytest.raises(OSError) as error:
+        write(Path("/dev/full"), "text")
+    assert (error.value.filename, error.value.errno) == ("/dev/full", errno.ENOSPC)
 
 
 def test_an_error_names_the_file_that_it_is_of(tmp_path):

@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "rules_file": "axes vocabulary core_yaml rules",
     "runtime": "chips rules processes versions config",
     "stop_signal": "processes",
+    "agreement": "processes",
     "mesh": "rules config",
     "placement": "mesh rules placing vocabulary",
     "task": "placing vocabulary",
@@ -64,7 +65,7 @@ MAY_IMPORT = {
     "same_model": "config",
     "checkpoint": "same_model orbax_folder verdicts processes files trees config json_text",
     "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data runtime stop_signal "
-    "compile_cache processes files versions core_yaml config json_text",
+    "agreement compile_cache processes files versions core_yaml config json_text",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config json_text",
     "convert": "arrays model placement checkpoint rules axes data files config json_text",
     "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data runtime files "

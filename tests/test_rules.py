@@ -109,7 +109,6 @@ WRONG = {
     "remat that is no list": Case(DP + "remat: {save: q}\n"),
     "remat that saves and offloads": Case(DP + "remat: {save: [q, k], offload: [k]}\n"),
     "unknown kernel": Case(DP + "attention: {cpu: cudnn, gpu: cudn, tpu: splash, tup: xla}\n"),
-    "cudnn and documents": Case(DP + "attention: {gpu: cudnn}\n", platform="gpu"),
     "cudnn and soft-cap": Case(
         DP + "attention: {gpu: cudnn}\n", ("data.packing=stream", "model.attention_softcap=50.0"), platform="gpu"
     ),

@@ -73,6 +73,8 @@ def test_generation_by_flag_and_by_file(verb, workdir, tmp_path):
     prompts.write_text('{"prompt": "abc", "id": 7}\n{"prompt": "something longer"}\n')
     code, nothing, err = verb("generate", *flags, "--rules=decode_tp8", f"--prompts={prompts}", f"--output={results}")
     assert (code, nothing) == (0, ""), err
+    assert f"{results}.partial: holds the lines so far, and becomes {results} when all are there" in err
+    assert [*tmp_path.glob("*.partial*")] == []
     first, second = map(json.loads, results.read_text().splitlines())
     assert first["text"] + "\n" == out and first["id"] == 7  # the same under another layout, in another batch
     assert first["tokens"] == 6 and second["finish_reason"] == "length"
@@ -83,7 +85,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(verb, fol
     prompts.write_text('{"prompt": "abc"}\n')
     flags = f"--workdir={workdir}", f"--prompts={prompts}", *PLACE
     for output, said in (
-        (tmp_path / "no" / "out.jsonl", "cannot be written"),
+        (tmp_path / "no" / "out.jsonl", f"there is no folder {tmp_path / 'no'}"),
         (prompts, "overwrite the file that is read"),
     ):
         code, out, err = verb("generate", *flags, f"--output={output}")

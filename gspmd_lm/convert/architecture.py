@@ -9,7 +9,7 @@ from typing import Any
 
 from gspmd_lm import config, paths
 from gspmd_lm.convert import multimodal
-from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
+from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.source import Source
 from gspmd_lm.convert.strict_json import parse, shown
@@ -23,6 +23,7 @@ OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
     "attention_scores_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate", "router_z_loss",
 )  # fmt: skip
+_OTHER_HEADS = re.compile(r"classifier|summary")  # of models that do not predict tokens
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -44,13 +45,15 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     row = family(raw, place)
     values = settings(row, raw, place, fix="take {} out of a copy of the file")
     name = folder.resolve().name if Path(place).name == CONFIG else path.stem
-    return run_config(name, folder / TOKENIZER, values, overrides, place)
+    return run_config(name, folder / TOKENIZER, values, overrides, place, notes(row, raw))
 
 
-def run_config(name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str) -> config.Config:
+def run_config(
+    name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str, said: Sequence[str] = ()
+) -> config.Config:
     """The config of a run with the model that `values` are the settings of, with overrides laid over it.
 
-    tokenizer: its tokenizer.json, if there is such a file.
+    tokenizer: its tokenizer.json, if there is such a file. said: notes, which explain an error about their settings.
     """
     settings: dict[str, Any] = {
         "name": name,
@@ -61,7 +64,11 @@ def run_config(name: str, tokenizer: Path, values: Values, overrides: Sequence[s
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)
-    return config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
+    try:
+        return config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
+    except InputError as error:
+        why = [note for note in said if any(setting in str(error) for setting in re.findall(r"model\.\w+", note))]
+        raise InputError("\n".join([str(error), *(f"  {note}" for note in why)])) from error
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -125,9 +132,23 @@ def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
     null, and a value that is empty, count as not set. false and 0 count as set, because `is_causal: false` means
     something. transformers has no such field and so no default for it; a test checks that.
     """
+    unknown = raw.keys() - known_fields(row, raw)
+    return sorted(name for name in unknown if raw[name] not in (None, "", [], {}) and not DROPOUT.search(name))
+
+
+def known_fields(row: Family, raw: Mapping[str, Any]) -> set[str]:
+    """The fields of a family whose meaning is known, besides dropout."""
     source, _ = _read(row, raw)
-    known = source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
-    return sorted(name for name in raw.keys() - known if raw[name] not in (None, "", [], {}))
+    return source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
+
+
+def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
+    """Sentences about what a config.json says and the settings do not."""
+    said = _read(row, raw)[0].notes
+    rates = {name: rate for name, rate in raw.items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)}
+    if given := [f"{name}: {rate}" for name, rate in rates.items() if isinstance(rate, int | float) and rate > 0]:
+        said.append(f"{', '.join(given)}: training drops nothing until model.dropout is set")
+    return said
 
 
 def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:
@@ -168,7 +189,10 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> lis
         )
     except InputError as error:
         return str(error).splitlines()
-    names = [field.name for field in dataclasses.fields(config.Model) if field.name not in OURS_ALONE]
+    ours = OURS_ALONE
+    if "bias" in (model.balance, said.model.balance):  # a weight of the router
+        ours = tuple(name for name in OURS_ALONE if name != "balance")
+    names = [field.name for field in dataclasses.fields(config.Model) if field.name not in ours]
     return [
         f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(said.model, name)!r}"
         for name in names

@@ -1,5 +1,6 @@
 """The families with experts. Their attention is that of families without."""
 
+from gspmd_lm.convert.expert_fields import DenseLayers, LaterTokens, SharedExperts, SparseLayers
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
     EPS,
@@ -10,9 +11,20 @@ from gspmd_lm.convert.family import (
     UNTIED,
     Family,
 )
-from gspmd_lm.convert.fields import Always, DenseLayers, Divisor, Only, QueryScale, Same, Switch
-from gspmd_lm.convert.layer_kinds import LayerTypes, Window, every_second
-from gspmd_lm.convert.names import GPT_OSS, GRANITE_MOE, INV_FREQ, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from gspmd_lm.convert.fields import Always, Divisor, Only, QueryScale, Same, Switch, Temperature
+from gspmd_lm.convert.layer_kinds import ChunkedLayers, LayerTypes, Window, every_second
+from gspmd_lm.convert.names import (
+    GLM4_MOE,
+    GPT_OSS,
+    GRANITE_MOE,
+    INV_FREQ,
+    LLAMA4,
+    MIXTRAL,
+    OLMOE,
+    PHIMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from gspmd_lm.convert.rope import Rope
 
 # How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
@@ -24,6 +36,12 @@ _GRANITE = (
     Same("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
     Same("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
     Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
+)  # fmt: skip
+# DeepSeek-V3's router. The bias on its scores stays as it came until balance_rate is set.
+_DEEPSEEK_ROUTER = (
+    Always("routing", "sigmoid"), Always("balance", "bias"), Always("balance_rate", 0.0),
+    Switch("norm_topk_prob", ("normalized_weights",), True), Same("routed_scaling_factor", "expert_scale", 1.0),
+    Same("n_group", "expert_groups", 1), Same("topk_group", "groups_per_token", 1),
 )  # fmt: skip
 
 
@@ -40,6 +58,18 @@ EXPERT_FAMILIES = (
             Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
         ),
         MIXTRAL, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Always("norm", "layernorm"), Always("norm_bias", True), SILU, Window(None),
+            Rope(1e6, mscales=True), ATTENTION_BIAS, Switch("lm_head_bias", ("unembedding_bias",), False), UNTIED,
+            Same("num_local_experts num_experts", "experts", 16), Always("experts_per_token", 2),
+            Only("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
+            Always("routing", "sparsemixer"), Always("normalized_weights", False),
+            Same("router_jitter_noise", "router_jitter", 0.01, none=True),
+        ),
+        PHIMOE, INV_FREQ, ("output_router_logits", "router_aux_loss_coef", "input_jitter_noise"),
     ),
     Family(
         "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", "model.",
@@ -62,6 +92,17 @@ EXPERT_FAMILIES = (
             Same("moe_intermediate_size", "expert_mlp", 768), _SUM_TO_ONE, DenseLayers(),
         ),
         QWEN3_MOE, INV_FREQ, (*_TRAINING, "max_window_layers"),
+    ),
+    Family(
+        "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Switch("attention_bias", ("qkv_bias",), False),
+            UNTIED, Switch("use_qk_norm", ("qk_norm",), False), *_DEEPSEEK_ROUTER,
+            Same("n_routed_experts num_local_experts", "experts", 128),
+            Same("num_experts_per_tok", "experts_per_token", 8), Same("moe_intermediate_size", "expert_mlp", 1408),
+            Same("first_k_dense_replace", "dense_layers", 1, none=True), SharedExperts(), LaterTokens(),
+        ),
+        GLM4_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "OLMoE", "olmoe", "OlmoeForCausalLM", "model.",
@@ -96,5 +137,18 @@ EXPERT_FAMILIES = (
         ),
         # hidden_act says silu and is not read by transformers; initial_context_length is also in rope_scaling.
         GPT_OSS, INV_FREQ, (*_TRAINING, "hidden_act", "initial_context_length"),
+    ),
+    Family(
+        "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES[:5], Same("max_position_embeddings", "context", 131072), _EPS_5,
+            Same("head_dim", "head_dim", 128), Rope(5e5), SILU, ATTENTION_BIAS, UNTIED, ChunkedLayers(), Temperature(),
+            Switch("use_qk_norm", ("qk_norm",), True), Always("qk_norm_kind", "unscaled"),
+            Same("num_local_experts num_experts", "experts", 16), Same("num_experts_per_tok", "experts_per_token", 1),
+            Same("intermediate_size_mlp", "mlp", 16384), Same("intermediate_size", "expert_mlp", 8192),
+            Always("shared_mlp", lambda values: values["expert_mlp"]), SparseLayers(), Always("routing", "sigmoid"),
+            Always("normalized_weights", False), Always("weighted_input", True),
+        ),
+        LLAMA4, INV_FREQ, (*_TRAINING, "for_llm_compressor"),
     ),
 )  # fmt: skip

@@ -43,10 +43,10 @@ def write(
     Every process calls this; the first one writes, one tensor at a time. The folder appears when it is complete.
 
     params: the tree of parameters, jax or numpy arrays. like: the config.json that the model came with, whose other
-    fields are kept. dtype: float32, bfloat16 or float16 for all tensors; None means the dtype of `like`, or else of the
-    model's weights. beside: name -> a file to copy into the folder, such as a file of the tokenizer, or its content.
-    ends: the ids that end a text, if `like` does not say them. card: the model card for a family, a number of
-    parameters and a dtype.
+    fields are kept. dtype: float32, bfloat16 or float16, for all tensors but those that a family has in float32; None
+    means the dtype of `like`, or else of the model's weights. beside: name -> a file to copy into the folder, such as a
+    file of the tokenizer, or its content. ends: the ids that end a text, if `like` does not say them. card: the model
+    card for a family, a number of parameters and a dtype.
 
     Raises InputError if the folder holds something, or no family of transformers can express the model.
     """
@@ -56,8 +56,9 @@ def write(
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
     if ends:
         fields["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
-    number = np.dtype(safetensors.DTYPES[kind])
-    sizes = {name: int(np.prod(shape)) * number.itemsize for name, shape in shapes.items()}
+    kinds = {name: "F32" if tensor.float32 else kind for name, (tensor, _) in tensors.items()}
+    numbers = {name: np.dtype(safetensors.DTYPES[kind]) for name, kind in kinds.items()}
+    sizes = {name: int(np.prod(shape)) * numbers[name].itemsize for name, shape in shapes.items()}
     plan = safetensors.plan(sizes, file_bytes)
     with files.appearing(folder) if jax.process_index() == 0 else contextlib.nullcontext() as made:
         if made:
@@ -76,8 +77,9 @@ def write(
             if len(plan) > 1:
                 (made / safetensors.INDEX).write_text(safetensors.index(plan, sum(sizes.values())), encoding="utf-8")
         for file_name, names in plan.items():
-            head = safetensors.start({name: (kind, shapes[name]) for name in names})
-            _write_file(made and made / file_name, head, [tensors[name] for name in names], model, number)
+            head = safetensors.start({name: (kinds[name], shapes[name]) for name in names})
+            held = [(*tensors[name], numbers[name]) for name in names]
+            _write_file(made and made / file_name, head, held, model)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("convert.export")
 
@@ -113,18 +115,18 @@ def _is_pair(node: Any) -> bool:
 
 
 def _write_file(
-    path: Path | None, head: bytes, tensors: Sequence[tuple[Tensor, Held]], model: config.Model, dtype: Any
+    path: Path | None, head: bytes, tensors: Sequence[tuple[Tensor, Held, np.dtype]], model: config.Model
 ) -> None:
     """Writes one file. Without a path it only takes part in what other processes gather."""
     if path is None:
-        for _, held in tensors:
+        for _, held, _ in tensors:
             for _, array, entry in held:
                 for _ in _pieces(array, entry):
                     pass
         return
     with open(path, "wb") as file:
         file.write(head)
-        for tensor, held in tensors:
+        for tensor, held, dtype in tensors:
             file.write(_bytes(tensor, held, model, dtype).data)
 
 

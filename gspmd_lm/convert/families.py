@@ -1,23 +1,26 @@
 """The table of model families: facts about the config.json and the tensors of each, for import and export."""
 
+import re
+
 from gspmd_lm.convert.expert_families import EXPERT_FAMILIES
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.fields import Only, Part
+from gspmd_lm.convert.fields import Agrees, DualChunks, Only, Part
 from gspmd_lm.convert.gpt_families import GPT_FAMILIES
 from gspmd_lm.convert.llama_families import LLAMA_FAMILIES
 
 # The first that can express a model is the one that it is written as.
 FAMILIES: tuple[Family, ...] = (*LLAMA_FAMILIES, *GPT_FAMILIES, *EXPERT_FAMILIES)
-# Fields that do not change what is computed: names, token ids (which the tokenizer decides), dropout (training has
-# model.dropout), initialisation, settings of transformers' runs and generation, and notes of tools.
+# Rates of dropout, by the words in their names. They belong to training, which has model.dropout.
+DROPOUT = re.compile(r"dropout|_pdrop$|^layerdrop$")
+# Other fields that do not change what is computed: names, token ids (which the tokenizer decides), initialisation,
+# settings of transformers' runs and generation, and notes of tools.
 IRRELEVANT = frozenset(
     [
         "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
         "torch_dtype", "dtype", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
         "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
         "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "prefix", "tokenizer_class",
-        "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
-        "layerdrop", "activation_dropout", "classifier_dropout", "neftune_noise_alpha", "initializer_range",
+        "neftune_noise_alpha", "initializer_range",
         "init_std", "initializer_factor", "initializer_scale", "use_cache", "cache_implementation",
         "pretraining_tp", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
         "attention_implementation", "_flash_attn_2_enabled", "experts_implementation",
@@ -39,13 +42,10 @@ IRRELEVANT = frozenset(
 # values mean that a model does without the feature.
 REFUSED = {
     "quantization_config": "the weights are quantised: load them with transformers, dequantise and save them",
+    "quantization_bit": "the weights are quantised: load them with their own code, dequantise and save them",
+    "pre_seq_len": "a trained prefix, which is not supported",
     "text_config": "a model of several parts, such as one that sees images: only text models are read",
-    "num_local_experts": "experts, which this family does not have",
-    "num_experts": "experts, which this family does not have",
-    "sliding_window": "a window, which this family does not have",
-    "head_dim": "heads of a size of their own, which this family does not have",
     "attention_chunk_size": "attention within chunks is not supported",
-    "dual_chunk_attention_config": "attention within chunks is not supported",
     "per_layer_config": "layers that differ in more than their window are not supported",
     "pruned_heads": "pruned heads are not supported",
     "add_cross_attention": "attention to another model's output is not supported",
@@ -53,24 +53,29 @@ REFUSED = {
     "use_resampler": "a model of several parts, such as one that sees images: only text models are read",
     "use_mrope": "rotation by several positions at once, which this family does not have",
     "rope_interleaved": "rotated neighbours, which this family does not have",
-    "attention_bias": "biases in attention, which this family does not have",
-    "mlp_bias": "biases in the MLP, which this family does not have",
-    "qkv_bias": "biases in attention, which this family does not have",
-    "lm_head_bias": "a bias of the output, which this family does not have",
-    "qk_layernorm": "norms of queries and keys, which this family does not have",
-    "use_qk_norm": "norms of queries and keys, which this family does not have",
+    "num_nextn_predict_layers": "layers that predict later tokens, which this family does not have",
+    "scale_embeddings": "a scaled token table, which this family does not have",
+    "n_special": "tokens beyond the vocabulary, which are not supported",
 }
-# Fields that transformers reads for every family, although no family's config lists them.
-EVERY_FAMILY: tuple[Part, ...] = (Only("is_causal", True, "lets tokens see later ones, which is not supported"),)
+# Fields that every family may have: one that transformers always reads, one that it never reads, and those that repeat
+# what a family is.
+EVERY_FAMILY: tuple[Part, ...] = (
+    Only("is_causal", True, "lets tokens see later ones, which is not supported"), DualChunks(),
+    Agrees("num_experts", ("experts",)), Agrees("num_local_experts", ("experts",)),
+    Agrees("n_routed_experts", ("experts",)), Agrees("shared_expert_intermediate_size", ("shared_mlp",)),
+    Agrees("sliding_window", ("sliding_window",)), Agrees("use_sliding_window", ("sliding_window",)),
+    Agrees("head_dim", ("head_dim",)), Agrees("attention_bias", ("qkv_bias", "attention_out_bias")),
+    Agrees("qkv_bias", ("qkv_bias",)), Agrees("mlp_bias", ("mlp_bias",)),
+    Agrees("use_bias", ("qkv_bias", "attention_out_bias", "mlp_bias")),
+    Agrees("bias", ("qkv_bias", "attention_out_bias", "mlp_bias")), Agrees("lm_head_bias", ("unembedding_bias",)),
+    Agrees("qk_layernorm", ("qk_norm",)), Agrees("use_qk_norm", ("qk_norm",)),
+)  # fmt: skip
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {
-    "chatglm": "it is for ChatGLM's own code; GLM-4 is read in transformers' format (glm, glm4)",
     "deepseek_v2": "its keys and values are made from a smaller vector, which is not supported",
     "deepseek_v3": "its keys and values are made from a smaller vector, which is not supported",
     "kimi_k2": "its keys and values are made from a smaller vector, which is not supported",
     "qwen3_next": "some of its layers have linear attention, which is not supported",
-    "llama4": "it attends within chunks, which is not supported",
-    "llama4_text": "it attends within chunks, which is not supported",
     "RefinedWeb": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
     "RefinedWebModel": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
 }

@@ -23,6 +23,10 @@ class Family:
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
 
+    def keeps_float32(self, name: str) -> bool:
+        """Whether a tensor has float32 numbers, whatever the dtype of the others."""
+        return any(tensor.float32 and name.endswith(tensor.name.rpartition("{}.")[2]) for tensor in self.tensors)
+
 
 def head_dim(values):
     return values["embed"] // values["heads"]

@@ -31,11 +31,14 @@ class Same:
     setting: str
     default: Any = MISSING  # if the field is missing or null: a value, or a function of the settings so far
     most: float = LARGEST
+    none: bool = False  # whether it may be 0
 
     def read(self, source: Source, values: Values) -> None:
         names = self.names.split()
         default = self.default(values) if callable(self.default) else self.default
-        values[self.setting] = source.number(names, default, self.most)
+        values[self.setting] = 0
+        if not self.none or source.get(names) != 0:
+            values[self.setting] = source.number(names, default, self.most)
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.names.split()[0]: getattr(model, self.setting)}
@@ -117,6 +120,31 @@ class Activation:
         return {self.names.split()[0]: self.written.get(model.activation, model.activation)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Agrees:
+    """A field of other families that says what settings of this family say too. Where no part reads it, it must agree.
+
+    It agrees if it is null or equal to the settings, or if it is true or empty and they are set or not set.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+
+    def read(self, source: Source, values: Values) -> None:
+        if self.name in source.read or (given := source.get([self.name])) is None:
+            return
+        for setting in self.settings:
+            default = _DEFAULTS[setting]
+            value = values.get(setting, default)
+            if given != value and not (given is True and value != default) and (given or value != default):
+                source.refuse(self.name, given, f"contradicts this family, where model.{setting} is {value}")
+                return
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {}
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(config.Model)}
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu2": "relu2",
@@ -228,22 +256,51 @@ class Unless:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseLayers:
-    """mlp_only_layers: the layers without experts, which must be the first ones."""
+class Temperature:
+    """Llama 4's queries that grow with their position, in layers without positions."""
 
     def read(self, source: Source, values: Values) -> None:
-        dense = source.get(["mlp_only_layers"], [])
-        count = len(dense) if isinstance(dense, list) else 0
-        if dense != list(range(count)):
-            source.refuse("mlp_only_layers", dense, "are not the first layers: other layers without experts are not "
-                          "supported")  # fmt: skip
-        if source.get(["decoder_sparse_step"], 1) != 1:
-            source.refuse("decoder_sparse_step", source.raw["decoder_sparse_step"],
-                          "alternates layers with and without experts, which is not supported")  # fmt: skip
-        values["dense_layers"] = count
+        tuned = source.flag(["attn_temperature_tuning"], True)
+        scale, every = source.number(["attn_scale"], 0.1), source.number(["floor_scale"], 8192)
+        found = {"scale": float(scale), "every": every, "offset": 1, "layers": "nope"}
+        values["attention_temperature"] = found if tuned else None
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": 1}
+        tuned = model.attention_temperature
+        if tuned is None:
+            return {"attn_temperature_tuning": False}
+        return {"attn_temperature_tuning": True, "attn_scale": tuned.scale, "floor_scale": tuned.every}
+
+
+@dataclasses.dataclass(frozen=True)
+class DualChunks:
+    """dual_chunk_attention_config: attention (arXiv 2402.17463) that is plain for a context that is not too long.
+
+    Positions are those of plain attention as long as no row is longer than a chunk, than twice the part of a chunk that
+    is not local, or than the context that the model was trained with.
+    """
+
+    def read(self, source: Source, values: Values) -> None:
+        name = "dual_chunk_attention_config"
+        if not (given := source.get([name])):
+            return
+        if not isinstance(given, dict) or "chunk_size" not in given:
+            source.refuse(name, given, "is not an object with chunk_size")
+            return
+        sizes = ("chunk_size", "local_size", "original_max_position_embeddings")
+        chunk, local, original = (source.checked(f"{name}.{size}", given.get(size, 1)) for size in sizes)
+        plain, context = min(chunk, 2 * (chunk - local), original if original > 1 else chunk), values["context"]
+        if plain < 1:
+            source.refuse(f"{name}.local_size", local, f"is not below chunk_size: {chunk}")
+        elif plain < context:
+            values["context"] = plain
+            source.notes.append(
+                f"{name} is attention within chunks, which is not supported. For up to {plain:,} tokens it is plain "
+                f"attention, so model.context is {plain}, not {context}"
+            )
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from gspmd_lm.convert.fields import (
     Unless,
 )
 from gspmd_lm.convert.layer_kinds import LocalLayers
-from gspmd_lm.convert.names import BLOOM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
-from gspmd_lm.convert.rope import Rope
+from gspmd_lm.convert.names import BLOOM, CHATGLM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
+from gspmd_lm.convert.rope import ChatRope, Rope
 
 GPT_FAMILIES = (
     Family(
@@ -44,7 +44,7 @@ GPT_FAMILIES = (
         GPT2, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-            "summary_first_dropout", "reorder_and_upcast_attn",
+            "reorder_and_upcast_attn",
         ),
     ),
     Family(
@@ -73,8 +73,8 @@ GPT_FAMILIES = (
         ),
         BLOOM,
         irrelevant=(
-            "slow_but_exact", "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion",
-            "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "hidden_dropout_prob",
+            "slow_but_exact", "attention_softmax_in_fp32", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
+            "skip_bias_add_qkv",
         ),
     ),
     Family(
@@ -101,8 +101,7 @@ GPT_FAMILIES = (
             Only("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
         ),
         GPTJ, MASKS,
-        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-         "rotary", "gradient_checkpointing"),
+        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "rotary"),
     ),
     Family(
         "GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
@@ -119,6 +118,25 @@ GPT_FAMILIES = (
         (*INV_FREQ, *MASKS),
     ),
     Family(
+        "ChatGLM 3", "chatglm", "ChatGLMModel", "transformer.",
+        (
+            Same("padded_vocab_size vocab_size", "vocab"), Same("hidden_size", "embed"),
+            Same("num_layers num_hidden_layers", "layers", most=MOST_LAYERS), Same("num_attention_heads", "heads"),
+            Same("multi_query_group_num", "kv_heads"), Same("kv_channels", "head_dim", 128),
+            Same("ffn_hidden_size", "mlp"), Same("seq_length", "context", 2048), ChatRope(), UNTIED,
+            Same("layernorm_epsilon", "norm_eps", 1e-5), Switch("add_qkv_bias", ("qkv_bias",), False),
+            Only("multi_query_attention", True, "orders queries, keys and values otherwise, which is not supported"),
+            Only("interleaved_qkv", False, "orders queries, keys and values otherwise, which is not supported"),
+            Only("add_bias_linear", False, "has biases behind attention and in the MLP, which is not supported"),
+            Only("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
+            Only("rmsnorm", True, "has LayerNorm, which is not supported"),
+            Only("post_layer_norm", True, "has no norm after the last layer, which is not supported"),
+            Only("original_rope", True, "rotates otherwise, which is not supported"),
+            Only("fp32_residual_connection", False, "adds up in float32, which is not supported"),
+        ),
+        CHATGLM, INV_FREQ, ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "prefix_projection"),
+    ),
+    Family(
         "StarCoder", "gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.",
         (
             *(part for part in GPT2_SIZES if part != Always("kv_heads", heads)), *PLAIN_LAYERNORM,
@@ -131,7 +149,7 @@ GPT_FAMILIES = (
         GPT_BIGCODE, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-            "summary_first_dropout", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
             "num_key_value_heads", "inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length",
             "pre_allocate_kv_cache", "validate_runner_input",
         ),
@@ -148,9 +166,6 @@ GPT_FAMILIES = (
             Always("attention_out_bias", True), Always("mlp_bias", True), TIED,
         ),
         GPT_NEO, MASKS,
-        (
-            "resid_dropout", "embed_dropout", "summary_type", "summary_use_proj", "summary_activation",
-            "summary_proj_to_labels", "summary_first_dropout",
-        ),
+        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     ),
 )  # fmt: skip

@@ -111,6 +111,38 @@ class NoRopeLayers:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkedLayers:
+    """Llama 4's layers: those with positions attend within chunks, and those with 0 in no_rope_layers to all tokens."""
+
+    def read(self, source: Source, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        interval = source.whole(["no_rope_layer_interval"], 4, 1)
+        usual = [int((i + 1) % interval != 0) for i in range(layers)]
+        rotated = source.get(["no_rope_layers"], usual) or usual
+        if not isinstance(rotated, list) or len(rotated) != layers or not set(map(str, rotated)) <= {"0", "1"}:
+            source.refuse("no_rope_layers", rotated, f"must be {layers} of 0, 1")
+            rotated = usual
+        theirs = {"chunked": "chunked_attention", "full": "full_attention", "nope": "full_attention"}
+        chunked = ["chunked" if one else "nope" for one in rotated]
+        types = source.get(["layer_types"], [theirs[kind] for kind in chunked])
+        known = next((kinds for kinds in (chunked, ["full" if one else "nope" for one in rotated])
+                      if types == [theirs[kind] for kind in kinds]), None)  # fmt: skip
+        if known is None:
+            source.refuse("layer_types", types, "are not chunked_attention in layers with positions alone")
+        kinds = known or chunked
+        chunk = source.get(["attention_chunk_size"], None if "attention_chunk_size" in source.raw else 8192)
+        if "chunked" in kinds:
+            values["attention_chunk"] = source.checked("attention_chunk_size", chunk)
+        values["layer_pattern"] = _pattern(kinds)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        kinds = model.kind_of_each_layer
+        types = ["chunked_attention" if kind == "chunked" else "full_attention" for kind in kinds]
+        rotated = [int(kind != "nope") for kind in kinds]
+        return {"no_rope_layers": rotated, "layer_types": types, "attention_chunk_size": model.attention_chunk or None}
+
+
+@dataclasses.dataclass(frozen=True)
 class LocalLayers:
     """GPT-Neo's layers with a window: attention_layers, or attention_types, and window_size."""
 

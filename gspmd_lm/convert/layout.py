@@ -38,6 +38,7 @@ class Tensor:
     interleaved_gate: bool = False  # gate and up in one tensor (J) take turns; otherwise up follows gate
     mlp: str = "mlp"  # the setting of the model that is the size of F
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
+    float32: bool = False  # whether files have it in float32, whatever the dtype of the others
     is_of: Callable[[config.Model], bool] = lambda model: True  # whether a model has this tensor
 
     @property

@@ -37,7 +37,7 @@ from gspmd_lm.convert.names import (
     PHI3,
     STARCODER2,
 )
-from gspmd_lm.convert.rope import Rope
+from gspmd_lm.convert.rope import BETA, Rope
 from gspmd_lm.convert.source import Source
 
 
@@ -147,6 +147,17 @@ LLAMA_FAMILIES = (
         GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
     ),
     Family(
+        "Ministral 3", "ministral3", "Ministral3ForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, SILU, Window(None), UNTIED,
+            Rope(temperature=True, default={
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
+            }),
+        ),
+        LLAMA, INV_FREQ,
+    ),
+    Family(
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
         (
             *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, SILU, Window(None),
@@ -229,7 +240,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Same("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(), Window(None),
             Activation("hidden_act", "gelu_pytorch_tanh", TANH), Switch("use_bias", _ALL_BIASES, True), TIED,
         ),
-        STARCODER2, INV_FREQ, ("residual_dropout", "embedding_dropout", "norm_type", "mlp_type"),
+        STARCODER2, INV_FREQ, ("norm_type", "mlp_type"),
     ),
     Family(
         "StableLM", "stablelm", "StableLmForCausalLM", "model.",
@@ -256,7 +267,7 @@ LLAMA_FAMILIES = (
             SILU, Switch("attention_bias", ("qkv_bias",), True), _MLP_BIAS, UNTIED,
             Switch("attention_out_bias", ("attention_out_bias",), False),
         ),
-        LLAMA, INV_FREQ, ("residual_dropout",),
+        LLAMA, INV_FREQ,
     ),
     Family(
         "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", "model.",

@@ -32,13 +32,14 @@ def _llama(
     up: str = "up_proj",
     down: str = "down_proj",
     last: str = "norm",
+    mlp_name: str = "mlp",
 ) -> tuple[Tensor, ...]:
     """Tensors with Llama's names. `fused` says which of qkv and gate_up are one tensor; `out` to `last` rename some.
 
     A family uses the tensors of the weights that its models have.
     """
     layer = "model.layers.{}"
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
     separate_qkv = (
         *_linear(f"{attention}.q_proj", "(N H) D", "attention.wq", interleaved_rope=interleaved_rope),
         *_linear(f"{attention}.k_proj", "(K H) D", "attention.wk", interleaved_rope=interleaved_rope),
@@ -240,12 +241,31 @@ NEOX = (
     *_norm("gpt_neox.layers.{}.input_layernorm", "attention_norm", bias=True),
     *_norm("gpt_neox.layers.{}.post_attention_layernorm", "mlp_norm", bias=True),
 )
+_CHAT = "transformer.encoder.layers.{}"
+CHATGLM = (
+    Tensor("transformer.embedding.word_embeddings.weight", "V D", ("embedding",)),
+    *_norm(f"{_CHAT}.input_layernorm", "attention_norm"),
+    *_linear(f"{_CHAT}.self_attention.query_key_value", "(R H) D", *_QKV, interleaved_rope=True),
+    *_linear(f"{_CHAT}.self_attention.dense", "D (N H)", "attention.wo", bias=False),
+    *_norm(f"{_CHAT}.post_attention_layernorm", "mlp_norm"),
+    *_linear(f"{_CHAT}.mlp.dense_h_to_4h", "J D", "mlp.w_gate", "mlp.w_up", bias=False),
+    *_linear(f"{_CHAT}.mlp.dense_4h_to_h", "D F", "mlp.w_down", bias=False),
+    *_norm("transformer.encoder.final_layernorm", "final_norm"),
+    Tensor("transformer.output_layer.weight", "V D", ("unembedding",)),
+)
 _MLP, _SPARSE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
 _SINKS = Tensor("model.layers.{}.self_attn.sinks", "N", ("attention.sinks",))
 MIXTRAL = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
+PHIMOE = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
 QWEN3_MOE = _llama(more=(*_qk_norm(), *_routed(_MLP)))
 QWEN2_MOE = _llama(more=(*_routed(_MLP), *_shared(f"{_MLP}.shared_expert"),
                          Tensor(f"{_MLP}.shared_expert_gate.weight", "1 D", ("mlp.shared_gate",))))  # fmt: skip
+GLM4_MOE = _llama(
+    more=(
+        *_qk_norm(), *_routed(_MLP), *_shared(f"{_MLP}.shared_experts"),
+        Tensor(f"{_MLP}.gate.e_score_correction_bias", "C", ("mlp.balance_bias",), float32=True),
+    )
+)  # fmt: skip
 OLMOE = _llama(more=(*_qk_norm("(N H)", "(K H)"), *_routed(_MLP)))
 GRANITE_MOE = _llama(
     more=(
@@ -267,5 +287,15 @@ GPT_OSS = _llama(
         Tensor(f"{_MLP}.experts.down_proj_bias", "E D", ("mlp.b_down",), mlp="expert_width"),
     )
 )  # fmt: skip
-INV_FREQ = (r"rotary_emb\.inv_freq$",)
+_FEED = "model.layers.{}.feed_forward"
+LLAMA4 = _llama(
+    interleaved_rope=True, mlp_name="feed_forward",
+    more=(
+        Tensor(f"{_FEED}.router.weight", "C D", ("mlp.router",)),
+        Tensor(f"{_FEED}.experts.gate_up_proj", "E D J", ("mlp.w_gate", "mlp.w_up"), mlp="expert_width"),
+        Tensor(f"{_FEED}.experts.down_proj", "E F D", ("mlp.w_down",), mlp="expert_width"),
+        *_shared(f"{_FEED}.shared_expert"),
+    ),
+)  # fmt: skip
+INV_FREQ = (r"rotary_(pos_)?emb\.inv_freq$",)
 MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")

@@ -101,6 +101,7 @@ class Pretrained:
     files: Mapping[str, Stored]  # the tensors, by the family's names
     places: Any  # the tree of parameters, with a Place for each
     left_out: int = 0  # tensors of other parts than the text
+    notes: Sequence[str] = ()  # sentences about what its config.json says and the settings do not
 
     @property
     def reads_text(self) -> bool:
@@ -199,8 +200,9 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     every = stored = safetensors.stored(folder)
     if raw is not whole:
         stored = multimodal.text_tensors(stored)
+    with_later, stored = len(stored), multimodal.without_later_tokens(stored, raw)
     tokenizer = folder / architecture.TOKENIZER
-    weights = [where for name, where in stored.items() if not row.is_no_weight(name)]
+    weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
     dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
     names = {short: name for name, short in safetensors.WEIGHT_DTYPES.items()}
     source_dtype = names[dtypes.pop()] if len(dtypes) == 1 else "float32"
@@ -208,7 +210,8 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         "weight_dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
         "compute_dtype": "float32" if source_dtype == "float32" else "bfloat16",
     }
-    found = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place)
+    notes = architecture.notes(row, raw)
+    found = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place, notes)
     _check_sizes(place, row, found.model, stored)
     tree = places(row, found.model)
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
@@ -216,8 +219,10 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     like["torch_dtype"] = source_dtype
     if raw is not whole:
         like["architectures"] = [row.architecture]
+    if len(stored) < with_later:
+        like[multimodal.LATER_TOKENS] = 0
     left_out = len(every) - len(stored)
-    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out)
+    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 
 def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:

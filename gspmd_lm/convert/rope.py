@@ -22,6 +22,9 @@ _OPTIONAL = {
         ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned",
     },
 }  # fmt: skip
+CHATGLM2_VOCAB = 65024  # of ChatGLM 2 and 3
+BETA = "llama_4_scaling_beta"
+_MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 _NO_NUMBER = ("type", "rope_type", "truncate", "finetuned", "short_factor", "long_factor")
 BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
@@ -40,6 +43,8 @@ class Rope:
     original: int = 0  # the default of a field original_max_position_embeddings of its own; 0: the context
     default: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rope_parameters, if none are given
     older_kinds: tuple[tuple[str, str], ...] = ()  # names of kinds of scaling in older files -> today's names
+    temperature: bool = False  # queries grow with their position, as llama_4_scaling_beta says
+    mscales: bool = False  # longrope says its attention factors as short_mscale and long_mscale
 
     def read(self, source: Source, values: Values) -> None:
         values["positions"] = "rope"
@@ -76,13 +81,23 @@ class Rope:
         given = {
             field: value if field in _NO_NUMBER else source.checked(f"{name}.{field}", value)
             for field, value in given.items()
-            if value is not None and (kind != "default" or field in _ALWAYS)
+            if value is not None and (kind != "default" or field in (*_ALWAYS, BETA))
         }
+        if self.temperature:
+            every = source.get([ORIGINAL], given.get(ORIGINAL))
+            if BETA not in given or every is None:
+                source.refuse(name, given, f"lacks {BETA} or {ORIGINAL}")
+            values["attention_temperature"] = {"scale": float(given.get(BETA, 1)), "every": every}
         theta, part = given.get("rope_theta", theta), given.get("partial_rotary_factor", part)
         values["rope_theta"] = theta
         values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
         if part != 1 and not self.part:
             source.refuse("partial_rotary_factor", part, "is not a setting of this family")
+        if self.mscales and kind != "default":
+            short, long = given.get("short_mscale"), given.get("long_mscale")
+            if kind != "longrope" or short is None or short != long:
+                source.refuse(name, [kind, short, long], "is not longrope with short_mscale equal to long_mscale")
+            given["attention_factor"] = short or 1.0
         turned = int(values["head_dim"] * part)
         values["rope_dim"] = 0 if turned == values["head_dim"] else turned
         scaling = _scaling(source, kind, name, given, values, self.original)
@@ -95,7 +110,8 @@ class Rope:
         if kind not in _NEEDED:
             source.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")
             return "default"
-        known = _ALWAYS | _NEEDED[kind] | _OPTIONAL.get(kind, set())
+        known = _ALWAYS | _NEEDED[kind] | _OPTIONAL.get(kind, set()) | {*_MSCALES[: 2 * self.mscales]}
+        known |= {BETA, "max_position_embeddings"} if self.temperature else set()
         unknown = sorted(key for key in given.keys() - known if given[key] is not None)
         if unknown and kind != "default":
             source.refuse(name, unknown, f"are not fields of {kind}")
@@ -110,6 +126,11 @@ class Rope:
             written["rope_scaling"] = _written(scaling)
             if scaling.kind == "longrope":
                 written[ORIGINAL] = scaling.original_context
+            if self.mscales:
+                written["rope_scaling"] |= dict.fromkeys(_MSCALES, scaling.attention_factor)
+        if self.temperature and (tuned := model.attention_temperature):
+            scaled = written["rope_scaling"] or {"rope_type": "default"}
+            written["rope_scaling"] = scaled | {BETA: tuned.scale, ORIGINAL: tuned.every}
         if self.part:
             written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
         local = model.sliding_rope_theta or model.rope_theta
@@ -121,6 +142,21 @@ class Rope:
             written["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
             written["rope_scaling"] = None
         return written
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRope:
+    """ChatGLM's rotary positions, on the first half of a head. rope_ratio multiplies rope_theta, but in ChatGLM 2."""
+
+    def read(self, source: Source, values: Values) -> None:
+        ratio, path = source.number(["rope_ratio"], 1), source.raw.get("_name_or_path")
+        if ratio != 1 and values["vocab"] == CHATGLM2_VOCAB and "chatglm3" not in str(path):
+            source.refuse("rope_ratio", ratio, "divides positions in ChatGLM 2, which is not supported, and multiplies "
+                          f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip
+        values |= {"positions": "rope", "rope_theta": 10000.0 * ratio, "rope_dim": values["head_dim"] // 2}
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"rope_ratio": model.rope_theta / 10000}
 
 
 def _scaling(
@@ -149,8 +185,8 @@ def _scaling(
         return {"factor": float(factor), "original_context": original, "attention_factor": float(attention), **lists}
     low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
     lowest, highest = float(given.get(low, 1)), float(given.get(high, 32 if kind == "yarn" else LARGEST))
-    if highest <= lowest:
-        source.refuse(f"{name}.{high}", highest, f"is not above {low}: {lowest}")
+    if highest < lowest:
+        source.refuse(f"{name}.{high}", highest, f"is below {low}: {lowest}")
     found = {
         "factor": float(factor), "low_freq_factor": lowest, "high_freq_factor": highest, "original_context": original,
     }  # fmt: skip

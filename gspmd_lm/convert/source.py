@@ -11,12 +11,13 @@ MISSING: Any = object()
 
 
 class Source:
-    """A config.json while it is read. It records which fields were read, and their problems."""
+    """A config.json while it is read. It records which fields were read, their problems, and notes for the user."""
 
     def __init__(self, raw: Mapping[str, Any]):
         self.raw = raw
         self.read: set[str] = set()
         self.problems: list[str] = []
+        self.notes: list[str] = []
 
     def get(self, names: Sequence[str], default: Any = None) -> Any:
         """The value of the first of the fields `names` that is set and not null.

@@ -5,7 +5,8 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gspmd_lm.arrays import attention_lacks
+from gspmd_lm.arrays import faster_kernel
+from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.prices import CALL
@@ -13,8 +14,9 @@ from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
-from gspmd_lm.rules import KERNELS, Problem, Rules
+from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.task import Task
+from gspmd_lm.train import state
 from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes
 
@@ -33,7 +35,7 @@ def warnings(
     report: Report,
     config: Config | Task,
     rules: Rules,
-    platform: str,
+    on: Processor,
     problems: Iterable[Problem],
     looked_up: Collection[str],
     module: Module | None,
@@ -41,11 +43,12 @@ def warnings(
 ) -> tuple[Finding, ...]:
     """Findings about the layout of a report, in the order in which they are worth reading.
 
-    platform: what it would run on. problems: the warnings of its check. looked_up: tables in which rows are looked up.
+    on: what it would run on. problems: the warnings of its check. looked_up: tables in which rows are looked up.
     module: None where there is no program. notes: what the compiler said while it worked.
     """
     decoder = config if isinstance(config, Config) else None
-    fused = _fused_kernel(decoder, rules, platform) if decoder and report.phase == "train" else ""
+    training = decoder and report.phase == "train" and rules.kernel(on.platform) == "xla"
+    fused = faster_kernel(rules, decoder, on, state.asked(decoder)) if decoder and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
     found = [
         *_too_large(rules, memory, fused),
@@ -142,15 +145,6 @@ def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Itera
         )
 
 
-def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
-    """The flag that would have a fused kernel compute attention in training; '' if one does, or none can."""
-    kernel = next((kernel for kernel in KERNELS[platform] if kernel != "xla"), None)
-    if not kernel or rules.attention[platform] != "xla":
-        return ""
-    lacks = attention_lacks(kernel, config, rules, config.data.seq, config.data.packing == "documents")
-    return "" if lacks else f"--set rules.attention.{platform}={kernel}"
-
-
 def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
     share = predicted.attention_s / predicted.step_time_s if predicted else 0.0
     if fused and share > UNFUSED:
@@ -240,11 +234,11 @@ def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> 
 
 
 def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
-    """Mesh axes that split weights, but nothing that is computed."""
-    activations = [array for array in arrays if array.at_rest is None]
+    """Mesh axes that split weights, but nothing that is computed. A split weight in use splits its products."""
+    known = any(array.at_rest is None for array in arrays)
     for name, size in rules.mesh.items():
-        used = any(name in row.mesh_axes for row in rules.rows)
-        if size > 1 and used and activations and not any(name in n for array in activations for n in array.in_use):
+        used = known and any(name in row.mesh_axes for row in rules.rows)
+        if size > 1 and used and not any(name in names for array in arrays for names in array.in_use):
             yield Finding(
                 "replicated-array",
                 f"every activation is the same on all {size} devices along {name}: they compute the same",

@@ -4,13 +4,14 @@ import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gspmd_lm import files
-from gspmd_lm.arrays import Arrays
+from gspmd_lm.arrays import Arrays, Pass, kernel_said, settled
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
-from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs
+from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs, sizes
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
@@ -43,8 +44,11 @@ def reports(
     """
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
+    filled = [_settled(config, rules, target, phase) for rules in filled]
     found = [_checked(config, rules, target.platform, phase) for rules in filled]
-    compiled = programs([CompileRequest(config, rules, target, export is not None, phase) for rules in filled], say)
+    own = sizes(found[0][0]) if isinstance(config, Task) else None
+    keep = export is not None
+    compiled = programs([CompileRequest(config, rules, target, keep, phase, own) for rules in filled], say)
     if export and compiled[0].executable:
         files.replace(export, compiled[0].executable.read_bytes())
         exported.record(export)
@@ -52,6 +56,18 @@ def reports(
         report(config, rules, target, arrays, problems, program, phase)
         for rules, (arrays, problems), program in zip(filled, found, compiled, strict=True)
     ]
+
+
+def _settled(config: Config | Task, rules: Rules, target: Target, phase: Phase) -> Rules:
+    """The rules with the attention kernel that the compiled program will have."""
+    if phase == "train":
+        return state.settled(config, rules, target.processor)
+    return settled(rules, config, target.processor, _asked(config, phase)) if isinstance(config, Config) else rules
+
+
+def _asked(config: Config, phase: Phase) -> Pass:
+    """What a program asks of attention."""
+    return state.asked(config) if phase == "train" else generation.asked(generation.whole_context(config))
 
 
 def _checked(config: Config | Task, rules: Rules, platform: str, phase: Phase) -> tuple[Arrays, list[Problem]]:
@@ -71,14 +87,15 @@ def report(
     program: CompiledProgram,
     phase: Phase = "train",
 ) -> Report:
-    """What a compiled step says of a layout. `rules` are filled; `problems` are the warnings of its check."""
+    """What a compiled step says of a layout. `rules` are those that it was built with, whose attention kernel is
+    chosen; `problems` are the warnings of its check."""
     task = decoder.task(config)
     tokens = task.rows if phase == "decode" else task.tokens or task.rows  # of all devices
     if isinstance(config, Task) or phase == "train":
         recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
-    named, traced = list(table.rows(task, rules, arrays, recorded.arrays)), Traced.of(recorded, arrays)
+    named, traced = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)), Traced.of(recorded, arrays)
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
@@ -88,9 +105,9 @@ def report(
         least = floor.floor(config, rules, arrays, target.chip, traced)
         needed = floor.least_flops(config, rules, arrays, traced)
     else:
-        sizes = generation.whole_context(config)
-        cache_bytes, of_row = program.state_bytes["cache"], tokens // sizes.rows
-        least = floor.of_generation(config, rules, arrays, target.chip, traced, sizes, of_row, cache_bytes)
+        whole = generation.whole_context(config)
+        cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
+        least = floor.of_generation(config, rules, arrays, target.chip, traced, whole, of_row, cache_bytes)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     module, found, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:
@@ -113,6 +130,7 @@ def report(
         rules=rules.path,
         phase=phase,
         mesh=dict(rules.mesh),
+        attention=_attention(task.config, rules, target, phase),
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if isinstance(config, Config) else arrays.parameter_count,
         tokens=tokens,
@@ -127,8 +145,14 @@ def report(
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    warned = advice.warnings(said, config, rules, target.platform, problems, traced.looked_up, module, program.notes)
+    warned = advice.warnings(said, config, rules, target.processor, problems, traced.looked_up, module, program.notes)
     return dataclasses.replace(said, warnings=warned)
+
+
+def _attention(config: Any, rules: Rules, target: Target, phase: Phase) -> str:
+    if not isinstance(config, Config) or phase == "decode":
+        return ""
+    return kernel_said(rules, config, target.processor, _asked(config, phase))
 
 
 def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.Held]:

@@ -49,6 +49,11 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 }
 
 
+# How far the prices of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts tell it, and
+# the mean error as a share. `python -m benchmarks.plan show` makes them of benchmarks/results/plan_rank.json.
+PRICES: Mapping[tuple[str, bool], tuple[int, float]] = {}
+
+
 def is_several(target: Target) -> bool:
     """Whether a target has several slices of TPUs, or several hosts of GPUs."""
     return target.slices > 1 if target.platform == "tpu" else target.platform == "gpu" and target.topology[0] > 1
@@ -57,7 +62,12 @@ def is_several(target: Target) -> bool:
 def kind_of(target: Target, rules: Rules) -> Kind:
     """The kind of a training step on a chip."""
     assert target.chip
-    return Kind(target.chip.name, is_several(target), rules.attention[target.platform])
+    return Kind(target.chip.name, is_several(target), rules.kernel(target.platform))
+
+
+def price_error(target: Target) -> tuple[int, float] | None:
+    """How many compiled layouts tell how wrong the prices of a target's layouts are, and how wrong; None if none do."""
+    return PRICES.get((target.chip.name, is_several(target))) if target.chip else None
 
 
 def known_error(kind: Kind) -> str:

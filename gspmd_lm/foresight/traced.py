@@ -11,15 +11,21 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.foresight.names import Name, read
 from gspmd_lm.placement import Recorder, Spec, marked
+from gspmd_lm.placing import placed_by
 
 _SAME = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
 GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows
 PRODUCTS = ("dot_general", GROUPED)  # of matrices
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # of `remat: dots`; see placement.policy
+_CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
+_OWN_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
 _TOKENS = Spec("tokens", ("batch", "seq"))  # where the rules place the integers that a program is given
 
 
@@ -35,6 +41,9 @@ class Node:
     placed: Spec | None = None
     label: str = ""  # what remat policies know it by
     flops: float = 0.0  # of one run
+    dot: bool = False  # what `remat: dots` keeps
+    again: bool = False  # in a function of which nothing is kept, whatever a remat policy says
+    kept: tuple["Node", ...] | None = None  # what the hand-written derivative around it keeps; None: there is none
     inputs: list["Node"] = dataclasses.field(default_factory=list, repr=False)
     users: list["Node"] = dataclasses.field(default_factory=list, repr=False)
 
@@ -90,7 +99,7 @@ class Traced:
         for node in inputs:
             node.placed = None if node.floats else _TOKENS._replace(axes=_TOKENS.axes[: len(node.shape)])
         results = self._walk(program.jaxpr, inputs, "", 1)
-        live = {*results, *reached(results, lambda node: node.inputs, lambda _: True)}
+        live = {*results, *reached(results, lambda node: [*node.inputs, *(node.kept or ())], lambda _: True)}
         self.nodes = [node for node in self.nodes if node in live]
         for node in self.nodes:
             for before in dict.fromkeys(node.inputs):
@@ -99,7 +108,8 @@ class Traced:
     @classmethod
     def of(cls, recorded: Recorder, arrays: Arrays) -> "Traced":
         """The graph of what was recorded of a model with these arrays."""
-        return cls(recorded.program, [leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)])
+        with placed_by(Recorder(recorded.rules)):  # which hand-written derivatives ask what the model asked
+            return cls(recorded.program, [leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)])
 
     def _node(self, primitive: str, stack: str, like: Any, times: int, inputs: Iterable[Node] = ()) -> Node:
         shape, dtype = getattr(like, "shape", ()), getattr(like, "dtype", jnp.dtype("bool"))
@@ -122,7 +132,7 @@ class Traced:
         for eqn in jaxpr.eqns:
             given = [node_of(atom) for atom in eqn.invars]
             own = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
-            inner = next((getattr(value, "jaxpr", value) for value in eqn.params.values() if _is_program(value)), None)
+            inner = next(iter(_programs(eqn)), None)
             if inner is not None and eqn.primitive.name == "scan":
                 # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.
                 # jax has other parameters for that in 0.10 than in 0.12.
@@ -135,11 +145,18 @@ class Traced:
                 for node, result in zip(carried, results, strict=False):
                     node.inputs.append(result)
             elif inner is not None and len(inner.invars) == len(given):
-                results = self._walk(inner, given, own, times)
+                begin, count = len(self.nodes), len(eqn.outvars)
+                rule = _keeping(eqn, inner) if eqn.primitive.name == _OWN_DERIVATIVE else None
+                found = self._walk(rule or inner, given, own, times)
+                results = found[:count]
+                for node in self.nodes[begin:]:
+                    node.again |= eqn.primitive.name in _CHECKPOINT
+                    node.kept = tuple(found[count:]) if rule else node.kept
             else:
                 like = eqn.outvars[0].aval if eqn.outvars else None
                 node = self._node(eqn.primitive.name, own, like, times, given)
                 node.flops = flops(eqn)
+                node.dot = bool(DOTS(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params))
                 if eqn.primitive.name == "name":
                     node.label = eqn.params["name"]
                     node.placed = marked(node.label)
@@ -350,10 +367,35 @@ def flops(equation: Any) -> float:
     return 0.0
 
 
+def _keeping(equation: Any, function: Any) -> Any:
+    """The program of a function whose derivative is written by hand, which also gives what the derivative keeps.
+
+    None where nothing is multiplied, and where more is: the loss makes its gradients on its way forward.
+    """
+    if not (least := _all_flops(function)):
+        return None
+    one = core.Jaxpr((), [core.Var(var.aval) for var in function.invars], equation.outvars, ())
+    call = core.jaxpr_as_fun(core.ClosedJaxpr(one.replace(eqns=[equation.replace(invars=one.invars)]), ()))
+
+    def forward(*given: Any) -> Any:
+        out, back = jax.vjp(call, *given)
+        return out, jax.tree.leaves(back)
+
+    found = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in one.invars)).jaxpr
+    return found if _all_flops(found) == least else None
+
+
+def _all_flops(jaxpr: Any) -> float:
+    """The FLOPs of a program in which every loop has one turn."""
+    return sum(flops(eqn) + sum(map(_all_flops, _programs(eqn))) for eqn in jaxpr.eqns)
+
+
 def _alike(inside: Iterable[Any], outside: Iterable[Any]) -> int:
     """How many variables of a loop have the same rank inside and outside of it."""
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
 
 
-def _is_program(value: Any) -> bool:
-    return hasattr(getattr(value, "jaxpr", value), "eqns")
+def _programs(equation: Any) -> list[Any]:
+    """The programs that an operation runs."""
+    values = (getattr(value, "jaxpr", value) for value in equation.params.values())
+    return [value for value in values if hasattr(value, "eqns")]

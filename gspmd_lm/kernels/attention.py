@@ -5,7 +5,6 @@ The fused kernels never hold a T x T array. None of them changes what is compute
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.placing import attention_kernel, cheap, per_device, shard, split
+from gspmd_lm.placing import attention_kernel, cheap, per_device, scope, shard, split
 
 Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"
@@ -22,6 +21,8 @@ V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 HEAD = "q: heads"
+AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
+HOPPER = 9, 0  # the compute capability from which cuDNN has packed documents and heads above 128 (jax 0.10.2, as below)
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -85,13 +86,10 @@ def fused(
         made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
         segments = None if segments_BT is None else (segments_BT, segments_BT)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
-    return _keeping(cudnn(cfg))(q_BTNH, k_BSKH, v_BSKH)
+    from gspmd_lm.kernels import cudnn, documents
 
-
-def cudnn(cfg: config.Model, causal: bool = True) -> Callable[..., jax.Array]:
-    """Attention of queries to keys and values by cuDNN's kernel."""
-    options: Any = {"is_causal": causal, "implementation": "cudnn", "scale": scores_scale(cfg)}
-    return functools.partial(jax.nn.dot_product_attention, **options)
+    packed = None if segments_BT is None else documents.runs(segments_BT)
+    return with_sums((cudnn.forward, cudnn.backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (packed,))
 
 
 def attend_to_cache(
@@ -109,25 +107,34 @@ def attend_to_cache(
     return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_N, cfg=cfg), OUT)
 
 
-def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
-    """What a config asks for that `kernel` cannot do, or None."""
+def unsupported(
+    kernel: str, model: config.Model, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config.
+
+    capability: the compute capability of a GPU; () where it is not known, or is none.
+    """
     if kernel != "xla" and model.attention_scores_dtype != "float32":
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
-        if model.attention_sinks:
-            return "model.attention_sinks: true"
-        if segments:
-            return "data.packing: documents (it has no segments, only whole rows)"
+        old, most, found = capability and capability < HOPPER, 256, ".".join(map(str, capability))
+        if capability and capability < AMPERE:
+            return f"compute capability {found} (only {AMPERE[0]}.{AMPERE[1]} and newer)"
+        if old:
+            most = 128
+            only = f"on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
+            if segments:
+                return f"data.packing: documents {only}"
+            if model.attention_chunk:  # each chunk is a document
+                return f"model.attention_chunk: {model.attention_chunk} {only}"
         if model.attention_softcap:
             return f"model.attention_softcap: {model.attention_softcap}"
-        if model.sliding_window:
-            return f"model.sliding_window: {model.sliding_window}"
         if model.compute_dtype == "float32":
             return "model.compute_dtype: float32 (only bfloat16)"
-        if model.head_dim % 8 or model.head_dim > 128:
-            return f"model.head_dim: {model.head_dim} (only multiples of 8 up to 128)"
+        if model.head_dim % 8 or model.head_dim > most:
+            return f"model.head_dim: {model.head_dim} (only multiples of 8 up to {most})"
     if kernel == "splash" and seq % LANES:
         return f"data.seq: {seq} (only multiples of {LANES})"
     return None
@@ -138,6 +145,11 @@ def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array
     ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
     seen_BTS = ahead_BTS >= 0
     return seen_BTS & (ahead_BTS < window) if window else seen_BTS
+
+
+def sees(cfg: config.Model) -> Any:
+    """The scope of attention, for `foresight`: how far a query sees."""
+    return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
 
 
 def masked(
@@ -151,11 +163,15 @@ def masked(
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
     attention = cheap(functools.partial(_xla, cfg=cfg))
-    with jax.softmax_custom_jvp(True):  # its derivative needs the weights alone, not also what they are made of
+    with (
+        sees(cfg),
+        jax.softmax_custom_jvp(True),
+    ):  # its derivative needs the weights alone, not also what they are made of
         at_BS = keys.places_BT if rounded else keys.at_BT
         return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
 
 
+@scope("kind", "attention")
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_N[:, None, None]
@@ -208,24 +224,38 @@ def alibi_slopes(heads: int) -> jax.Array:
     return jnp.asarray(slopes, jnp.float32)
 
 
-def _keeping(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, with its result and what its derivative needs besides its arguments named `attention_out`."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_sums(
+    passes: tuple[Any, Any], cfg: config.Model, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
+    heads_N: jax.Array, given: tuple[Any, ...],
+) -> jax.Array:  # fmt: skip
+    """Attention by a kernel whose passes, forward and backward, give and take softmax sums, [B, T, N, H].
 
-    @jax.custom_vjp
-    def call(*args):
-        return function(*args)
+    `given` is what both take besides. heads_N: the sinks, if the config has any.
+    """
+    return _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given)[0]
 
-    def forward(*args):
-        out, back = jax.vjp(function, *args)
-        leaves, tree = jax.tree.flatten(back)
-        named: dict[int, jax.Array] = {id(arg): arg for arg in args}
-        for x in (out, *leaves):
-            if id(x) not in named:
-                named[id(x)] = checkpoint_name(x, "attention_out")
-        return named[id(out)], jax.tree.unflatten(tree, [named[id(leaf)] for leaf in leaves])
 
-    call.defvjp(forward, lambda back, dout: back(dout))
-    return call
+def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given):
+    out_BTNH, lse_BTN = passes[0](q_BTNH, k_BSKH, v_BSKH, cfg, *given)
+    if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
+        total_BTN = jnp.logaddexp(lse_BTN, heads_N.astype(jnp.float32))
+        out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
+    out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN)
+
+
+def _with_sums_backward(passes, cfg, saved, dout_BTNH):
+    q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN = saved
+    dq, dk, dv = passes[1](q_BTNH, k_BSKH, v_BSKH, cfg, out_BTNH, lse_BTN, dout_BTNH, *given)
+    dheads_N = None
+    if cfg.attention_sinks:
+        along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)
+        dheads_N = -(jnp.exp(heads_N.astype(jnp.float32) - lse_BTN) * along_BTN).sum((0, 1)).astype(heads_N.dtype)
+    return dq.astype(q_BTNH.dtype), dk, dv, dheads_N, None
+
+
+with_sums.defvjp(_with_sums, _with_sums_backward)
 
 
 def splash_block(seq: int, head_dim: int, itemsize: int) -> int:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
-from gspmd_lm.kernels.attention import cudnn, scores_scale
+from gspmd_lm.kernels.attention import scores_scale
+from gspmd_lm.kernels.documents import Documents, Part, runs, shared
 from gspmd_lm.placing import scope
 
 KEYS = 512  # the keys of a chunk without a fused kernel: scores take [T, KEYS] at a time, so they grow with T alone
@@ -34,13 +35,17 @@ class Blocks:
 
             made = self._splash(q_BTNH, k_BSKH.shape[1], causal)
             with scope("sees", *([] if causal else ["all"])):
-                out_BTNH, lse_BTN = splash.forward(made, q_BTNH, k_BSKH, v_BSKH, self.cfg, segments)
+                out_BTNH, lse_BTN = splash.forward(q_BTNH, k_BSKH, v_BSKH, self.cfg, made, segments)
             return out_BTNH.astype(jnp.float32), lse_BTN
         if self.kernel == "cudnn":
-            out_BTNH, lse_BTN, _ = _cudnn(self.cfg, causal, q_BTNH, k_BSKH, v_BSKH)
+            from gspmd_lm.kernels import cudnn
+
+            packed = _packed(segments, causal)
+            out_BTNH, lse_BTN = cudnn.forward(q_BTNH, k_BSKH, v_BSKH, self.cfg, packed, causal=causal)
             return out_BTNH.astype(jnp.float32), lse_BTN
         q = self._grouped(q_BTNH, k_BSKH)
 
+        @scope("kind", "attention")
         def add(carried, chunk):
             out, most, total = carried
             s = self._scores(q, segments, causal, chunk)[0]
@@ -63,14 +68,18 @@ class Blocks:
 
             made = self._splash(q_BTNH, k_BSKH.shape[1], causal)
             with scope("sees", *([] if causal else ["all"])):
-                return splash.backward(made, q_BTNH, k_BSKH, v_BSKH, self.cfg, segments, out_BTNH, lse_BTN, dout_BTNH)
+                return splash.backward(q_BTNH, k_BSKH, v_BSKH, self.cfg, out_BTNH, lse_BTN, dout_BTNH, made, segments)
         if self.kernel == "cudnn":
-            return _cudnn(self.cfg, causal, q_BTNH, k_BSKH, v_BSKH)[2](out_BTNH, lse_BTN, dout_BTNH)
+            from gspmd_lm.kernels import cudnn
+
+            given = q_BTNH, k_BSKH, v_BSKH, self.cfg, out_BTNH, lse_BTN, dout_BTNH
+            return cudnn.backward(*given, _packed(segments, causal), causal=causal)
         q, dout = self._grouped(q_BTNH, k_BSKH), self._grouped(dout_BTNH, k_BSKH)
         # One number for each query: what the derivative of its softmax takes off.
         off = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)
         lse, off = (rearrange(x, "B T (K G) -> B K G T", K=k_BSKH.shape[2]) for x in (lse_BTN, off))
 
+        @scope("kind", "attention")
         def add(dq, chunk):
             k, v, *_ = chunk
             s, slope = self._scores(q, segments, causal, chunk)
@@ -119,24 +128,11 @@ class Blocks:
         return splash.kernel(q_BTNH, keys, cfg, **options)
 
 
-def _cudnn(cfg: config.Model, causal: bool, q_BTNH, k_BSKH, v_BSKH) -> tuple[jax.Array, jax.Array, Any]:
-    """The result, the logarithm of the softmax sums [B, T, N], and a function that gives the gradients.
-
-    The function takes the result and the sums over all keys, and the gradient of that result. jax offers the sums in
-    bfloat16 only, and no derivative by the keys of a part. But both are made of what its own derivative keeps: the
-    compiler leaves out a forward pass of which only that is used.
-    """
-    B, T, N, _ = q_BTNH.shape
-    out_BTNH, back = jax.vjp(cudnn(cfg, causal), q_BTNH, k_BSKH, v_BSKH)
-    kept, tree = jax.tree.flatten(back)
-    (result,) = (n for n, x in enumerate(kept) if x is out_BTNH)
-    (sums,) = (n for n, x in enumerate(kept) if x.shape == (B, N, T))
-
-    def gradients(out_BTNH, lse_BTN, dout_BTNH):
-        of_all = {result: out_BTNH.astype(kept[result].dtype), sums: jnp.swapaxes(lse_BTN, 1, 2)}
-        return jax.tree.unflatten(tree, [of_all.get(n, x) for n, x in enumerate(kept)])(dout_BTNH)
-
-    return out_BTNH, jnp.swapaxes(kept[sums], 1, 2), gradients
+def _packed(segments: Segments, causal: bool) -> Documents | Part | None:
+    """The documents of a block for cuDNN. Where it is not causal, its keys are before its queries."""
+    if segments is None:
+        return None
+    return runs(segments[0]) if causal else shared(*segments)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -5,19 +5,16 @@ jax.experimental.pallas.ops.tpu.splash_attention.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from gspmd_lm import config
-from gspmd_lm.kernels.attention import scores_scale, splash_block
-from gspmd_lm.placing import scope
+from gspmd_lm.kernels.attention import scores_scale, sees, splash_block, with_sums
 
 MOST_BLOCKS = 8  # of keys, at a time in a backward pass, which holds the gradients of queries once for each
 
@@ -108,7 +105,7 @@ def attend(
 ) -> jax.Array:  # fmt: skip
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_N: the sinks, if any."""
     if cfg.attention_sinks or k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
-        return _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments)
+        return with_sums((forward, backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (made, segments))
     out_BNTH = _called(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
 
@@ -117,45 +114,12 @@ def _called(made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.Model, segments: tupl
     """What a kernel gives, heads before tokens."""
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
-    with _sees(cfg):
+    with sees(cfg):
         return jax.vmap(made)(q_BNTH, k_BKSH, v_BKSH, *ids)
 
 
-def _sees(cfg: config.Model) -> Any:
-    """The scope of a kernel, for `foresight`: how far a query sees."""
-    return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _long(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments):
-    """`attend` to many blocks of keys, or with sinks, with `backward` as its derivative."""
-    return _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments)[0]
-
-
-def _long_forward(cfg, made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments):
-    out_BTNH, lse_BTN = forward(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
-    if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
-        total_BTN = jnp.logaddexp(lse_BTN, heads_N.astype(jnp.float32))
-        out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
-    out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
-    return out_BTNH, (made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments, out_BTNH, lse_BTN)
-
-
-def _long_backward(cfg, saved, dout_BTNH):
-    made, q_BTNH, k_BSKH, v_BSKH, heads_N, segments, out_BTNH, lse_BTN = saved
-    dq, dk, dv = backward(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments, out_BTNH, lse_BTN, dout_BTNH)
-    dheads_N = None
-    if cfg.attention_sinks:
-        along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)
-        dheads_N = -(jnp.exp(heads_N.astype(jnp.float32) - lse_BTN) * along_BTN).sum((0, 1)).astype(heads_N.dtype)
-    return None, dq.astype(q_BTNH.dtype), dk, dv, dheads_N, None
-
-
-_long.defvjp(_long_forward, _long_backward)
-
-
 def forward(
-    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, made: Any,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The result of a kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
@@ -166,8 +130,8 @@ def forward(
 
 
 def backward(
-    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
-    segments: tuple[jax.Array, jax.Array] | None, out_BTNH: jax.Array, lse_BTN: jax.Array, dout_BTNH: jax.Array,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, out_BTNH: jax.Array,
+    lse_BTN: jax.Array, dout_BTNH: jax.Array, made: Any, segments: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys.
 
@@ -199,7 +163,7 @@ def backward(
             return kernel(False, *options, saved, dout)[3:6]
 
         ids = [segments[0], *ids_BS] if segments else []
-        with _sees(cfg):
+        with sees(cfg):
             dq, dk, dv = jax.vmap(one)(q_BNTH, k_BKSH, v_BKSH, out_BNTH, lse_BNT, dout_BNTH, *ids)
         return dq_BNTH + dq.astype(jnp.float32), (dk, dv)
 

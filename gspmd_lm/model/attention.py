@@ -58,6 +58,9 @@ class Attention(nn.Module):
             self.bo = bias(self, "bo", "embed", (D,), cfg)
         if cfg.qk_norm and cfg.qk_norm_kind == "shared":
             self.q_norm, self.k_norm = Norm(cfg, "head_dim"), Norm(cfg, "head_dim")
+        elif cfg.qk_norm and cfg.qk_norm_kind == "unscaled":
+            plain = dataclasses.replace(cfg, norm_scale=False, norm_bias=False)
+            self.q_norm, self.k_norm = Norm(plain), Norm(plain)
         elif cfg.qk_norm:
             unbiased, joint = dataclasses.replace(cfg, norm_bias=False), cfg.qk_norm_kind == "joint"
             self.q_norm = Norm(unbiased, "heads head_dim", cfg.heads * joint)
@@ -82,6 +85,10 @@ class Attention(nn.Module):
         q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, keys_spec("v"))
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
+        if cfg.attention_temperature:
+            q_BTNH = shard(q_BTNH * _temperature(batch["positions"], cfg.attention_temperature).astype(q.dtype), Q)
+        if cfg.attention_chunk:
+            batch = _in_chunks(batch, cfg.attention_chunk)
         if cfg.positions == "rope":
             # Both are named again, so that a remat policy that saves them saves the inputs of attention.
             length = cache.k_LBSKH.shape[2] if cache else q.shape[1]
@@ -105,3 +112,21 @@ class Attention(nn.Module):
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
         y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)
         return y_BTD + self.bo if cfg.attention_out_bias else y_BTD, cache
+
+
+def _temperature(positions_BT: jax.Array, tuned: config.AttentionTemperature) -> jax.Array:
+    """What queries are multiplied with, [B, T, 1, 1], float32."""
+    steps_BT = (positions_BT + tuned.offset) // tuned.every
+    return (1 + tuned.scale * jnp.log1p(steps_BT.astype(jnp.float32)))[:, :, None, None]
+
+
+def _in_chunks(batch: dict[str, jax.Array], size: int) -> dict[str, jax.Array]:
+    """The batch of a layer whose tokens attend within chunks of their document, as if each chunk were a document."""
+    positions_BT = batch["positions"]
+    length = positions_BT.shape[1]
+    if length == 1 and "slot" in batch:  # a new token attends to the tokens in the cache that are of its chunk
+        return batch | {"start": batch["slot"] - positions_BT[:, 0] % size}
+    if length <= size:
+        return batch
+    segments_BT = batch.get("segment_ids", jnp.zeros_like(positions_BT))
+    return batch | {"segment_ids": segments_BT * -(-length // size) + positions_BT // size}

@@ -66,10 +66,13 @@ class Experts(nn.Module):
             logits_BTC = shard(einsum("BTD,DC->BTC", x_BTD, self.router), ROUTING)
         if cfg.router_bias:
             logits_BTC += self.router_bias
-        scores_BTC = jax.nn.softmax(logits_BTC) if cfg.routing == "softmax" else jax.nn.sigmoid(logits_BTC)
-        chosen_BTk = self._chosen(scores_BTC)
+        scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
+        if cfg.routing == "sparsemixer":
+            chosen_BTk, shares_BTkC = sparsemixer(logits_BTC, cfg.experts_per_token, cfg.router_jitter)
+        else:
+            chosen_BTk, shares_BTkC = self._chosen(scores_BTC), scores_BTC[:, :, None]
         at_BTkC = chosen_BTk[..., None] == jnp.arange(cfg.experts)
-        weights_BTk = jnp.where(at_BTkC, scores_BTC[:, :, None], 0).sum(-1)
+        weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
         if cfg.normalized_weights:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
         routed = self._routed(logits_BTC, scores_BTC, at_BTkC)
@@ -79,7 +82,8 @@ class Experts(nn.Module):
 
         hidden = functools.partial(activated, cfg)
         inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
-        y_BTD = mixed(x_BTD, chosen_BTk, cfg.expert_scale * weights_BTk, inward, down, hidden, most)
+        weights_BTk *= cfg.expert_scale
+        y_BTD = mixed(x_BTD, chosen_BTk, weights_BTk, inward, down, hidden, most, cfg.weighted_input)
         if cfg.shared_mlp:
             shared_BTD = self.shared(x_BTD)
             if cfg.shared_gate:
@@ -129,6 +133,23 @@ class Experts(nn.Module):
         return Routed(load_BC.sum(0), penalty_B)
 
 
+def sparsemixer(logits_BTC: jax.Array, k: int, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token, [B, T, k], and for each of them the shares of all experts, [B, T, k, C].
+
+    Each time, the expert with the highest logit is chosen among those that are left. Experts with a share are those
+    that are left and whose logits are lower by at most 2 * jitter, relatively. Source: arXiv 2409.12136, whose training
+    also chooses at random among them; here the highest is always chosen.
+    """
+    left_BTC, sizes_BTC, chosen, shares = logits_BTC, jax.lax.stop_gradient(logits_BTC), [], []
+    for _ in range(k):
+        best_BT1 = jax.lax.stop_gradient(left_BTC).max(-1, keepdims=True)
+        far_BTC = (best_BT1 - sizes_BTC) / jnp.maximum(jnp.abs(sizes_BTC), best_BT1) > 2 * jitter
+        shares.append(jax.nn.softmax(jnp.where(far_BTC, -jnp.inf, left_BTC)))
+        chosen.append(left_BTC.argmax(-1))
+        left_BTC = jnp.where(chosen[-1][..., None] == jnp.arange(left_BTC.shape[-1]), -jnp.inf, left_BTC)
+    return jnp.stack(chosen, -1), jnp.stack(shares, 2)
+
+
 def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> dict[str, Any]:
     """Parameters whose `balance_bias` has moved against the loads of a step, [layers with experts, C].
 
@@ -137,12 +158,16 @@ def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> d
     moves_LC = cfg.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
     flat: dict[Any, Any] = dict(flatten_dict(params))
     stack = cfg.stacks[-1]
-    kinds, scanned = len(stack.kinds), stack.scanned
+    kinds = len(stack.kinds)
+    sparse = [i for i in range(stack.layers) if stack.kinds[i % kinds].experts]  # the layers with experts, in order
     for i in range(kinds):
         block = (f"block_{i}",) if kinds > 1 else ()
-        flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[:scanned][i::kinds]
-    for i in range(scanned, stack.layers):
-        flat[(f"layer_{stack.first + i}", "mlp", "balance_bias")] += moves_LC[i]
+        rows = [row for row, layer in enumerate(sparse) if layer < stack.scanned and layer % kinds == i]
+        if rows:
+            flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[jnp.array(rows)]
+    for row, layer in enumerate(sparse):
+        if layer >= stack.scanned:
+            flat[(f"layer_{stack.first + layer}", "mlp", "balance_bias")] += moves_LC[row]
     return unflatten_dict(flat)
 
 

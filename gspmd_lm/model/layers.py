@@ -146,7 +146,7 @@ def rope_frequencies(cfg: config.Model, length: int) -> jax.Array:
     kept, low, high = 0.0, scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.kind == "llama3":
         turns = scaling.original_context * frequency / (2 * jnp.pi)
-        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        kept = jnp.clip((turns - low) / max(high - low, 1e-6), 0, 1)
     elif scaling.kind == "yarn":  # the pairs that turn `high` and `low` times within original_context
         at = [half * math.log(scaling.original_context / (2 * math.pi * n), theta) for n in (high, low)]
         first, last = (math.floor(at[0]), math.ceil(at[1])) if scaling.truncate else at

@@ -72,8 +72,8 @@ class Pattern(nn.Module):
         routed = []
         for i, kind in enumerate(self.kinds):
             carried, found = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, *rest)
-            routed.append(found)
-        return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed)
+            routed += [found] if found else []
+        return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed) if routed else None
 
 
 class Decoder(nn.Module):

@@ -11,8 +11,9 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.price import Pricer
-from gspmd_lm.plan.search import Candidate, Plan, priced
+from gspmd_lm.plan.search import priced
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
 from gspmd_lm.task import Task
@@ -79,7 +80,7 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Lar
     traces = Traces(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        found = priced(Space(config, target, traces), Pricer(config, target, traces))
+        found = priced(Space(config, target, traces))
         least = min(found, key=lambda one: one.price.peak_bytes, default=None)
         if least is None or least.price.peak_bytes > target.chip.usable_hbm_bytes:
             continue

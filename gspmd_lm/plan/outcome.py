@@ -8,7 +8,7 @@ from typing import Any
 
 from gspmd_lm.foresight.machine.rent import RENTS
 from gspmd_lm.foresight.show.figures import Parts, difference, parts_s
-from gspmd_lm.plan.search import Candidate, Plan
+from gspmd_lm.plan.candidate import Candidate, Plan
 
 HOURS, DAYS = 3600, 86400
 SHOWN = 10  # layouts in a table

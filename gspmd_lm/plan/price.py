@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from gspmd_lm.arrays import pairs
 from gspmd_lm.chips import Chip
@@ -80,6 +81,15 @@ class Price:
     @property
     def sent_bytes(self) -> int:
         return sum(self.sent_by_axis.values())
+
+
+class Sketch(NamedTuple):
+    """What a remat policy makes of one layout, links left out: enough to compare policies."""
+
+    seconds: float  # where the target has no times: the FLOPs of what is computed again
+    device_bytes: float  # of what is kept on a device, of all that it computes in one microbatch
+    host_bytes: float
+    peak_bytes: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +163,19 @@ class Pricer:
             communication_s=communication_s,
         )
 
+    def sketch(self, rules: Rules, remat: Remat) -> Sketch:
+        """What filled and checked rules would need under another remat policy."""
+        layout = self._layout(rules)
+        kept = layout.work.kept(remat)
+        device_bytes, host_bytes = self._held(layout, kept.on_device), self._held(layout, kept.on_host)
+        if self.chip:
+            spent, loops = self._computed(self.chip, layout, kept, device_bytes)
+            seconds = sum(spent.values()) + self._host_s(self.chip, layout, host_bytes, loops)
+        else:
+            seconds = sum(one.flops * one.times for one in kept.again if isinstance(one, Operation))
+        peak_bytes = layout.state_bytes + device_bytes + layout.working_bytes
+        return Sketch(seconds, device_bytes, host_bytes, peak_bytes)
+
     # Compute
 
     def _computed(
@@ -163,11 +186,10 @@ class Pricer:
         forward_s = backward_s = 0.0
         microbatches = layout.rules.microbatches
         for timed in layout.timed:
-            again = timed.of.nodes & kept.again
             times = timed.times * microbatches
             if timed.kind == "matmul" and kept.on_host:
                 times *= chip.offloading_slowdown
-            back_s = timed.backward_s + (timed.forward_s if again else 0.0)
+            back_s = timed.backward_s + (timed.forward_s if timed.of in kept.again else 0.0)
             spent[timed.kind] += times * (timed.forward_s + back_s)
             if timed.looped:
                 forward_s += times * timed.forward_s
@@ -230,15 +252,20 @@ class Pricer:
         queries = kernel.queries
         rows, seq, heads, size = queries.shape
         count = rows * heads / self._pieces(rules, (queries,), pieces)  # a part of one, where its tokens are split
-        if rules.attention[chip.platform] == "splash":
+        if rules.kernel(chip.platform) == "splash":
             block = splash_block(seq, size, queries.itemsize)
             blocks = (seq // block, seq // block)
-            calls = [attention.Splash(part, count, size, blocks, block, block, True) for part, _ in _FUSED_PASSES]
+            calls = [
+                attention.Splash(part, count, size, blocks, block, block, True, kernel.sees)
+                for part, _ in _FUSED_PASSES
+            ]
             found = [attention.splash_s(call, chip) for call in calls]
         else:
-            causal = count * seq * seq * size / 2
+            window = int(kernel.sees or 0)
+            products = count * size * attention.seen(seq, window)
             found = [
-                attention.cudnn_s(2.0 * matmuls * causal, matmuls > 2, chip, seq, size) for _, matmuls in _FUSED_PASSES
+                attention.cudnn_s(2.0 * matmuls * products, matmuls > 2, chip, seq, size, window=window)
+                for _, matmuls in _FUSED_PASSES
             ]
         return found[0] or 0.0, found[1] or 0.0
 
@@ -251,8 +278,7 @@ class Pricer:
         named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
         key = (remat.policy == "none", remat.policy == "block", *named)
         if key not in layout.moves:
-            known = any(layout.trace.traced.source(product.x) for product in layout.trace.traced.products)
-            kind = Traffic if known else OwnTraffic
+            kind = Traffic if isinstance(self.config, Config) else OwnTraffic
             layout.moves[key] = kind(rules, self.traces.arrays, layout.trace.traced).moves
         return layout.moves[key]
 
@@ -270,16 +296,16 @@ class Pricer:
     def _layout(self, rules: Rules) -> _Layout:
         platform = self.target.platform
         trace = self.traces.of(rules)
-        fused = rules.attention[platform] != "xla" and "attention" in trace.recorded.asked
+        fused = rules.kernel(platform) != "xla" and "attention" in trace.recorded.asked
         rows = tuple((row.key, row.mesh_axes) for row in rules.rows)
         key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, rules.context, fused)
         if key not in self._layouts:
             work, pieces = trace.work(fused), dict[Places, int]()
             timed = list(self._timed(self.chip, rules, work, pieces)) if self.chip else []
             weight_bytes, gradient_bytes = self._weight_bytes(rules), self._gradient_bytes(rules)
-            moved = floor.updated_bytes(rules, self.traces.arrays)
-            if rules.microbatches > 1:  # gradients are added up: two are read, and one is written
-                moved += 3 * rules.microbatches * gradient_bytes
+            sum_bytes = self._gradient_bytes(rules, floor.FLOAT32_BYTES) if rules.microbatches > 1 else 0.0
+            # Gradients are added up: two are read, and one is written.
+            moved = floor.updated_bytes(rules, self.traces.arrays) + 3 * rules.microbatches * sum_bytes
             update_s = moved / prices.hbm_bytes_per_s(self.chip) if self.chip else 0.0
             self._layouts[key] = _Layout(
                 rules,
@@ -287,7 +313,7 @@ class Pricer:
                 work,
                 timed,
                 update_s,
-                self._state_bytes(rules, weight_bytes, gradient_bytes),
+                weight_bytes + self._optimizer_bytes(rules) + gradient_bytes + sum_bytes,
                 self._working_bytes(rules, work, pieces, weight_bytes, gradient_bytes),
                 pieces,
                 self._gathers(rules, trace, pieces),
@@ -303,22 +329,20 @@ class Pricer:
             if (home := trace.traced.source(product.x))
         )
 
-    def _gradient_bytes(self, rules: Rules) -> float:
-        """What a device holds of the gradients."""
+    def _gradient_bytes(self, rules: Rules, itemsize: int = 0) -> float:
+        """What a device holds of the gradients: in the dtype of their weights, unless an `itemsize` is given."""
         trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
-        return sum(floor.held(rules, "optimizer", leaf, like, floor.FLOAT32_BYTES) for leaf, like in trained)
+        return sum(floor.held(rules, "optimizer", *pair, itemsize or pair[1].dtype.itemsize) for pair in trained)
 
     def _weight_bytes(self, rules: Rules) -> float:
         """What a device holds of the weights."""
         weights = pairs(self.traces.arrays.named_params, self.traces.arrays.params)
         return sum(floor.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
 
-    def _state_bytes(self, rules: Rules, weight_bytes: float, gradient_bytes: float) -> float:
-        """What a device holds of weights, optimizer state and gradients, and of their sums over microbatches."""
-        arrays = self.traces.arrays
-        optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
-        held = sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
-        return weight_bytes + held + gradient_bytes * (2 if rules.microbatches > 1 else 1)
+    def _optimizer_bytes(self, rules: Rules) -> float:
+        """What a device holds of the optimizer's state."""
+        optimizer = pairs(self.traces.arrays.named_optimizer, self.traces.arrays.optimizer)
+        return sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
 
     def _working_bytes(
         self, rules: Rules, work: Work, pieces: dict[Places, int], weight_bytes: float, gradient_bytes: float

@@ -1,37 +1,36 @@
 """The search for the best layout: everything is priced, few are compiled, and what they show corrects the prices."""
 
 import dataclasses
-import functools
 import itertools
-import json
 import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.known_errors import kind_of, mean_error
+from gspmd_lm.foresight.known_errors import kind_of, mean_error, price_error
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.plan.price import Price, Pricer
+from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 
-FAR_ABOVE = 1.2  # the share of the limit above which an estimate of memory is believed without a compiler
+BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
+LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
 HOPELESS = "it needs more memory than a layout like it that does not fit"
 GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
-PRICE_ERROR = 0.05  # of prices before the first compilations tell
+PRICE_ERROR = 0.05  # taken for that of prices where none is known and nothing is compiled yet
 LEAST_ERROR = 0.01  # of corrected prices, however well they agree
 LIKENESS = 0.25  # how much less a compiled layout says of another for each feature in which they differ
 UNLIKE = 3  # features in which layouts differ that have nothing to say of each other
+PRICING = 0.5  # the share of the minutes in which layouts are priced
 FEWEST = 8  # compilations before a plan may be content
 EXPLORED = 1.15  # of the first compilations, every other looks so far above the shortest promise
 FINALISTS = 2  # layouts with host offload that are compiled where that takes long
@@ -41,100 +40,16 @@ Reports = Callable[..., list[Report]]
 RankBy = Literal["time", "bytes"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One layout: its rules, its price and, where it was compiled, its report."""
-
-    raw: Mapping[str, Any]  # the plain values of its rules file
-    rules: Rules  # filled
-    price: Price
-    report: Report | None = None  # None: priced alone
-    corrected_s: float = 0.0  # the price, corrected by what compiled layouts like it showed
-    limit_bytes: int | None = None
-    failure: str = ""  # why it could not be compiled
-
-    @property
-    def name(self) -> str:
-        """The layout in one line."""
-        return self.rules.path
-
-    @property
-    def compiled(self) -> bool:
-        return self.report is not None
-
-    @property
-    def step_time_s(self) -> float:
-        """The seconds of a step as predicted, else as priced; infinite where the compiler refused it."""
-        if self.report is None:
-            return self.corrected_s or self.price.step_time_s
-        return self.report.prediction.step_time_s if self.report.prediction else math.inf
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.report.memory.peak_bytes if self.report else self.price.peak_bytes
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits; None where no compiler was asked and it may."""
-        if self.report:
-            return self.report.memory.fits
-        if self.limit_bytes is None:
-            return True
-        return False if self.failure or self.price.peak_bytes > FAR_ABOVE * self.limit_bytes else None
-
-    @property
-    def entries(self) -> int:
-        """How many entries its rules file has: the fewer, the simpler."""
-        return sum(len(value) if isinstance(value, Mapping) else 1 for value in self.raw.values())
-
-    @functools.cached_property
-    def features(self) -> tuple[Any, ...]:
-        """What makes a layout like another."""
-        tables = "weights" in self.raw, "optimizer" in self.raw
-        mesh = dict(self.rules.mesh)
-        shares = tuple(mesh.get(name, 1) for name in ("data", "fsdp", "tensor", "context", "expert"))
-        between = len(self.raw.get("rules", {}))
-        return (*shares, self.raw.get("context"), tuple(self.rules.dcn.items()), between, tables,
-                _plain(self.raw.get("remat", "none")), self.rules.microbatches)  # fmt: skip
-
-    @property
-    def family(self) -> tuple[Any, ...]:
-        """What one representative is compiled of: mesh, split of the sequence, tables, and remat but for its names."""
-        remat = self.rules.remat
-        return (*self.features[:-2], remat.policy, bool(remat.offload))
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a search found."""
-
-    target: Target
-    config: str
-    tokens: int  # of a step, on all devices
-    candidates: tuple[Candidate, ...]  # best first
-    ties: tuple[Candidate, ...]  # compiled, within `error` of the best, which comes first
-    searched: int
-    compiled: int
-    seconds: float
-    error: float  # of predictions for the chip, as a share
-    best: Candidate | None  # None: nothing fits
-    price_error: float = 0.0  # of corrected prices against compiled predictions, as a share
-    refused: int = 0  # candidates that a check of the rules refused
-    nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
-    stopped: str = ""  # why the search ended
-
-
 def ranking(target: Target) -> RankBy:
     """What layouts of a target can be ranked by: simulated devices have no times."""
     return "time" if target.chip else "bytes"
 
 
-def priced(space: Space, pricer: Pricer) -> list[Candidate]:
-    """Every layout of a space, with its price."""
-    chip = pricer.chip
+def priced(space: Space, until_s: float = math.inf) -> list[Candidate]:
+    """Every layout of a space, with its price. until_s: see `Space.filled`."""
+    chip, price = space.target.chip, space.pricer.price
     limit_bytes = chip.usable_hbm_bytes if chip else None
-    layouts = ((raw, space.rules(raw)) for raw in space)
-    return [Candidate(raw, rules, pricer.price(rules), limit_bytes=limit_bytes) for raw, rules in layouts]
+    return [Candidate(raw, rules, price(rules), limit_bytes=limit_bytes) for raw, rules in space.filled(until_s)]
 
 
 def plan(
@@ -149,7 +64,8 @@ def plan(
 ) -> Plan:
     """The best layout of `config` on `target`, and what else was looked at.
 
-    minutes: the compiler starts nothing after that. most: how many layouts are compiled; with 0 all are priced alone.
+    minutes: half of them may go into prices, and the compiler starts nothing after them. most: how many layouts are
+    compiled; with 0 all are priced alone.
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
     what compiles, as `explain.reports` does. Raises InputError where a target has no times, and where no mesh of its
     devices divides the batch.
@@ -159,17 +75,19 @@ def plan(
         raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
     traces = Traces(config)
     space = Space(config, target, traces)
-    found = priced(space, Pricer(config, target, traces))
+    found = priced(space, began + 60 * minutes * PRICING)
     if not found:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
         say(note)
-    say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s")
+    unpriced = f"; {space.left_out:,} meshes and tables were not priced for want of time" if space.left_out else ""
+    say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s{unpriced}")
     search = _Search(config, space, found, say, reports, began, minutes, most)
     if rank_by == "time":
         search.run()
     else:
         search.stopped = "layouts are ranked by bytes alone"
+    search.stopped += unpriced
     return search.result(traces.task.tokens or traces.task.rows, space.refused, rank_by)
 
 
@@ -185,7 +103,9 @@ class _Search:
         self.far = [one for one in found if one.fits is False]
         self.tried: list[Candidate] = []
         self.dropped: list[Candidate] = []  # HOPELESS
-        self.price_error = PRICE_ERROR
+        self.told_error: float | None = None  # of prices, by the layouts that were compiled
+        _, known_error = price_error(self.target) or (0, PRICE_ERROR)
+        self.known_error = known_error
         self.stopped = ""
         self.longest_s = 0.0  # of a round of compilations
 
@@ -227,8 +147,25 @@ class _Search:
             if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
                 self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
                 self._compile([one])
+        self._try_least()
         if len(self.tried) < self.most and time.monotonic() - self.began < 60 * self.minutes:
             self._try_options()
+
+    def _try_least(self) -> None:
+        """Where nothing fits, compiles what needs least by estimate, each of another family, until one fits.
+
+        A TPU's compiler that is short of memory makes do with less than it would take.
+        """
+        families = set[Any]()
+        for one in sorted(self.far, key=lambda one: one.price.peak_bytes):
+            assert one.limit_bytes
+            beyond = one.price.peak_bytes > BEYOND * one.limit_bytes or len(families) == LEAST_NEEDING
+            if self.best or beyond or len(self.tried) >= self.most:
+                return
+            if one.family not in families:
+                families.add(one.family)
+                self.far = [other for other in self.far if other is not one]
+                self._compile([one])
 
     def _try_options(self) -> None:
         """Compiles the best layout under other compiler options."""
@@ -244,7 +181,8 @@ class _Search:
         """
         told = [other for other in self.tried if other.report]
         unlike = min((_unlike(one, other) for other in told), default=UNLIKE)
-        seconds = one.step_time_s * math.exp(-self.price_error * min(unlike, UNLIKE))
+        error = self.known_error if self.told_error is None else max(LEAST_ERROR, self.told_error)
+        seconds = one.step_time_s * math.exp(-error * min(unlike, UNLIKE))
         if self.target.platform == "gpu" and one.limit_bytes:
             seconds *= max(1.0, one.price.peak_bytes / one.limit_bytes) ** 2
         return seconds
@@ -307,7 +245,7 @@ class _Search:
         if len(told) > 2:  # each from the others
             errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
                       for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
-            self.price_error = max(LEAST_ERROR, statistics.mean(map(abs, errors)))
+            self.told_error = statistics.mean(map(abs, errors))
         left: list[list[Candidate]] = []
         for those in (self.open, self.late):
             left.append([])
@@ -359,7 +297,7 @@ class _Search:
             seconds=time.monotonic() - self.began,
             error=error,
             best=best,
-            price_error=self.price_error,
+            price_error=self.told_error,
             refused=refused,
             nearest=None if best else nearest,
             stopped=self.stopped,
@@ -386,7 +324,3 @@ def _no_mesh(task: Task, target: Target, refused: int) -> InputError:
         f"{task.name}: no mesh of the {target.devices} devices of {target.text} divides its {task.rows} rows{why}\n"
         f"  fix   make {setting} a multiple of {target.devices}, or of a large part of it"
     )
-
-
-def _plain(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

@@ -17,19 +17,21 @@ import dataclasses
 import functools
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd_lm import rules_file
-from gspmd_lm.arrays import attention_lacks
+from gspmd_lm.arrays import kernel_said
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.kernels import attention
+from gspmd_lm.plan import remats
+from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import CONTEXTS, KERNELS, Rules
+from gspmd_lm.rules import CONTEXTS, Remat, Rules
 from gspmd_lm.task import Task
+from gspmd_lm.train.state import asked, settled
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
 # better behind compute where a layer's weights are small. The sizes are those of published runs on two hosts.
@@ -71,25 +73,43 @@ class Space:
         self.traces = traces or Traces(config)
         self.config, self.task, self.target = self.traces.config, self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
+        self.left_out = 0  # meshes and tables for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
         self.trace = self.traces.of(single)
         self.asked = self.trace.recorded.asked
         self.roles = _roles(self.traces, self.trace.traced, "attention" in self.asked)
+        self.pricer = Pricer(config, target, self.traces)
+        if isinstance(self.config, Config):
+            plain = self.rules({"mesh": {"data": target.devices}})
+            said = kernel_said(plain, self.config, target.processor, asked(self.config))
+            self.notes += [f"attention: {said}"] if said else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
-        kernel = self.kernel
-        for layout in self._layouts():
+        return (raw for raw, _ in self.filled())
+
+    def filled(self, until_s: float = math.inf) -> Iterator[tuple[dict[str, Any], Rules]]:
+        """The plain values of each rules file, and its rules, filled. The meshes of fewest axes come first.
+
+        until_s: what `time.monotonic` says when it must end, though not before the first mesh.
+        """
+        layouts = sorted(self._layouts(), key=lambda layout: len(layout["mesh"]))
+        for number, layout in enumerate(layouts):
+            if number and time.monotonic() > until_s:
+                self.left_out = len(layouts) - number
+                return
             for microbatches in self._microbatches(layout["mesh"]):
-                raw = {**layout, **kernel}
+                raw = {**layout}
                 if microbatches > 1:
                     raw["microbatches"] = microbatches
-                if self.traces.problems(self.rules(raw), self.target.platform):
+                rules = self.rules(raw)
+                if self.traces.problems(rules, self.target.platform):
                     self.refused += 1
                     continue
-                for remat in self.remats:
-                    yield raw if remat == "none" else {**raw, "remat": remat}
+                for remat in remats.tried(self.pricer, rules, self.names) if "remat" in self.asked else (rules.remat,):
+                    own = raw | _plain(remat)
+                    yield own, dataclasses.replace(rules, remat=remat, path=describe(own))
 
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout under other compiler options whose effect is known."""
@@ -98,9 +118,9 @@ class Space:
             yield {**raw, "compiler_options": {platform: options}}
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
-        """The rules of plain values, filled."""
+        """The rules of plain values, filled, with the attention kernel that they would run with."""
         found = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
-        return found.fill(self.target.devices)
+        return settled(self.config, found.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
 
@@ -190,42 +210,15 @@ class Space:
     # What a device computes and keeps
 
     @functools.cached_property
-    def kernel(self) -> dict[str, Any]:
-        """The fused attention kernel of the platform, where it can do what the config asks and can be compiled."""
-        platform, fused = self.target.platform, KERNELS[self.target.platform][-1]
-        if "attention" not in self.asked or fused == "xla":
-            return {}
-        if isinstance(self.config, Config):
-            data = self.config.data
-            plain = self.rules({"mesh": {"data": self.target.devices}})
-            if attention_lacks(fused, self.config, plain, data.seq, data.packing == "documents"):
-                return {}
-        if fused == "cudnn" and compile.cudnn() is None:
-            self.notes.append("attention: xla, since cuDNN's libraries are not here: pip install nvidia-cudnn-cu12")
-            return {}
-        return {"attention": {platform: fused}}
+    def fused(self) -> bool:
+        """Whether layouts that do not split the sequence have a fused attention kernel."""
+        plain = self.rules({"mesh": {"data": self.target.devices}})
+        return "attention" in self.asked and plain.kernel(self.target.platform) != "xla"
 
     @functools.cached_property
-    def remats(self) -> list[Any]:
-        """Policies, and lists of names: more and more is kept, the kernel's result first; layer inputs on the host."""
-        if "remat" not in self.asked:
-            return ["none"]
-        work, kept = self.trace.work(bool(self.kernel)), self.task.vocabulary.kept
-        labels = [node.label for node in self.trace.traced.nodes if node.label in kept and work.in_block(node)]
-        out, *read = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
-        groups = [[out], read, [row.rpartition(".")[0] for row in self.roles.between]]
-        groups = [[name for name in group if name in labels] for group in groups]
-        named: list[list[str]] = [list(itertools.chain(*groups[:n])) for n in range(1, len(groups) + 1)]
-        produced = [node.placed.array for node in self.trace.traced.computed if node.placed]
-        others = [name for name in dict.fromkeys(produced) if name in labels and name not in named[-1]]
-        named += [[*named[0], name] for name in others] + [[*named[-1], *others]]
-        found: list[Any] = ["none", "dots", "block"]
-        found += [{"save": names} for names in named if names]
-        inputs = [label for label in dict.fromkeys(labels) if label not in self.task.vocabulary.activations]
-        if inputs and self.target.platform != "cpu":
-            found.append({"save": named[0], "offload": inputs} if named[0] else {"offload": inputs})
-            found.append({"save": named[1], "offload": inputs})
-        return [remat for n, remat in enumerate(found) if remat not in found[:n]]
+    def names(self) -> remats.Names:
+        """What a remat policy has a choice about."""
+        return remats.Names.of(self.trace, self.fused, self.task.vocabulary.kept)
 
 
 def candidates(
@@ -233,6 +226,14 @@ def candidates(
 ) -> Iterator[dict[str, Any]]:
     """The plain values of every sensible rules file for `target`, as YAML would hold them."""
     return iter(Space(task_or_config, target, traces))
+
+
+def _plain(remat: Remat) -> dict[str, Any]:
+    """A policy as a rules file says it."""
+    if remat.policy == "none":
+        return {}
+    lists = {"save": list(remat.save), "offload": list(remat.offload)}
+    return {"remat": {how: names for how, names in lists.items() if names} if remat.policy == "names" else remat.policy}
 
 
 def describe(raw: Mapping[str, Any]) -> str:
@@ -305,4 +306,5 @@ def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n < number]

@@ -7,8 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.show.figures import hardware
 from gspmd_lm.plan.advice import Change, Larger
+from gspmd_lm.plan.candidate import Plan
 from gspmd_lm.plan.outcome import SHOWN, Line, Outcome
 from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds
 
@@ -30,9 +32,7 @@ def show(outcome: Outcome, console: Console, helps: Sequence[Change] = ()) -> No
     for label, said in sentences(outcome, helps):
         console.print(Text.assemble((f"{label:12}", "bold"), said))
     if plan.stopped:
-        console.print(
-            Text(f"search      {plan.stopped}; prices miss compiled layouts by {plan.price_error:.0%}", style="dim")
-        )
+        console.print(Text(f"search      {'; '.join(filter(None, (plan.stopped, price_error(plan))))}", style="dim"))
 
 
 def shown(lines: Sequence[Line]) -> list[Line]:
@@ -69,6 +69,22 @@ def sentences(outcome: Outcome, helps: Sequence[Change]) -> list[tuple[str, str]
     if helps:
         told.append(("would help", "; ".join(f"{change.what}: {change.gain:+.0%} tokens/s" for change in helps[:4])))
     return told
+
+
+def price_error(plan: Plan) -> str:
+    """How wrong prices are, and how that is known; '' where layouts have no times."""
+    chip, known = plan.target.chip, known_errors.price_error(plan.target)
+    if chip is None:
+        return ""
+    if plan.price_error is not None:
+        return f"corrected prices missed the layouts compiled here by {plan.price_error:.1%} in the mean"
+    where = f"{chip.name}, {'several' if known_errors.is_several(plan.target) else 'one'} "
+    where += {"tpu": "slice", "gpu": "host"}[chip.platform] + "s" * known_errors.is_several(plan.target)
+    if known is None:
+        return f"no prices were compared with compiled layouts of {where}"
+    return (
+        f"too few were compiled here to say how wrong prices are; they missed {known[0]} of {where} by {known[1]:.1%}"
+    )
 
 
 def no_fit(outcome: Outcome, found: Larger | None, savings: Sequence[tuple[str, int]], console: Console) -> None:

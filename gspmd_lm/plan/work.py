@@ -69,6 +69,11 @@ class Kernel:
     times: int
     nodes: frozenset[Node]
 
+    @functools.cached_property
+    def sees(self) -> str:
+        """See `Name.sees`."""
+        return max(node.name.sees for node in self.nodes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
@@ -76,7 +81,7 @@ class Kept:
 
     on_device: tuple[tuple[float, Places], ...]  # bytes, of all layers
     on_host: tuple[tuple[float, Places], ...]
-    again: frozenset[Node]
+    again: frozenset[Operation | Kernel]
 
 
 class Work:
@@ -219,7 +224,10 @@ class Work:
                 continue
             if not node.floats or node not in self._active or self._weight(node):
                 continue
-            if node.label in remat.offload and remat.policy == "names":
+            if node.again:
+                again.add(node)
+                waiting += node.inputs
+            elif node.label in remat.offload and remat.policy == "names":
                 host[node] = None
             elif self._saved(node, remat):
                 device[node] = None
@@ -230,12 +238,16 @@ class Work:
             tuple((float(node.bytes * self._turns(node)), self.places(node)) for node in nodes)
             for nodes in (self._distinct(device), self._distinct(host))
         )
-        return Kept(on_device, on_host, frozenset(again))
+        return Kept(
+            on_device, on_host, frozenset(one for one in (*self.operations, *self.kernels) if one.nodes & again)
+        )
 
     def _needed(self, node: Node) -> Iterable[Node]:
         """The values that the derivative of an operation needs."""
         if node in self.inside or node not in self._active:
             return ()
+        if node.kept is not None:
+            return node.kept
         if node.array == _OUT and self.kernels:
             return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", *PRODUCTS):
@@ -249,7 +261,7 @@ class Work:
         if remat.policy == "none":
             return bool(node.label) or node.primitive in PRODUCTS
         if remat.policy == "dots":
-            return node in self.products or node.label == "residual"
+            return node.dot or node.label == "residual"
         return remat.policy == "names" and node.label in remat.save
 
     def _weight(self, node: Node) -> bool:

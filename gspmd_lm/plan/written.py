@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gspmd_lm.plan.search import Candidate, Plan
+from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.rules import flow
 from gspmd_lm.units import human_bytes, human_seconds
 

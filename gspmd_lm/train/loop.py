@@ -18,6 +18,7 @@ from rich.console import Console
 
 from gspmd_lm import checkpoint, core_yaml, files, processes, runtime, versions
 from gspmd_lm import config as configs
+from gspmd_lm.agreement import Agreement
 from gspmd_lm.checkpoint import Checkpoints, Chosen
 from gspmd_lm.config import Config
 from gspmd_lm.data import trained
@@ -25,7 +26,7 @@ from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.stop_signal import StopSignal
-from gspmd_lm.train import metrics, progress, source, trace, trackers
+from gspmd_lm.train import metrics, progress, saving, source, trace, trackers
 from gspmd_lm.train.best import Best
 from gspmd_lm.train.log import Log, Sample
 from gspmd_lm.train.programs import Programs
@@ -118,12 +119,15 @@ class Run:
             shown = progress.Shown(
                 self.console, start, stop, main=self.machine.is_main, mfu=meter.peak_flops_per_s is not None
             )
+            self.say(saving.line(train, self.step.abstract_state))
+            clock, agreed = saving.Clock(train.checkpoint_minutes), Agreement(start)
             with (
+                StopSignal(lambda: agreed.want("stop")),
+                agreed,
                 contextlib.closing(self._log(start)) as log,
                 contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
                 shown.running(),
                 trace.steps(self.profile, start, stop, self.workdir / "profile", self.say) as traced,
-                StopSignal() as signal,
             ):
                 missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
                 if missed and held_out_rows is not None:
@@ -137,7 +141,10 @@ class Run:
                     shown.advance(done, meter.tokens_per_s, meter.left_s(done))
                     self.check_lock()
                     streak.add(done, values["skipped_in_a_row"])
-                    interrupted = signal.requested(done)
+                    if self.machine.is_main and clock.due(checkpoints.writing):
+                        agreed.want("save")
+                    asked = agreed.due(done)
+                    interrupted = "stop" in asked
                     ending = interrupted or done == stop
                     if done == start + 1 or _due(done, train.log_every) or ending or streak.failed:
                         last = meter.read(done, values)
@@ -154,27 +161,28 @@ class Run:
                         best = best.after(done, loss) if self._counts(done) else best
                         ending = ending or best.ends(train.patience)
                         meter.restart(done)
-                    saving = _due(done, train.checkpoint_every) or ending or (train.keeps_best and best.step == done)
-                    skipped = streak.skipped_before(done) if saving else 0
-                    if saving and skipped and not ending:
+                    due = _due(done, train.checkpoint_every) or ending or (train.keeps_best and best.step == done)
+                    skipped = streak.skipped_before(done) if due or "save" in asked else 0
+                    if due and skipped and not ending:
                         self.say(f"checkpoint {done} is not saved: the last {skipped} steps changed nothing")
                         best = before if best.step == done else best  # the best is always a checkpoint
-                    elif saving:
-                        self._save(checkpoints, done, state, best)
+                    elif due or ("save" in asked and not skipped):
+                        with clock.saving():
+                            self._save(checkpoints, done, state, best)
                         meter.restart(done)
                     if ending:
                         break
-            if interrupted:
-                self.say(f"stopped at step {done} on request; the same command goes on from there")
-            elif best.ends(train.patience):
-                self.say(f"stopped early at step {done}: the last {best.since} evaluations were not better "
-                         "(train.patience)")  # fmt: skip
-            if train.keeps_best and best.step is not None:
-                self.say(f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept for "
-                         f"--step={best.step}")  # fmt: skip
-            if "step_time_s" in last:
-                self._compare(last["step_time_s"])
-            checkpoints.wait()
+                checkpoints.wait()  # before anything is promised, and while signals cannot end this process
+                if interrupted:
+                    self.say(f"stopped at step {done} on request; the same command goes on from there")
+                elif best.ends(train.patience):
+                    self.say(f"stopped early at step {done}: the last {best.since} evaluations were not better "
+                             "(train.patience)")  # fmt: skip
+                if train.keeps_best and best.step is not None:
+                    self.say(f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
+                             f"for --step={best.step}")  # fmt: skip
+                if "step_time_s" in last:
+                    self._compare(last["step_time_s"])
         return last
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:

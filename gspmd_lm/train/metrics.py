@@ -37,9 +37,19 @@ def flops_of_step(config: Config, arrays: Arrays) -> float:
 
 def keys_seen(model: Model, seq: int, *, last: bool = False) -> float:
     """The keys that a token of a row of `seq` tokens sees in all layers: the mean of the row, or of its last token."""
-    windows = [model.sliding_window if kind == "sliding" else seq for kind in model.kind_of_each_layer]
-    full = [min(window, seq) for window in windows]
-    return float(sum(keys if last else keys - keys * (keys - 1) / (2 * seq) for keys in full))
+    layers = [stack.kinds[i % len(stack.kinds)] for stack in model.stacks for i in range(stack.layers)]
+    return sum(_seen(layer, seq, last) for layer in layers)
+
+
+def _seen(layer: Model, seq: int, last: bool) -> float:
+    """The keys that a token sees in one layer."""
+    if layer.attention_chunk:
+        whole, rest = divmod(seq, layer.attention_chunk)
+        if last:
+            return float(rest or layer.attention_chunk)
+        return (whole * layer.attention_chunk * (layer.attention_chunk + 1) + rest * (rest + 1)) / (2 * seq)
+    keys = min(layer.sliding_window or seq, seq)
+    return float(keys if last else keys - keys * (keys - 1) / (2 * seq))
 
 
 class Meter:

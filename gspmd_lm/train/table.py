@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from gspmd_lm.placement import Named
 from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 from gspmd_lm.train import decoder
-from gspmd_lm.train.state import activations
+from gspmd_lm.train.state import recorded
 from gspmd_lm.units import human_bytes
 
 Spec = tuple[tuple[str, ...], ...]
@@ -30,18 +30,21 @@ class PlacedArray:
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     at_rest: Spec | None  # None for an activation
-    in_use: Spec
+    in_use: Spec  # of a weight that the model does not place for use: as it rests
     bytes_per_device: int  # at rest; for an activation, in use
 
 
-def rows(config: Config | Task, rules: Rules, arrays: Arrays, named: Activations) -> Iterator[PlacedArray]:
-    """Every weight, and the activations `named`."""
+def rows(
+    config: Config | Task, rules: Rules, arrays: Arrays, named: Activations, used: Collection[str] | None = None
+) -> Iterator[PlacedArray]:
+    """Every weight, and the activations `named`. `used`: paths of the weights that are placed for use; None: all."""
     task = decoder.task(config)
     dtypes = {spec.array: task.inputs[name].dtype for name, spec in task.specs().items()}
     dtypes |= dict.fromkeys(task.float32, "float32")
     for leaf, like in pairs(arrays.named_params, arrays.params):
         at_rest, held = _held(rules, "weights", leaf, like)
-        in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0]
+        placed = used is None or leaf.path in used
+        in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0] if placed else at_rest
         yield PlacedArray(leaf.path, leaf.axes, like.shape, at_rest, in_use, held)
     for name, (axes, shape) in named.items():
         spec = rules.resolve("rules", name, axes, shape)[0]
@@ -58,7 +61,8 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
         table.add_column(heading, overflow="fold")
     table.add_column("bytes per device", justify="right", no_wrap=True)
     weights = True
-    for row in rows(config, rules, arrays, activations(config, arrays, rules.microbatches, rules)):
+    found = recorded(config, arrays, rules.microbatches, rules)
+    for row in rows(config, rules, arrays, found.arrays, found.used):
         if weights and row.at_rest is None:
             table.add_section()
         weights = row.at_rest is not None

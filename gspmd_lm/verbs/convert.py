@@ -57,7 +57,9 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         built = _placed(here, found.config)
         here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
         if found.left_out:
-            here.say(f"{source}: only the text part is read; {found.left_out:,} tensors of other parts are left out")
+            here.say(f"{source}: {found.left_out:,} tensors are left out: they are not of the layers that make text")
+        for note in found.notes:
+            here.say(f"{source / architecture.CONFIG}: {note}")
         if values.ignore:
             here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
         if not found.reads_text:

@@ -7,6 +7,7 @@ from pathlib import Path
 from absl import flags
 from rich.console import Console
 
+from gspmd_lm import files
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine import target as targets
@@ -41,7 +42,7 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     found = explain.reports(config, rules, target, outputs.say, export, values.phase)
     terminal.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     if values.json:
-        Path(values.json).write_text(json.dumps(report.to_json(found), indent=1) + "\n", encoding="utf-8")
+        files.replace(Path(values.json), json.dumps(report.to_json(found), indent=1) + "\n")
     if values.html:
-        Path(values.html).write_text(page.render(found, outputs.command_line(sys.argv[1:])), encoding="utf-8")
+        files.replace(Path(values.html), page.render(found, outputs.command_line(sys.argv[1:])))
     return 0

@@ -1,6 +1,6 @@
 """plan: find the best layout for hardware that need not be here, and write it as a rules file."""
 
-import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import flags
 from rich.console import Console
 
+from gspmd_lm import config as configs
 from gspmd_lm import files
 from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Config
@@ -85,10 +86,11 @@ def _batches(config: Config, span: str | None) -> list[Config]:
     if span is None:
         return [config]
     low, colon, high = span.partition(":")
-    if not colon or not low.isdigit() or not high.isdigit() or not 1 <= int(low) <= int(high):
+    if not colon or not low.isdecimal() or not high.isdecimal() or not 1 <= int(low) <= int(high):
         raise InputError(f"--batch={span}: not two sizes, the smaller first\n  fix   --batch=128:1024")
-    sizes = [int(low) * 2**n for n in range(int(math.log2(int(high) / int(low))) + 1)]
-    return [dataclasses.replace(config, data=dataclasses.replace(config.data, batch=size)) for size in sizes]
+    sizes = itertools.takewhile(lambda size: size <= int(high), (int(low) * 2**n for n in itertools.count()))
+    plain = configs.to_dict(config)
+    return [configs.from_dict({**plain, "data": {**plain["data"], "batch": n}}, f"--batch={span}") for n in sizes]
 
 
 def _prices(given_prices: Sequence[str]) -> dict[str, float]:

@@ -50,7 +50,10 @@ class Session:
             for _ in results:
                 pass
         elif output:
-            with open(output, "w", encoding="utf-8") as out:
+            path = Path(output)
+            if files.replaceable(path):
+                outputs.say(f"{files.partial_of(path)}: holds the lines so far, and becomes {path} when all are there")
+            with files.growing(path) as out:
                 write(results, out)
         else:
             write(results, sys.stdout)
@@ -196,13 +199,9 @@ def no_checkpoint(workdir: str) -> InputError:
 
 def check_output(output: str | None, source: str | None) -> None:
     """Raises InputError if --output cannot be written, or is the file that is read."""
-    if output is None:
-        return
-    path = Path(output)
-    at = path if path.exists() else path.parent
-    if path.is_dir() or not at.exists() or not os.access(at, os.W_OK):
-        raise InputError(f"--output={output}: cannot be written\n  fix   name a file in a folder that exists")
-    if source and path.exists() and Path(source).exists() and path.samefile(source):
+    outputs.check((output,))
+    path = Path(output or "")
+    if output and source and path.exists() and Path(source).exists() and path.samefile(source):
         raise InputError(f"--output={output}: would overwrite the file that is read\n  fix   name another file")
 
 

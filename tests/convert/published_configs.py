@@ -66,6 +66,18 @@ PUBLISHED = {
         },
         {"sliding_window": 0, "qkv_bias": True, "attention_out_bias": False, "qk_norm": False},
     ),
+    "qwen2.5-1m": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "dual_chunk_attention_config": {
+                "chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144,
+            },
+            "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 1010000,
+            "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 10000000.0, "sliding_window": 32768,
+            "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
+        },
+        {"context": 262144, "sliding_window": 0, "rope_theta": 1e7},
+    ),
     "qwen3": (
         {
             "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
@@ -113,6 +125,25 @@ PUBLISHED = {
             "sliding_rope_theta": 1e4, "qk_norm": True, "query_scale": 0.0, "rope_scaling": None,
         },
     ),
+    "ministral-3-8b": (
+        {
+            "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 262144,
+            "model_type": "ministral3", "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05, "rope_parameters": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+                "rope_type": "yarn", "type": "yarn",
+            },
+            "sliding_window": None, "use_cache": True, "vocab_size": 131072,
+        },
+        {
+            "attention_temperature": config.AttentionTemperature(scale=0.1, every=16384), "rope_theta": 1e6,
+            "rope_scaling": config.RopeScaling(
+                kind="yarn", factor=16.0, high_freq_factor=32.0, original_context=16384, attention_factor=1.0
+            ),
+        },
+    ),
     "phi-3": (
         {
             "architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
@@ -136,6 +167,17 @@ PUBLISHED = {
         },
         {"mlp": 3072, "positions": "learned", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.0},
     ),
+    "gpt2-medium": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+            "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16,
+            "n_layer": 24, "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+            "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+            "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+        },
+        {"layers": 24, "vocab": 50257, "head_dim": 64},
+    ),
     "opt": (
         {
             "_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu",
@@ -145,6 +187,17 @@ PUBLISHED = {
             "vocab_size": 50272, "word_embed_proj_dim": 768,
         },
         {"position_offset": 2, "activation": "relu", "mlp_bias": True, "qkv_bias": True, "norm_eps": 1e-5},
+    ),
+    "galactica": (
+        {
+            "_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "gelu",
+            "architectures": ["OPTForCausalLM"], "attention_dropout": 0.1, "do_layer_norm_before": True,
+            "dropout": 0.1, "enable_bias": False, "ffn_dim": 8192, "hidden_size": 2048, "init_std": 0.02,
+            "layer_norm_elementwise_affine": True, "layerdrop": 0.0, "learned_embeddings": True,
+            "max_position_embeddings": 2048, "model_type": "opt", "num_attention_heads": 32, "num_hidden_layers": 24,
+            "scale_embeddings": False, "vocab_size": 50000, "word_embed_proj_dim": 2048,
+        },
+        {"qkv_bias": False, "mlp_bias": False, "activation": "gelu", "embedding_scale": 1.0},
     ),
     "mixtral": (
         {
@@ -156,6 +209,32 @@ PUBLISHED = {
             "tie_word_embeddings": False, "vocab_size": 32000,
         },
         {"experts": 8, "experts_per_token": 2, "normalized_weights": True, "mlp": 14336, "expert_mlp": 0},
+    ),
+    "phi-3.5-moe": (
+        {
+            "architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "auto_map": {"AutoConfig": "configuration_phimoe.PhiMoEConfig"}, "bos_token_id": 1, "eos_token_id": 32000,
+            "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 4096, "initializer_range": 0.02,
+            "input_jitter_noise": 0.01, "intermediate_size": 6400, "lm_head_bias": True,
+            "max_position_embeddings": 131072, "model_type": "phimoe", "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16,
+            "original_max_position_embeddings": 4096, "output_router_logits": False, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "long_factor": [1.0] * 63 + [60.0], "long_mscale": 1.243163121016122,
+                "original_max_position_embeddings": 4096, "short_factor": [1.0] * 64,
+                "short_mscale": 1.243163121016122, "type": "longrope",
+            },
+            "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072,
+            "tie_word_embeddings": False, "vocab_size": 32064,
+        },
+        {
+            "norm": "layernorm", "norm_bias": True, "unembedding_bias": True, "attention_out_bias": True,
+            "routing": "sparsemixer", "router_jitter": 0.01, "normalized_weights": False, "experts": 16,
+            "rope_scaling": config.RopeScaling(
+                kind="longrope", factor=32.0, original_context=4096, short_factors=(1.0,) * 64,
+                long_factors=(*(1.0,) * 63, 60.0), attention_factor=1.243163121016122,
+            ),
+        },
     ),
     "qwen3-moe": (
         {
@@ -169,6 +248,67 @@ PUBLISHED = {
             "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
         },
         {"experts": 128, "experts_per_token": 8, "expert_mlp": 1536, "qk_norm": True, "sliding_window": 0},
+    ),
+    "qwen3-coder": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5472,
+            "max_position_embeddings": 262144, "max_window_layers": 28, "mlp_only_layers": [],
+            "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "output_router_logits": False, "qkv_bias": False, "rms_norm_eps": 1e-06,
+            "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.0,
+            "shared_expert_intermediate_size": 0, "sliding_window": None, "tie_word_embeddings": False,
+            "use_qk_norm": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {"qk_norm": True, "shared_mlp": 0, "qkv_bias": False, "head_dim": 128, "expert_mlp": 768},
+    ),
+    "glm-4.5": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "first_k_dense_replace": 3, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+            "intermediate_size": 12288, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+            "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 92,
+            "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5,
+            "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": True, "vocab_size": 151552,
+        },
+        {
+            "dense_layers": 3, "experts": 160, "shared_mlp": 1536, "routing": "sigmoid", "expert_scale": 2.5,
+            "balance": "bias", "balance_rate": 0.0, "qk_norm": True, "qkv_bias": True, "attention_out_bias": False,
+            "rope_dim": 64, "normalized_weights": True,
+        },
+    ),
+    "glm-4.5-air": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+            "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+            "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
+        },
+        {"dense_layers": 1, "experts": 128, "qk_norm": False, "expert_scale": 1.0, "expert_mlp": 1408},
+    ),
+    "llama-4-maverick": (
+        {
+            "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+            "attn_temperature_tuning": True, "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "interleave_moe_layer_step": 2,
+            "intermediate_size": 8192, "intermediate_size_mlp": 16384, "max_position_embeddings": 1048576,
+            "model_type": "llama4_text", "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+            "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 128,
+            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": False, "vocab_size": 202048,
+        },
+        {
+            "layer_pattern": ("chunked", "chunked", "chunked", "nope"), "attention_chunk": 8192, "sparse_step": 2,
+            "experts": 128, "expert_mlp": 8192, "shared_mlp": 8192, "mlp": 16384, "qk_norm": False,
+            "attention_temperature": config.AttentionTemperature(scale=0.1, every=8192, offset=1, layers="nope"),
+        },
     ),
     "gpt-oss": (
         {
@@ -254,6 +394,17 @@ PUBLISHED = {
             "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True, "vocab_size": 50304,
         },
         {"rope_dim": 16, "block": "parallel", "shared_norm": False, "activation": "gelu", "attention_out_bias": True},
+    ),
+    "gpt-neox-20b": (
+        {
+            "architectures": ["GPTNeoXForCausalLM"], "attention_probs_dropout_prob": 0, "bos_token_id": 0,
+            "eos_token_id": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "hidden_size": 6144,
+            "initializer_range": 0.02, "intermediate_size": 24576, "layer_norm_eps": 1e-05,
+            "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 64,
+            "num_hidden_layers": 44, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+            "use_cache": True, "vocab_size": 50432,
+        },
+        {"block": "parallel", "shared_norm": False, "rope_dim": 24, "head_dim": 96, "activation": "gelu_tanh"},
     ),
     "glm-4": (
         {
@@ -438,6 +589,21 @@ PUBLISHED = {
         },
         {"query_scale": 1.0, "layer_pattern": ("full", "sliding"), "sliding_window": 256, "mlp": 8192},
     ),
+    "chatglm3-6b": (
+        {
+            "_name_or_path": "THUDM/chatglm3-6b", "add_bias_linear": False, "add_qkv_bias": True,
+            "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False,
+            "architectures": ["ChatGLMModel"], "attention_dropout": 0.0, "attention_softmax_in_fp32": True,
+            "auto_map": {"AutoConfig": "configuration_chatglm.ChatGLMConfig"}, "bias_dropout_fusion": True,
+            "eos_token_id": 2, "ffn_hidden_size": 13696, "fp32_residual_connection": False, "hidden_dropout": 0.0,
+            "hidden_size": 4096, "kv_channels": 128, "layernorm_epsilon": 1e-05, "model_type": "chatglm",
+            "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 32, "num_layers": 28,
+            "original_rope": True, "pad_token_id": 0, "padded_vocab_size": 65024, "post_layer_norm": True,
+            "quantization_bit": 0, "rmsnorm": True, "seq_length": 8192, "tie_word_embeddings": False,
+            "use_cache": True, "vocab_size": 65024,
+        },
+        {"kv_heads": 2, "rope_dim": 64, "rope_theta": 1e4, "qkv_bias": True, "attention_out_bias": False, "mlp": 13696},
+    ),
     "starcoder": (
         {
             "activation_function": "gelu_pytorch_tanh", "architectures": ["GPTBigCodeForCausalLM"],
@@ -461,7 +627,9 @@ DEFAULTS = {
     "gemma": (1e-6, 1e4, True, "gelu_tanh", 256), "gemma2": (1e-6, 1e4, True, "gelu_tanh", 256),
     "gemma3_text": (1e-6, 1e6, True, "gelu_tanh", 256), "phi3": (1e-5, 1e4, False, "silu", 96),
     "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
-    "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
+    "ministral3": (1e-5, 1e6, False, "silu", 128),
+    "phimoe": (1e-5, 1e6, False, "silu", 128), "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
+    "glm4_moe": (1e-5, 1e4, False, "silu", 128), "llama4_text": (1e-5, 5e5, False, "silu", 128),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),
@@ -471,5 +639,6 @@ DEFAULTS = {
     "olmo3": (1e-5, 5e5, False, "silu", 128), "smollm3": (1e-6, 2e6, True, "silu", 128),
     "starcoder2": (1e-5, 1e4, True, "gelu_tanh", 128), "stablelm": (1e-5, 1e4, False, "silu", 64),
     "nemotron": (1e-5, 1e4, False, "relu2", 128), "phi": (1e-5, 1e4, False, "gelu_tanh", 80),
-    "gpt_neo": (1e-5, 1e4, True, "gelu_tanh", 128), "gpt_bigcode": (1e-5, 1e4, True, "gelu_tanh", 128),
+    "gpt_neo": (1e-5, 1e4, True, "gelu_tanh", 128), "chatglm": (1e-5, 1e4, False, "silu", 128),
+    "gpt_bigcode": (1e-5, 1e4, True, "gelu_tanh", 128),
 }  # fmt: skip

@@ -31,6 +31,8 @@ from gspmd_lm.convert import safetensors
 
 GOLDEN = Path(__file__).parent / "golden"
 SEQ, NEW_TOKENS, SAMPLES = 16, 64, 32
+FLOAT32 = "e_score_correction_bias"  # what transformers keeps in float32
+NOT_IN_TRANSFORMERS = ("chatglm",)  # families whose reference is an implementation of our own
 LEAST_GAP = 5e-3  # between the best two logits of a greedy step, so that rounding decides nothing
 # Rows of the batch: the lengths of its documents, side by side; or what is left free before or after one.
 PACKED = ((9, 7), (5, 11))
@@ -126,6 +128,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("ernie4_5", _LLAMA | {"num_key_value_heads": 4, "head_dim": 8, "use_bias": True}),
     "arcee": ("arcee", _LLAMA | {"num_key_value_heads": 4}),
     "phi": ("phi", _NEOX | {"num_key_value_heads": 4, "qk_layernorm": True}),
+    "chatglm": ("chatglm", _SMALL | {
+        "architectures": ["ChatGLMModel"], "padded_vocab_size": 96, "hidden_size": 64, "num_layers": 2,
+        "num_attention_heads": 8, "kv_channels": 8, "ffn_hidden_size": 48, "seq_length": 96,
+        "multi_query_attention": True, "multi_query_group_num": 2, "add_qkv_bias": True, "add_bias_linear": False,
+        "rmsnorm": True, "post_layer_norm": True, "layernorm_epsilon": 1e-5, "original_rope": True, "rope_ratio": 50,
+        "apply_query_key_layer_scaling": True, "bias_dropout_fusion": True, "tie_word_embeddings": False,
+        "transformers_version": "4.30.2", "dtype": "float32",
+    }),
     "starcoder": ("gpt_bigcode", _GPT2),
     "starcoder-all-heads": ("gpt_bigcode", _GPT2 | {"multi_query": False}),
     "gptneo": ("gpt_neo", _SMALL | {
@@ -154,13 +164,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("llama", _LLAMA | {
         "num_key_value_heads": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }),
+    "ministral3": ("ministral3", _LLAMA | {
+        "num_key_value_heads": 4, "head_dim": 8, "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
+            "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+        },
+    }),
     "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4}),
+    "phimoe": ("phimoe", _EXPERTS | {
+        "num_local_experts": 8, "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True,
+        "hidden_size": 64, "sliding_window": 6, "original_max_position_embeddings": 80,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.5, 4.0, 9.0],
+            "short_mscale": 1.2, "long_mscale": 1.2,
+        },
+    }),
     "qwen2-moe": ("qwen2_moe", _EXPERTS | {
         "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_hidden_layers": 3,
         "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 6,
     }),
     "qwen3-moe": ("qwen3_moe", _EXPERTS | {
         "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True,
+    }),
+    "glm4-moe": ("glm4_moe", _EXPERTS | {
+        "n_routed_experts": 8, "moe_intermediate_size": 24, "num_hidden_layers": 3, "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
+        "head_dim": 8,
     }),
     "olmoe": ("olmoe", _EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3}),
     "granite-moe": ("granitemoe", _EXPERTS | {
@@ -173,6 +202,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_scaling": {
             "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 4.0,
             "beta_slow": 1.0, "truncate": False,
+        },
+    }),
+    # Chunks that are shorter than the rows, dense layers between those with experts, and a last turn that is cut off.
+    "llama4": ("llama4_text", _EXPERTS | {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 48,
+        "num_hidden_layers": 5, "head_dim": 8, "attention_chunk_size": 6, "floor_scale": 3, "attn_scale": 0.5,
+        "interleave_moe_layer_step": 2,
+    }),
+    "llama4-scout": ("llama4_text", _EXPERTS | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "intermediate_size_mlp": 48,
+        "num_hidden_layers": 3, "head_dim": 8, "attention_chunk_size": 10, "floor_scale": 4, "use_qk_norm": False,
+        "no_rope_layers": [1, 0, 1], "rope_scaling": {
+            "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": 32,
         },
     }),
     "opt-350m": ("opt", _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
@@ -252,9 +295,10 @@ def save(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]
     """`folder` with a config.json and one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     kind = safetensors.WEIGHT_DTYPES[dtype]
+    kinds = {name: "F32" if name.endswith(FLOAT32) else kind for name in weights}
     (folder / "config.json").write_text(json.dumps(config))
-    head = safetensors.start({name: (kind, array.shape) for name, array in weights.items()})
-    data = (array.astype(safetensors.DTYPES[kind]).tobytes() for array in weights.values())
+    head = safetensors.start({name: (kinds[name], array.shape) for name, array in weights.items()})
+    data = (array.astype(safetensors.DTYPES[kinds[name]]).tobytes() for name, array in weights.items())
     (folder / safetensors.SINGLE).write_bytes(head + b"".join(data))
     return folder
 
@@ -288,16 +332,36 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
     import torch
     import transformers
 
+    from tests.convert import chatglm
+
     torch.set_num_threads(1)
     kind, fields = CASES[name]
+    if kind in NOT_IN_TRANSFORMERS:
+        config = fields | {"model_type": kind}
+        parameters = chatglm.ChatGLM(config).named_parameters()
+        weights = {tensor: weight(tensor, tuple(array.shape), salt) for tensor, array in sorted(parameters)}
+        return loaded(save(folder, config, weights))[0], config, weights
     empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields))
     empty.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     shapes = {tensor: where.shape for tensor, where in sorted(safetensors.stored(folder).items())}
     weights = {tensor: weight(tensor, shape, salt) for tensor, shape in shapes.items()}
-    save(folder, config, weights)
+    return loaded(save(folder, config, weights))[0], config, weights
+
+
+def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder as transformers loads it, or as tests/convert/chatglm.py does, and what was amiss."""
+    import torch
+    import transformers
+
+    from tests.convert import chatglm
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] in NOT_IN_TRANSFORMERS:
+        return chatglm.load(folder, config), {}
     how: dict[str, Any] = {"attn_implementation": attention(config), "dtype": torch.float32}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval(), config, weights
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
+    return model.eval(), report
 
 
 def attention(config: Mapping[str, Any]) -> str:
@@ -324,8 +388,12 @@ def forward(model: Any, vocab: int) -> tuple[np.ndarray, float, dict[str, np.nda
     padded = slice(len(PACKED), None)
     mask = (rows["segment_ids"][padded] > 0).long()
     extra = {"position_ids": rows["positions"][padded]} if placed else {}
-    found = model(rows["tokens"][padded], attention_mask=mask, **extra).logits
-    logits[padded] = torch.where(mask[..., None] > 0, found, 0)
+    if getattr(model.config, "attn_temperature_tuning", False):  # for it, transformers counts padding as tokens
+        for row, real in enumerate(mask > 0, len(PACKED)):
+            logits[row, real] = model(rows["tokens"][row, real][None]).logits[0]
+    else:
+        found = model(rows["tokens"][padded], attention_mask=mask, **extra).logits
+        logits[padded] = torch.where(mask[..., None] > 0, found, 0)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), ignore_index=-1)
     model.zero_grad()
     loss.backward()
@@ -390,7 +458,7 @@ def on_disk(
         (value, gradient)
         for name, parameter in model.named_parameters()
         for value, gradient in zip(_parts(parameter.detach().numpy()), _parts(gradients[name]), strict=True)
-    ]
+    ] + [(buffer.numpy(), np.zeros_like(buffer.numpy())) for _, buffer in model.named_buffers()]
     return {
         tensor: next(gradient for value, gradient in parts if np.array_equal(value, array))
         for tensor, array in weights.items()

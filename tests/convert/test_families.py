@@ -22,7 +22,7 @@ MORE_PADDED = {
     "gptj": ["model.padded_heads=9", "model.padded_vocab=128"],
 }
 # Models that an earlier family of the table has too; only the names or the layout of its tensors differ.
-SAME_AS = {"ernie": "llama", "starcoder-all-heads": "gpt2", "longrope-short": "llama"}
+SAME_AS = {"ernie": "llama", "chatglm": "glm", "starcoder-all-heads": "gpt2", "longrope-short": "llama"}
 CASES = list(references.CASES)
 
 

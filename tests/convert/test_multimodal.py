@@ -42,6 +42,23 @@ MISTRAL_SMALL = {
     },
     "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1024}, "vision_feature_layer": -1,
 }  # fmt: skip
+LLAMA4_SCOUT = {
+    "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
+    "image_token_index": 200092, "model_type": "llama4", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "text_config": {
+        "_attn_implementation_autoset": True, "attention_bias": False, "attention_chunk_size": 8192, "head_dim": 128,
+        "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760, "model_type": "llama4_text", "no_rope_layers": [],
+        "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "num_local_experts": 16, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "use_qk_norm": True,
+        "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "vocab_size": 202048,
+    },
+    "vision_config": {"hidden_size": 1408},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -49,6 +66,7 @@ MISTRAL_SMALL = {
     [
         (GEMMA3_27B, "gemma3_text", {"vocab": 262208, "context": 131072, "tied_embeddings": True, "kv_heads": 16}),
         (QWEN25_VL_7B, "qwen2", {"rope_scaling": None, "tied_embeddings": False, "rope_theta": 1e6}),
+        (LLAMA4_SCOUT, "llama4_text", {"context": 10485760, "sparse_step": 1, "qk_norm": True, "experts": 16}),
         (MISTRAL_SMALL, "mistral", {"tied_embeddings": False, "rope_theta": 1e9, "sliding_window": 0}),
     ],
 )
@@ -60,7 +78,9 @@ def test_a_published_config(raw, family, wanted, tmp_path):
 
 
 def test_every_part_is_of_a_family():
-    assert {kind for kind, _ in multimodal.PARTS.values()} <= {row.model_type for row in FAMILIES}
+    assert {kind for kinds, _ in multimodal.PARTS.values() for kind in kinds.split()} <= {
+        row.model_type for row in FAMILIES
+    }
 
 
 def test_a_quantised_or_broken_whole_is_refused():
@@ -76,6 +96,7 @@ def test_a_quantised_or_broken_whole_is_refused():
     [
         ("gemma3", "gemma3", "language_model.model.", "vision_tower.vision_model.post_layernorm.weight"),
         ("mistral", "mistral3", "model.language_model.", "model.multi_modal_projector.linear_1.weight"),
+        ("llama4", "llama4", "language_model.model.", "vision_model.class_embedding"),
         ("qwen2", "qwen2_5_vl", "model.", "visual.patch_embed.proj.weight"),
         ("qwen3", "qwen3_vl", "model.language_model.", "model.visual.merger.norm.weight"),
     ],
@@ -85,7 +106,7 @@ def test_the_text_part_is_read_and_written_as_a_model_of_text(case, kind, rename
     plain = ours.read(golden, tmp_path / "plain")
     weights = ours.tensors(tmp_path / "plain")
     names = {name: renamed + name.removeprefix("model.") for name in weights if name.startswith("model.")}
-    names["lm_head.weight"] = "language_model.lm_head.weight" if kind == "gemma3" else "lm_head.weight"
+    names["lm_head.weight"] = "language_model.lm_head.weight" if kind in ("gemma3", "llama4") else "lm_head.weight"
     whole = {names[name]: array for name, array in weights.items()} | {image: np.ones((3, 5), np.float32)}
     text = {field: value for field, value in golden.about["config"].items() if field != "architectures"}
     inner = text if kind == "qwen2_5_vl" else {"text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
@@ -110,14 +131,50 @@ def test_a_tensor_of_no_known_part_is_told(tmp_path):
         ours.pretrained.read(tmp_path / "whole")
 
 
+def test_a_text_part_of_another_family_is_refused(tmp_path):
+    whole = {"model_type": "mistral3", "text_config": references.load("mistral").about["config"]}
+    assert architecture.multimodal.text_config(whole, "x")["model_type"] == "mistral"
+    whole["text_config"] = whole["text_config"] | {"model_type": "mistral4"}
+    with pytest.raises(InputError, match=r"x: text_config.model_type: 'mistral4' is not supported in mistral3\n  fix "):
+        architecture.multimodal.text_config(whole, "x")
+
+
+def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
+    golden = references.load("glm4-moe")
+    plain = ours.read(golden, tmp_path / "plain")
+    weights = ours.tensors(tmp_path / "plain")
+    last = {name: array for name, array in weights.items() if ".layers.2." in name}
+    later = {name.replace(".2.", ".3.", 1): array for name, array in last.items()}
+    later["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    raw = golden.about["config"] | {"num_nextn_predict_layers": 1}
+    references.save(tmp_path / "whole", raw, weights | later)
+    found = ours.pretrained.read(tmp_path / "whole", [ours.EXACT])
+    assert (found.config.model, found.left_out) == (plain.config.model, len(later))
+    assert found.like["num_nextn_predict_layers"] == 0  # what an export writes has none
+    references.save(tmp_path / "whole", raw | {"num_nextn_predict_layers": 0}, weights | later)
+    with pytest.raises(InputError, match=r"unexpected   model.layers.3.eh_proj.weight"):
+        ours.pretrained.read(tmp_path / "whole")
+
+
 _TEXT = references._LLAMA | {"num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8, "max_position_embeddings": 96}
 _EYE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
         "patch_size": 14}  # fmt: skip
 _QWEN_EYE = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+_LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 6, "floor_scale": 3}
+_GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 5,
+            "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 LIVE = {
+    "llama4": {
+        "text_config": _TEXT | _LLAMA4,
+        "vision_config": _EYE | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    },
     "gemma3": {"text_config": _TEXT | {"sliding_window": 6}, "vision_config": _EYE, "mm_tokens_per_image": 4},
     "mistral3": {"text_config": _TEXT | {"model_type": "mistral"}, "vision_config": _EYE, "tie_word_embeddings": False},
+    "mistral3, ministral3": {
+        "text_config": _TEXT | {"model_type": "ministral3", "rope_parameters": _GROWING},
+        "vision_config": _EYE, "tie_word_embeddings": False,
+    },
     "qwen2_vl": {"text_config": _TEXT | {"rope_parameters": _MROPE},
                  "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}},
     "qwen2_5_vl": {"text_config": _TEXT | {"rope_parameters": _MROPE},
@@ -135,7 +192,7 @@ def test_text_has_the_logits_of_the_whole_model(kind, tmp_path):
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **LIVE[kind])
+    config = transformers.AutoConfig.for_model(kind.partition(",")[0], **LIVE[kind])
     whole = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     for name, array in whole.named_parameters():
         array.data = torch.from_numpy(references.weight(name, tuple(array.shape), 0))

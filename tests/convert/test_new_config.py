@@ -5,11 +5,12 @@ import json
 import pytest
 
 from gspmd_lm import api, rules_file
+from gspmd_lm.convert import architecture
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import state
 from gspmd_lm.verbs import given
 from tests.convert.published_configs import LLAMA31, PUBLISHED
-from tests.convert.test_architecture import model_of
+from tests.convert.test_architecture import model_of, refused
 
 
 @pytest.fixture
@@ -17,6 +18,44 @@ def folder(tmp_path):
     (tmp_path / "Llama-3.1").mkdir()
     (tmp_path / "Llama-3.1" / "config.json").write_text(json.dumps(LLAMA31))
     return tmp_path / "Llama-3.1"
+
+
+CHUNKED = PUBLISHED["qwen2.5-1m"][0]
+
+
+def test_a_row_beyond_its_chunk_is_refused_with_the_reason(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CHUNKED))
+    assert architecture.new_config(path, ["data.seq=262144"]).model.context == 262144
+    with pytest.raises(InputError) as error:
+        architecture.new_config(path, ["data.seq=262145"])
+    assert "data.seq=262145 is longer than model.context=262144\n  dual_chunk_attention_config is" in str(error.value)
+    assert "For up to 262,144 tokens it is plain attention" in str(error.value)
+
+
+@pytest.mark.parametrize(("chunk", "local", "original"), [(12, 4, 0), (12, 8, 0), (16, 1, 0), (12, 4, 7)])
+def test_within_its_context_attention_in_chunks_is_plain(chunk, local, original):
+    """Positions as in arXiv 2402.17463: those of one chunk, of the next one, and of later ones."""
+    sizes = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": original or 99}
+    context = model_of(CHUNKED | {"dual_chunk_attention_config": sizes}).context
+    part = chunk - local
+
+    def is_plain(length):
+        for i in range(length):
+            for j in range(i + 1):
+                apart = i // part - j // part
+                query = i % part if apart == 0 else min(i % part + part, chunk) if apart == 1 else chunk
+                if query - j % part != i - j:
+                    return False
+        return True
+
+    assert is_plain(context) and (original or not is_plain(context + 2))
+    assert context <= (original or chunk)
+
+
+def test_chunks_that_are_all_local_are_refused():
+    sizes = CHUNKED["dual_chunk_attention_config"] | {"chunk_size": 1024}
+    assert "local_size: 8192 is not below chunk_size: 1024" in refused(CHUNKED | {"dual_chunk_attention_config": sizes})
 
 
 def test_a_folder_and_its_config_json_say_the_same(folder):

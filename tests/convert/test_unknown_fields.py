@@ -8,7 +8,7 @@ from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.errors import InputError
 from tests.convert.published_configs import LLAMA31, PUBLISHED
-from tests.convert.test_architecture import model_of, refused
+from tests.convert.test_architecture import model_of, refused, sizes_alone
 
 # Published configs that have a field of no meaning: family -> field -> value.
 NOTES = {
@@ -18,10 +18,15 @@ NOTES = {
         "perceiver_config": {"qk_layer_norms_perceiver": True}, "use_resampler": False, "pruned_heads": {},
         "max_new_tokens": 9,
     },
-    "gpt2": {"_num_labels": 1, "predict_special_tokens": True, "output_past": True, "add_cross_attention": False},
-    "opt": {"learned_embeddings": True},
+    "gpt2": {
+        "_num_labels": 1, "predict_special_tokens": True, "output_past": True, "add_cross_attention": False,
+        "n_special": 0, "head_dim": 64, "attention_bias": True, "attention_probs_dropout_prob": 0.1,
+    },
+    "opt": {"learned_embeddings": True, "scale_embeddings": False},
     "pythia": {"custom_pipelines": {"text-generation": {"impl": "instruct_pipeline.Pipeline"}}},
     "mistral-nemo": {"document_attention": True, "attention_bias": False, "num_experts": 0},
+    "qwen3-moe": {"use_qk_norm": True, "shared_expert_intermediate_size": 0, "qkv_bias": False, "bias": False},
+    "gpt-oss": {"use_bias": True, "use_sliding_window": True, "n_routed_experts": 128},
     "phi-3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
 }  # fmt: skip
 
@@ -32,6 +37,43 @@ def test_notes_of_tools_change_nothing(name):
     assert model_of(raw | NOTES[name]) == model_of(raw)
     for field, value in NOTES[name].items():
         assert model_of(raw | {field: value}) == model_of(raw), field
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "setting"),
+    [
+        ("qwen3-moe", {"use_qk_norm": False}, "qk_norm is True"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 768}, "shared_mlp is 0"),
+        ("llama-2", {"use_qk_norm": True}, "qk_norm is False"),
+        ("llama-2", {"use_sliding_window": True}, "sliding_window is 0"),
+        ("gpt2", {"use_bias": False}, "qkv_bias is True"),
+        ("gpt2", {"head_dim": 128}, "head_dim is 64"),
+        ("qwen2.5", {"attention_bias": True}, "attention_out_bias is False"),
+        ("gpt-oss", {"n_routed_experts": 64}, "experts is 128"),
+    ],
+)
+def test_a_field_of_another_family_agrees_or_is_refused(name, changed, setting):
+    raw, _ = PUBLISHED[name]
+    ((field, value),) = changed.items()
+    assert f"{field}: {value} contradicts this family, where model.{setting}" in refused(raw | changed)
+
+
+def test_what_is_off_is_passed_over_and_what_is_on_is_not():
+    for family, name in (("gpt2", "n_special"), ("opt", "scale_embeddings"), ("llama-2", "num_nextn_predict_layers")):
+        raw, _ = PUBLISHED[family]
+        assert model_of(raw | {name: 0}) == model_of(raw)
+        assert f"{name}: " in refused(raw | {name: 1})
+
+
+def test_dropout_belongs_to_training_and_is_told():
+    for family in PUBLISHED:
+        raw, _ = PUBLISHED[family]
+        row, rates = architecture.family(raw, "x"), {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0.25}
+        assert model_of(raw | rates) == model_of(raw)
+        (note,) = architecture.notes(row, {"x_pdrop": 0.5, "summary_first_dropout": 0.5} | sizes_alone(raw) | rates)
+        assert note == (
+            "x_pdrop: 0.5, attention_probs_dropout_prob: 0.25: training drops nothing until model.dropout is set"
+        )
 
 
 def test_attention_that_is_not_causal_is_refused_for_every_family():
@@ -123,8 +165,8 @@ def test_what_transformers_reads_otherwise_or_not_at_all(name, changed, said):
 
 def test_low_and_high_frequencies_are_in_their_order():
     scaling = LLAMA31["rope_scaling"]
-    for wrong in ({"low_freq_factor": 4.0}, {"high_freq_factor": 0.5}):
-        assert "is not above low_freq_factor" in refused(LLAMA31 | {"rope_scaling": scaling | wrong})
+    for wrong in ({"low_freq_factor": 5.0}, {"high_freq_factor": 0.5}):
+        assert "is below low_freq_factor" in refused(LLAMA31 | {"rope_scaling": scaling | wrong})
 
 
 def test_two_names_of_one_field_may_agree():

@@ -113,7 +113,7 @@ def test_nothing_is_written_where_something_is_wrong(run, folder, tmp_path, monk
 
 def test_a_field_is_ignored_and_comes_back(run, folder, tmp_path):
     work, back = tmp_path / "w", tmp_path / "back"
-    change(some_feature=[1])(folder, None)
+    change(some_feature=[1], hidden_dropout_prob=0.5)(folder, None)
     flags = f"--from={folder}", f"--workdir={work}"
     code, _, err = run(*flags)
     assert code == 2 and "fix   --ignore=some_feature  if" in err
@@ -121,6 +121,7 @@ def test_a_field_is_ignored_and_comes_back(run, folder, tmp_path):
     assert code == 2 and "--ignore=hidden_size: the meaning of this field is known" in err and not work.exists()
     code, out, err = run(*flags, "--ignore=some_feature")
     assert (code, err) == (0, "") and "\nignored in config.json: some_feature\n" in out
+    assert f"{folder / 'config.json'}: hidden_dropout_prob: 0.5: training drops nothing until model.dropout" in out
     assert json.loads((work / "hugging_face" / "ignored.json").read_text()) == {"config.json": ["some_feature"]}
     code, out, err = run(f"--workdir={work}", f"--to={back}")
     assert (code, err) == (0, "") and "ignored on import, and kept in config.json: some_feature\n" in out

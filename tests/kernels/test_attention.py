@@ -83,13 +83,13 @@ def test_a_large_softcap_is_none(qkv, segments):
 @pytest.mark.parametrize(
     ("kernel", "asked", "words"),
     [
-        ("cudnn", {"segments": True}, "packing: documents"),
+        ("cudnn", {"segments": True, "capability": (8, 0)}, "packing: documents on compute capability 8.0"),
         ("cudnn", {"attention_softcap": 30.0}, "attention_softcap: 30"),
         ("cudnn", {"compute_dtype": "float32"}, "compute_dtype: float32"),
-        ("cudnn", {"head_dim": 256}, "head_dim: 256"),
-        ("cudnn", {"sliding_window": 64}, "sliding_window: 64"),
+        ("cudnn", {"head_dim": 264}, "head_dim: 264 (only multiples of 8 up to 256)"),
+        ("cudnn", {"head_dim": 136, "capability": (8, 9)}, "head_dim: 136 (only multiples of 8 up to 128)"),
+        ("cudnn", {"head_dim": 100}, "head_dim: 100"),
         ("cudnn", {"positions": "alibi"}, "positions: alibi"),
-        ("cudnn", {"attention_sinks": True}, "attention_sinks: true"),
         ("cudnn", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
         ("splash", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
         ("splash", {"positions": "alibi"}, "positions: alibi"),
@@ -97,7 +97,7 @@ def test_a_large_softcap_is_none(qkv, segments):
     ],
 )
 def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
-    usual = {"seq": 256, "segments": False}
+    usual = {"seq": 256, "segments": False, "capability": (9, 0)}
     rows = usual | {name: value for name, value in asked.items() if name in usual}
     cfg = settings(**{name: value for name, value in asked.items() if name not in usual})
     assert attention.unsupported(kernel, PLAIN, **usual) is None
@@ -117,24 +117,6 @@ def test_alibi_slopes_are_those_of_the_paper_and_of_bloom():
 )  # fmt: skip
 def test_splash_blocks_divide_the_sequence_and_fit_the_memory(seq, head_dim, itemsize, block):
     assert attention.splash_block(seq, head_dim, itemsize) == block
-
-
-def test_keeping_the_output_spares_the_second_forward_pass(qkv):
-    """As on GPU: a fused kernel's result and statistics are kept under one name."""
-
-    def kernel(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    def saved(policy):
-        call = jax.checkpoint(lambda *qkv: attention._keeping(kernel)(*qkv).sum(), policy=policy)
-        return str(jax.make_jaxpr(jax.grad(call, (0, 1, 2)))(*qkv)).count(" exp ")
-
-    policies = jax.checkpoint_policies
-    assert saved(policies.save_only_these_names("attention_out")) < saved(policies.nothing_saveable)
-    got = jax.grad(lambda *qkv: attention._keeping(kernel)(*qkv).sum(), (0, 1, 2))(*qkv)
-    want = jax.grad(lambda *qkv: kernel(*qkv).sum(), (0, 1, 2))(*qkv)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm.kernels import grouped as kernels
 from gspmd_lm.kernels import grouped_gpu
@@ -24,6 +25,7 @@ VARIANTS = {
     "sigmoid in groups": {"routing": "sigmoid", "expert_scale": 2.5, "balance": "bias", **GROUPS},
     "softmax in groups": {**GROUPS, "mlp_kind": "plain", "shared_mlp": 24, "shared_gate": True},
     "dropping": {"capacity_factor": 0.5, "mlp_bias": True},
+    "weighted input": {"weighted_input": True, "routing": "sigmoid", "normalized_weights": False, "mlp_bias": True},
 }
 
 
@@ -237,6 +239,20 @@ def test_the_bias_moves_against_the_load(small):
     np.testing.assert_array_equal(moved["layers"]["block_0"]["mlp"]["balance_bias"], [[-0.25, 0.25]])
     np.testing.assert_array_equal(moved["layers"]["block_1"]["mlp"]["balance_bias"], [[0, 0]])
     np.testing.assert_array_equal(moved["layer_3"]["mlp"]["balance_bias"], [0.25, -0.25])
+
+
+def test_the_bias_of_every_second_layer_moves(small):
+    """Loads are of the layers with experts alone: layers 1, 3 and 5 of turns of four, of which the second is cut."""
+    kinds = {"layer_pattern": ("full", "full", "full", "nope"), "sparse_step": 2, "layers": 6}
+    cfg = small(experts=2, experts_per_token=1, balance="bias", balance_rate=0.25, **kinds).model
+    flat = flatten_dict(nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0)))))
+    paths = {path for path in flat if path[-1] == "balance_bias"}
+    assert {path[:-2] for path in paths} == {("layers", "block_1"), ("layers", "block_3"), ("layer_5",)}
+    frozen = unflatten_dict({path: jnp.zeros(flat[path].shape) for path in paths})
+    moved = balanced(frozen, jnp.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]]), cfg)
+    np.testing.assert_array_equal(moved["layers"]["block_1"]["mlp"]["balance_bias"], [[-0.25, 0.25]])
+    np.testing.assert_array_equal(moved["layers"]["block_3"]["mlp"]["balance_bias"], [[0, 0]])
+    np.testing.assert_array_equal(moved["layer_5"]["mlp"]["balance_bias"], [0.25, -0.25])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm import rules_file
+from gspmd_lm.config import AttentionTemperature
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import state
 from tests.convert.ours import QUICK
@@ -108,6 +109,11 @@ MESHES = {
 }  # fmt: skip
 KINDS = {
     "window, alibi": {"sliding_window": 7, "positions": "alibi"},
+    "chunks": {
+        "attention_chunk": 5,
+        "layer_pattern": ("chunked", "nope"),
+        "attention_temperature": AttentionTemperature(every=3, offset=1, layers="nope"),
+    },
     "rounded alibi": {"positions": "alibi_bf16"},
     "sinusoids, parallel": {"positions": "sinusoidal", "block": "parallel", "packing": "stream"},
     "learned, tied, capped": {"positions": "learned", "tied_embeddings": True, "attention_softcap": 2.0},
@@ -120,7 +126,7 @@ PAIRS = [(form, mesh, kind) for form in SENT for mesh in MESHES for kind in KIND
 def test_every_form_beside_every_other_split(form, mesh, kind, same, settings):
     sizes, rows, more = MESHES[mesh]
     rules, model = rules_of(form, sizes, rows, **more), {**KINDS[kind], "kv_heads": 8 if mesh != "repeated keys" else 4}
-    if form == "ring" and "alibi" in model["positions"]:
+    if form == "ring" and "alibi" in model.get("positions", ""):
         model |= {"positions": "rope", "sliding_window": 0}
     same(rules, **model)
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import io
 import json
-import os
 import platform
 import shlex
 import shutil
@@ -20,13 +19,15 @@ from rich.console import Console
 
 from gspmd_lm import config as configs
 from gspmd_lm import runtime, versions
+from gspmd_lm.agreement import Agreement
+from gspmd_lm.checkpoint import Checkpoints
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import Decoder, decode
-from gspmd_lm.stop_signal import StopSignal
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import Programs
+from gspmd_lm.train.saving import Clock
 from tests.convert.ours import QUICK
 
 CPU = runtime.Runtime("cpu", "cpu", 8, 0, 1)
@@ -322,7 +323,7 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run
         train=dataclasses.replace(sound.train, keep_checkpoints=1),
     )
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(StopSignal, "requested", lambda self, step: step == 8)
+    monkeypatch.setattr(Agreement, "due", lambda self, step: {"stop"} if step == 8 else set())
     run(tmp_path, "dp8", config).train(30)
     monkeypatch.undo()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
@@ -360,19 +361,47 @@ def test_a_damaged_row_of_metrics_is_left_out_and_said(run, straight, tmp_path):
 
 
 def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_path, monkeypatch):
-    _, (_, state) = straight
-    first = run(tmp_path)
-    monkeypatch.setattr(
-        StopSignal,
-        "requested",
-        lambda self, step: (step == 3 and os.kill(os.getpid(), signal.SIGTERM)) or self._asked,
-    )
+    """A launcher asks again before the checkpoint is whole. It must not end the run, which has promised nothing yet."""
+    first, due, wait = run(tmp_path), Agreement.due, Checkpoints.wait
+    said, lost = [], []
+    before = signal.signal(signal.SIGTERM, lambda *_: lost.append("the run's handler is gone"))
+
+    def asked(self, step):
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return due(self, step)
+
+    def impatient(self):
+        if self._at == 3 and not said:
+            said.append(first.console.file.getvalue())
+            signal.raise_signal(signal.SIGTERM)
+        wait(self)
+
+    monkeypatch.setattr(Agreement, "due", asked)
+    monkeypatch.setattr(Checkpoints, "wait", impatient)
     first.train(12)
     monkeypatch.undo()
-    stopped_at = state_of(first)[0]
-    assert stopped_at in (3, 4)
+    signal.signal(signal.SIGTERM, before)
+    promise = "stopped at step 3 on request; the same command goes on from there"
+    assert lost == [] and promise not in said[0] and promise in first.console.file.getvalue()
+    assert state_of(first)[0] == 3
     run(tmp_path).train(12)
-    same(state_of(run(tmp_path))[1], state)
+    same(state_of(run(tmp_path))[1], straight[1][1])
+
+
+def test_a_run_is_saved_when_its_clock_says_so(run, small, straight, tmp_path, monkeypatch):
+    often = dict(TRAIN, checkpoint_every=0, eval_every=0, keep_checkpoints=9)
+    config = small(layers=1, data={"batch": 8, "source": "random:60"}, train=often)
+    assert config.train.checkpoint_minutes == 10
+    saved, save = [], Checkpoints.save
+    monkeypatch.setattr(Clock, "due", lambda self, writing: len(saved) < 2 and not writing)
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step, *given, **more: (
+        saved.append(step), save(self, step, *given, **more), self.wait()))  # fmt: skip
+    timed = run(tmp_path, config=config)
+    timed.train(5)
+    assert saved == [1, 2, 5]
+    assert "saves every 10 minutes and at the end; " in timed.console.file.getvalue()
+    assert losses_of(tmp_path) == {step: loss for step, loss in losses_of(straight[0]).items() if step <= 5}
 
 
 def test_a_trace_is_written(run, tmp_path):
@@ -456,7 +485,7 @@ def test_a_run_ends_early_and_keeps_its_best_checkpoint(run, worsening, early):
 def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, early, tmp_path, monkeypatch):
     """Also one that goes on elsewhere, and one that was asked to stop just when it would have evaluated."""
     evaluated, checkpoints, last = ending_of(early[0])
-    monkeypatch.setattr(StopSignal, "requested", lambda self, step: step == last - 4)
+    monkeypatch.setattr(Agreement, "due", lambda self, step: {"stop"} if step == last - 4 else set())
     run(tmp_path, config=worsening).train(30)
     monkeypatch.undo()
     assert ending_of(tmp_path)[2] == last - 4 and last - 4 not in ending_of(tmp_path)[0]

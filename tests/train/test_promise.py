@@ -9,6 +9,8 @@ import optax
 import pytest
 
 from gspmd_lm import rules_file
+from gspmd_lm.config import AttentionTemperature
+from tests.convert.ours import QUICK
 
 LAYOUTS = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
 STEPS = 20
@@ -43,13 +45,13 @@ def test_the_cases_hold_every_pair_of_values():
         }
 
 
-def course(step, batch_of):
+def course(step, batch_of, steps=STEPS, options=None):
     """Losses of a run, the initial weights and the gradients there, all on the host."""
-    state = step.lower_init().compile()()
+    state = step.lower_init().compile(options)()
     first_weights = jax.device_get(state.params)
-    program = step.lower_train().compile()
+    program = step.lower_train().compile(options)
     losses, first_gradients, batch = [], None, batch_of(step, 0)  # one batch, so that there is something to learn
-    for _ in range(STEPS):
+    for _ in range(steps):
         state, values = program(state, batch)
         losses.append(float(values["loss"]))
         # Without clipping, Adam's first moment after one step is (1 - b1) times the gradient.
@@ -87,6 +89,29 @@ def test_a_layout_changes_nothing(layout, bits, small, built, batch_of, on_one_d
     for got, want in zip(jax.tree.leaves(got_gradients), jax.tree.leaves(gradients), strict=True):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
     assert losses[-1] < losses[0] - 0.05  # something was learned, so the comparison means something
+
+
+# What only some families have.
+FAMILIES = {
+    "Llama 4": {
+        "kv_heads": 4, "layer_pattern": ("chunked", "nope"), "attention_chunk": 5,
+        "attention_temperature": AttentionTemperature(every=3, offset=1, layers="nope"), "qk_norm": True,
+        "qk_norm_kind": "unscaled", "experts": 8, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16,
+        "sparse_step": 2, "routing": "sigmoid", "normalized_weights": False, "weighted_input": True,
+        "balance": "bias", "init_std": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layout_changes_nothing_of_what_a_family_has(family, small, built, batch_of):
+    config = small(optimizer=UNCLIPPED, **FAMILIES[family])
+    (losses, _, gradients), (got_losses, _, got_gradients) = (
+        course(built(config, layout), batch_of, 3, QUICK) for layout in ("single", "fsdp2_tp4")
+    )
+    np.testing.assert_allclose(got_losses, losses, rtol=0, atol=1e-5)
+    for got, want in zip(jax.tree.leaves(got_gradients), jax.tree.leaves(gradients), strict=True):
+        assert np.linalg.norm(want) > 0 and np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
 def without_kv_heads(layout):

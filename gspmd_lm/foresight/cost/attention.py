@@ -7,6 +7,8 @@ TPU, and `benchmarks/kernel_schedules.py` reads from it what `Chip.splash` holds
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -77,15 +79,21 @@ def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
             length=int(config["intermediate_tensor_shape"]["dimensions"][-1]),
             size=module.operand(call).shape.arrays[0].dimensions[-1],
             causal="CAUSAL" in config.get("mask_type", ""),
+            window=_window(config),
         )
     splash = _splash(module, call)
     return splash_s(splash, chip) if splash else None
 
 
-def cudnn_s(operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True) -> float:
-    """The seconds of a pass of cuDNN's attention that does so many FLOPs, for heads of `size` over `length` tokens."""
+def cudnn_s(
+    operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True, window: int = 0
+) -> float:
+    """The seconds of a pass of cuDNN's attention that does so many FLOPs, for heads of `size` over `length` tokens.
+
+    With a window it is as fast as over rows of its length, for both compute as much of what is masked in vain.
+    """
     # Between two lengths of the table along the logarithm of the length, and beyond it as at its ends.
-    at, lengths = np.log2(length), np.log2(CUDNN_LENGTHS)
+    at, lengths = np.log2(min(window or length, length)), np.log2(CUDNN_LENGTHS)
     full, masked, back = (float(np.interp(at, lengths, row)) for row in (CUDNN_FULL, CUDNN_CAUSAL, CUDNN_BACKWARD))
     rate = (back if backward else full) * (masked / full if causal else 1.0)
     rate *= CUDNN_SMALL[backward] if size <= 64 else 1.0
@@ -113,14 +121,34 @@ def flops(module: Module, call: Instruction) -> float:
     """The FLOPs of an attention kernel, 2 x multiply-adds of the visited blocks; 0 for other calls."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
         config = call.config["cudnn_fmha_backend_config"]
-        scores = math.prod(int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
-        scores *= 0.5 if "CAUSAL" in config.get("mask_type", "") else 1.0
+        rows, heads, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
+        causal = "CAUSAL" in config.get("mask_type", "")
+        scores = rows * heads * (seen(queries, _window(config)) if causal else queries * keys)
         matmuls = 5 if "Backward" in call.custom_call_target else 2
         return 2.0 * matmuls * scores * module.operand(call).shape.arrays[0].dimensions[-1]
     splash = _splash(module, call)
     if splash is None:
         return 0.0
     return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * splash.size
+
+
+def seen(length: int, window: int) -> float:
+    """The scores of a head in a causal row: half of all, or those of the last `window` keys of each query.
+
+    Packed documents count as one row. How many scores they have depends on the data.
+    """
+    width = min(window or length, length)
+    return width * length - width**2 / 2
+
+
+def packed(call: Instruction) -> bool:
+    """Whether a call of cuDNN's attention is given the documents of its rows."""
+    return call.config.get("cudnn_fmha_backend_config", {}).get("max_seg_per_batch", 1) > 1
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    """The window of a call of cuDNN's, 0 for none."""
+    return int(config.get("sliding_window_length", 0))
 
 
 def _splash(module: Module, call: Instruction) -> Splash | None:

@@ -72,6 +72,7 @@ def predict(
     host_s = waited.pop(HOST, 0.0)
     unpriced = _unpriced(module, walk)
     step_s = walk.now_s
+    packed = "; packed documents as whole rows" if any(map(attention.packed, module.kernels)) else ""
     return Prediction(
         step_time_s=step_s,
         matmul_s=walk.spent["matmul"],
@@ -83,7 +84,7 @@ def predict(
         communication_s=walk.communication_s,
         mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
         tokens_per_s_per_device=tokens_per_device / step_s if step_s else 0.0,
-        basis=_BASIS[chip.platform],
+        basis=_BASIS[chip.platform] + packed,
         error=error,
         timeline=_timeline(module, walk),
         unpriced=unpriced,
@@ -116,7 +117,8 @@ def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
         if unknown:
             left[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
     for step in module.steps():
-        if step.instruction.opcode == "while" and module.trip_count(step.instruction) is None:
+        unknown = step.instruction.opcode == "while" and module.trip_count(step.instruction) is None
+        if unknown and not read(step.instruction.op_name).turns:
             left[UNKNOWN_TURNS] += 1
     return {name: size / total if total else 0.0 for name, size in left.most_common()}
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gspmd_lm.chips import CHIPS, Chip, chip_of, gpu_target_config
+from gspmd_lm.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config
 from gspmd_lm.errors import InputError, did_you_mean
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
@@ -25,6 +25,7 @@ _CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
 _LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
 _GPUS_PER_HOST = 8
+MOST_DEVICES = 2**20  # several times the largest cluster that is known; jax makes an object of each
 _GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
 _EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
 
@@ -46,6 +47,13 @@ class Target:
         return self.slices * math.prod(self.topology) * per_chip
 
     @property
+    def processor(self) -> Processor:
+        """What decides which kernels the target can run."""
+        gpu = self.chip and self.chip.gpu
+        capability = gpu.compute_capability if gpu else ()
+        return Processor(self.platform, self.chip.name if self.chip else self.platform, capability)
+
+    @property
     def hardware(self) -> str:
         """The text without the speed of the network, on which no compiled program depends."""
         return self.text.partition("/")[0]
@@ -53,6 +61,16 @@ class Target:
 
 def parse(text: str) -> Target:
     """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
+    found = _parsed(text)
+    if found.devices > MOST_DEVICES:
+        raise InputError(
+            f"--target={text}: {found.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
+            f"  fix   fewer {'slices' if found.platform == 'tpu' else 'devices'}"
+        )
+    return found
+
+
+def _parsed(text: str) -> Target:
     place = f"--target={text}"
     hardware, slash, network = text.partition("/")
     slices, at, rest = hardware.rpartition("@")
@@ -179,6 +197,8 @@ def of(devices: Sequence[Any]) -> Target:
     """The target that real or simulated `devices` form. Its chip is None if theirs is not known."""
     first, count = devices[0], len(devices)
     chip = chip_of(first.device_kind)
+    if chip and chip.gpu and (limit_bytes := _limit_bytes(devices)):
+        chip = dataclasses.replace(chip, usable_hbm_bytes=limit_bytes)
     if first.platform == "cpu" or chip is None:
         return Target(f"{first.platform}:{count}", first.platform, None, (count,))
     if chip.platform == "gpu":
@@ -189,6 +209,14 @@ def of(devices: Sequence[Any]) -> Target:
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
     text = f"{chip.name}:{'x'.join(map(str, topology))}"
     return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
+
+
+def _limit_bytes(devices: Sequence[Any]) -> int | None:
+    """The memory of a GPU that jax has taken for this process, or None."""
+    import jax
+
+    here = next((device for device in devices if device.process_index == jax.process_index()), None)
+    return (here.memory_stats() or {}).get("bytes_limit") if here else None
 
 
 def places(mesh: Any) -> dict[str, tuple[Any, ...]]:

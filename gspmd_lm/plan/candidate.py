@@ -1,0 +1,98 @@
+"""A layout that a plan looks at, and what a plan finds."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.plan.price import Price
+from gspmd_lm.rules import Rules
+
+FAR_ABOVE = 1.2  # the share of the limit above which nothing is compiled while something else may fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One layout: its rules, its price and, where it was compiled, its report."""
+
+    raw: Mapping[str, Any]  # the plain values of its rules file
+    rules: Rules  # filled
+    price: Price
+    report: Report | None = None  # None: priced alone
+    corrected_s: float = 0.0  # the price, corrected by what compiled layouts like it showed
+    limit_bytes: int | None = None
+    failure: str = ""  # why it could not be compiled
+
+    @property
+    def name(self) -> str:
+        """The layout in one line."""
+        return self.rules.path
+
+    @property
+    def compiled(self) -> bool:
+        return self.report is not None
+
+    @property
+    def step_time_s(self) -> float:
+        """The seconds of a step as predicted, else as priced; infinite where the compiler refused it."""
+        if self.report is None:
+            return self.corrected_s or self.price.step_time_s
+        return self.report.prediction.step_time_s if self.report.prediction else math.inf
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.report.memory.peak_bytes if self.report else self.price.peak_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where no compiler was asked and it may."""
+        if self.report:
+            return self.report.memory.fits
+        if self.limit_bytes is None:
+            return True
+        return False if self.failure or self.price.peak_bytes > FAR_ABOVE * self.limit_bytes else None
+
+    @property
+    def entries(self) -> int:
+        """How many entries its rules file has: the fewer, the simpler."""
+        return sum(len(value) if isinstance(value, Mapping) else 1 for value in self.raw.values())
+
+    @functools.cached_property
+    def features(self) -> tuple[Any, ...]:
+        """What makes a layout like another."""
+        tables = "weights" in self.raw, "optimizer" in self.raw
+        mesh = dict(self.rules.mesh)
+        shares = tuple(mesh.get(name, 1) for name in ("data", "fsdp", "tensor", "context", "expert"))
+        between = len(self.raw.get("rules", {}))
+        return (*shares, self.raw.get("context"), tuple(self.rules.dcn.items()), between, tables,
+                json.dumps(self.raw.get("remat", "none"), sort_keys=True), self.rules.microbatches)  # fmt: skip
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What one representative is compiled of: mesh, split of the sequence, tables, and remat but for its names."""
+        remat = self.rules.remat
+        return (*self.features[:-2], remat.policy, bool(remat.offload))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a search found."""
+
+    target: Target
+    config: str
+    tokens: int  # of a step, on all devices
+    candidates: tuple[Candidate, ...]  # best first
+    ties: tuple[Candidate, ...]  # compiled, within `error` of the best, which comes first
+    searched: int
+    compiled: int
+    seconds: float
+    error: float  # of predictions for the chip, as a share
+    best: Candidate | None  # None: nothing fits
+    price_error: float | None = None  # of corrected prices, as compiled layouts of this plan say; None: too few
+    refused: int = 0  # candidates that a check of the rules refused
+    nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
+    stopped: str = ""  # why the search ended

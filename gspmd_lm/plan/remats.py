@@ -1,0 +1,113 @@
+"""The remat policies that a layout is tried with: what is saved, what is offloaded, and what is computed again.
+
+It is a knapsack over names. A name that is kept spares what the backward pass would compute again for it. On the device
+it takes memory. On the host it takes time of the link, which costs nothing as long as it hides behind compute. What a
+name spares depends on what else is kept. So names are chosen one after the other: each time the one that spares most
+for the share that it takes of what is there.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from gspmd_lm.kernels import attention
+from gspmd_lm.plan.price import Pricer, Sketch
+from gspmd_lm.plan.traces import Trace
+from gspmd_lm.rules import Remat, Rules
+
+# Shares of a device's memory that are filled: estimates of memory are up to a sixth too low or too high.
+FILLED = (0.85, 0.95, 1.05, 1.15)
+OF_HOST = 0.7  # the share of the host's memory that may hold activations: loader and checkpoints need some, too
+OF_STEP = 0.3  # the share of a step in which copies to the host, or those back, hide
+
+Home = Literal["save", "offload"]
+
+
+class Names(NamedTuple):
+    """What a model lets a remat policy choose."""
+
+    kept: tuple[str, ...]  # what products, kernels and exchanges make
+    inputs: tuple[str, ...]  # what loops carry, which stays on the device unless it is offloaded
+
+    @classmethod
+    def of(cls, trace: Trace, fused: bool, known: tuple[str, ...]) -> "Names":
+        """The names of a traced model. `known` are those that its rules files may list."""
+        work, traced = trace.work(fused), trace.traced
+        nodes = [node for node in traced.nodes if node.label in known and work.in_block(node)]
+        inputs = [node.label for node in nodes if node.inputs[0].primitive == "carry"]
+        read = [product.x.array for product in traced.products if traced.source(product.x)]  # only placed anew
+        first = [spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V)]
+        labels = [node.label for node in nodes if node.label not in (*inputs, *read)]
+        kept = [*(name for name in first if name in labels), *labels]
+        return cls(tuple(dict.fromkeys(kept)), tuple(dict.fromkeys(inputs)))
+
+    def remat(self, homes: Mapping[str, Home]) -> Remat:
+        """The policy that keeps names where `homes` says."""
+        kept = {home: tuple(name for name in (*self.inputs, *self.kept) if homes.get(name) == home)
+                for home in ("save", "offload")}  # fmt: skip
+        return Remat("names", **kept)
+
+
+def tried(pricer: Pricer, rules: Rules, names: Names) -> Iterator[Remat]:
+    """The policies that are worth a price for filled and checked `rules`, each once."""
+    chip, knapsack = pricer.chip, _Knapsack(pricer, rules, names)
+    yield from (Remat(), Remat("dots"), Remat("block"))
+    if chip is None:
+        found = [knapsack.filled(math.inf)]
+    else:
+        limits = [share * chip.usable_hbm_bytes for share in FILLED]
+        found = [knapsack.filled(limit) for limit in limits]
+        all_saved = names.remat(dict.fromkeys(names.kept, "save"))
+        if names.inputs and knapsack.sketch(all_saved).peak_bytes > limits[0]:
+            host_bytes = OF_HOST * chip.host_bytes / chip.devices_per_chip
+            found += [knapsack.filled(limit, host_bytes) for limit in limits]
+            found.append(names.remat(dict.fromkeys(names.inputs, "offload")))
+    yield from (remat for remat in dict.fromkeys(found) if remat.save or remat.offload)
+
+
+class _Knapsack:
+    """The choice for one layout."""
+
+    def __init__(self, pricer: Pricer, rules: Rules, names: Names):
+        self.pricer, self.rules, self.names = pricer, rules, names
+        self._known: dict[Remat, Sketch] = {}
+
+    def sketch(self, remat: Remat) -> Sketch:
+        if remat not in self._known:
+            self._known[remat] = self.pricer.sketch(self.rules, remat)
+        return self._known[remat]
+
+    def filled(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
+        """The policy that fills a device up to `limit_bytes`, and the host's memory for it up to `host_bytes`."""
+        names, homes = self.names, dict[str, Home]()
+        now = self.sketch(names.remat(homes))
+        if host_bytes and now.peak_bytes > limit_bytes:
+            homes = dict.fromkeys(names.inputs, "offload")
+            now = self.sketch(names.remat(homes))
+        room_bytes = max(limit_bytes - now.peak_bytes, 1.0)
+        link_bytes = self._link_bytes(now.seconds) if host_bytes else 1.0
+        while True:
+            best: tuple[float, dict[str, Home], Sketch] | None = None
+            for name, home in itertools.product(names.kept, ("save", "offload") if host_bytes else ("save",)):
+                if name in homes:
+                    continue
+                changed: dict[str, Home] = {**homes, name: home}
+                then = self.sketch(names.remat(changed))
+                spared_s = now.seconds - then.seconds
+                more_bytes, sent_bytes = then.device_bytes - now.device_bytes, then.host_bytes - now.host_bytes
+                if spared_s <= 0 or then.host_bytes > host_bytes or (more_bytes > 0 and then.peak_bytes > limit_bytes):
+                    continue
+                taken = max(more_bytes / room_bytes + sent_bytes / link_bytes, 1e-9)
+                if best is None or spared_s / taken > best[0]:
+                    best = spared_s / taken, changed, then
+            if best is None:
+                return names.remat(homes)
+            _, homes, now = best
+
+    def _link_bytes(self, step_s: float) -> float:
+        """What a microbatch can send to the host while its loop computes."""
+        chip = self.pricer.chip
+        assert chip
+        share = OF_STEP / (chip.devices_per_chip * self.rules.microbatches)
+        return max(share * step_s * chip.host_link_bytes_per_s, 1.0)
