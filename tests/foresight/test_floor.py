@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.axes import IN_BLOCKS
 from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.floor import floor, least_flops, memory_bytes
+from gspmd_lm.foresight.floor import counted, floor, least_flops, memory_bytes
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Remat, Row, check
 from gspmd_lm.train import state
@@ -219,6 +220,37 @@ def test_compiled_programs_move_no_less_and_little_more(small, built, rules, cha
     needed = floor(step.config, step.rules, step.arrays, None, found).communication_bytes
     moved = ring_bytes(count(step.lower_train().compile().as_text()))
     assert needed <= moved <= 1.05 * needed
+
+
+@pytest.mark.parametrize("rules", ["tp8", "fsdp8"])
+def test_an_adapter_sends_its_matrices_and_sums(small, rules):
+    """Of one that reads the residual stream, and one that writes to it, beside a third that both configs have."""
+    filled, rank, n = rules_file.load(rules).fill(8), 4, 7 / 8
+
+    def sent(*targets):
+        config = small(heads=8, kv_heads=8, compute_dtype="bfloat16", lora=Lora(rank=rank, alpha=8.0, targets=targets))
+        arrays = state.arrays(config)
+        return config, floor(config, filled, arrays, None, traced(config, filled, arrays)).communication_bytes
+
+    (config, without), (_, found) = sent("wk"), sent("wk", "wq", "wo")
+    model, tokens = config.model, config.data.batch * config.data.seq
+    across, width = 2 * rank * model.heads * model.head_dim, 2 * rank * model.embed  # in bfloat16
+    wanted = {
+        # The gradient of what lies between wq's matrices, and that of wo's second one.
+        "tp8": 2 * n * (2 * rank * tokens + width),
+        # Split along embed at rest: gathered, and its gradient is scattered. The gradient of the other one is summed.
+        "fsdp8": 2 * (n * 2 * width + 2 * n * across),
+    }
+    assert found - without == pytest.approx(model.layers * wanted[rules])
+
+
+def test_each_turn_of_a_loop_counts_and_of_branches_the_dearest():
+    def program(x, w):
+        y, _ = jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)
+        return jax.lax.cond(y.sum() > 0, lambda y: y @ w @ w, lambda y: y @ w, y)
+
+    made = jax.make_jaxpr(program)(np.ones((4, 8)), np.ones((8, 8)))
+    assert counted.flops(made.jaxpr) == (5 + 2) * 2 * 4 * 8 * 8
 
 
 def test_of_a_mixture_only_the_chosen_experts_count():

@@ -198,6 +198,17 @@ def test_values_and_gradients(small, variant):
         np.testing.assert_allclose(other, one, atol=1e-4, rtol=1e-4, err_msg=str(path))
 
 
+def test_a_token_whose_weight_is_zero_gives_no_gradient_and_no_nan(small):
+    """A router so sure of one expert that the scores of the other two chosen ones are exactly 0."""
+    cfg = small(**SIZES).model
+    module, x = Experts(cfg), jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, cfg.embed)), jnp.float32)
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(1), x))["params"]
+    params = params | {"router": 1e4 * params["router"]}
+    assert (jnp.sort(jax.nn.softmax(x @ params["router"]))[..., -2] == 0).any()
+    found = jax.jit(jax.grad(lambda p: module.apply({"params": p}, x)[0].sum()))(params)
+    assert all(np.isfinite(dw).all() for dw in jax.tree.leaves(found)) and np.any(found["w_down"])
+
+
 def test_penalties_and_loads(small):
     """Equal loads cost balance_weight, whatever the router is sure of; rows are balanced by themselves."""
     cfg = small(experts=4, experts_per_token=1, balance="row", balance_weight=0.5, router_z_loss=0.1).model

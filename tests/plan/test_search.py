@@ -93,10 +93,29 @@ def test_what_does_not_fit_is_not_chosen(config):
             assert found.nearest is not None
             assert found.nearest.peak_bytes == 2 * limit
             assert found.nearest.rules.remat.policy not in ("none", "dots")
+            assert any(one.failure == search.HOPELESS and not one.compiled for one in found.candidates)
     compiler = Compiler(config, peak=peak)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
     assert found.best
     assert found.best.rules.remat.policy not in ("none", "dots")
+
+
+def test_only_what_needs_no_less_than_a_like_layout_that_did_not_fit_is_dropped():
+    def layout(fits=None, failure="", features=(1, 2, 3, 4), microbatches=2, peak_bytes=10):
+        of = {"rules": types.SimpleNamespace(microbatches=microbatches),
+              "price": types.SimpleNamespace(peak_bytes=peak_bytes)}  # fmt: skip
+        return types.SimpleNamespace(fits=fits, failure=failure, features=features, **of)
+
+    def dropped(one, *tried):
+        return search._Search._hopeless(types.SimpleNamespace(tried=tried), one)
+
+    refused = layout(fits=False)
+    for one in (layout(), layout(features=(1, 2, 9, 9)), layout(microbatches=1), layout(peak_bytes=11)):
+        assert dropped(one, layout(fits=True), refused)
+    for one in (layout(features=(1, 9, 3, 4)), layout(microbatches=4), layout(peak_bytes=9)):
+        assert not dropped(one, refused)
+    for other in (layout(fits=True), layout(), layout(fits=False, failure="the compiler failed")):
+        assert not dropped(layout(), other)
 
 
 def test_far_above_the_limit_nothing_is_compiled():
