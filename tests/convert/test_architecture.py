@@ -1,5 +1,6 @@
 """What is made of config.json of published models, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -107,6 +108,16 @@ def test_a_model_that_no_family_has():
     assert "model.norm: 'layernorm', Qwen2 would have 'rmsnorm'" in str(error.value)
     with pytest.raises(InputError, match=r"model.attention_out_bias"):
         architecture.describe(odd, LLAMA31)
+
+
+def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not():
+    mixtral, glm = (model_of(PUBLISHED[name][0]) for name in ("mixtral", "glm-4.5"))
+    row, _ = architecture.describe(dataclasses.replace(mixtral, balance="row"), None)
+    assert row.model_type == "mixtral"
+    for model, balance, said in ((mixtral, "bias", "'bias', Mixtral would have 'none'"),
+                                 (glm, "none", "'none', GLM-4.5 would have 'bias'")):  # fmt: skip
+        with pytest.raises(InputError, match=f"except for\n  model.balance: {said}"):
+            architecture.describe(dataclasses.replace(model, balance=balance), None)
 
 
 @pytest.mark.parametrize(
