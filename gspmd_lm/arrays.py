@@ -235,7 +235,7 @@ def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass)
         return problems
     place = rules.place(f"attention.{platform}", kernel)
     instead = _instead(kernel, reason, config, rules, asked) or "change the config"
-    fix = f"drop attention.{platform}, so that the fastest kernel that can is used, or {instead}"
+    fix = f"--set rules.attention=null for the fastest kernel that can do it, or {instead}"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 
