@@ -62,8 +62,8 @@ MAY_IMPORT = {
     "orbax_folder": "files trees config",
     "same_model": "config",
     "checkpoint": "same_model orbax_folder verdicts processes files trees config",
-    "train": "chips task arrays program model kernels placement mesh rules placing axes checkpoint data runtime stop_signal "
-    "compile_cache processes files versions core_yaml config",
+    "train": "chips task arrays program model kernels placement mesh rules placing axes checkpoint data runtime "
+    "stop_signal compile_cache processes files versions core_yaml config",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config",
     "convert": "arrays model placement checkpoint rules axes data files config",
     "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data runtime files "

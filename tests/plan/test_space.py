@@ -7,9 +7,8 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
-from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import space
-from gspmd_lm.plan.space import candidates, describe
+from gspmd_lm.plan.space import describe
 from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
 
