@@ -62,7 +62,8 @@ def test_what_would_let_a_faster_kernel_is_printed_only_if_it_does(monkeypatch):
     packed, fix = Pass(2048, segments=True), "; fix --set data.packing=stream"
     kernel, said = choice(FSDP, H100, asked=packed)
     assert (kernel, said) == ("xla", f"xla, since cudnn on h100 does not support data.packing: documents{fix}")
-    chats = dataclasses.replace(LLAMA, data=dataclasses.replace(LLAMA.data, packing="documents", messages_field="messages"))
+    data = dataclasses.replace(LLAMA.data, packing="documents", messages_field="messages")
+    chats = dataclasses.replace(LLAMA, data=data)
     assert fix not in choice(FSDP, H100, chats, packed)[1]  # conversations cannot be packed otherwise
     # A window does not go with a ring.
     assert "fix" not in choice(CONTEXT, H100, model(sliding_window=64))[1]
@@ -79,3 +80,17 @@ def test_every_chip_has_a_fused_kernel():
     for chip in CHIPS.values():
         on = dataclasses.replace(target.parse("cpu:8"), platform=chip.platform, chip=chip).processor
         assert choice(FSDP, on)[0] == KERNELS[chip.platform][0] != "xla"
+
+
+def test_experts_that_no_kernel_computes_are_a_warning():
+    mixture = configs.load("tiny_experts")
+    rules = rules_file.load("expert4").fill(8)
+
+    def said(platform, **changes):
+        config = dataclasses.replace(mixture, model=dataclasses.replace(mixture.model, **changes))
+        return [one.message for one in arrays.layer_problems(config, rules, platform, Pass(128)) if one.warning]
+
+    (loop,) = said("gpu", compute_dtype="float32")
+    assert "since the kernel for GPUs does not support model.compute_dtype: float32" in loop
+    assert "matrices of 64 x 100 on a device" in said("gpu", compute_dtype="bfloat16", embed=64, expert_mlp=100)[0]
+    assert said("gpu", compute_dtype="bfloat16") == said("tpu", compute_dtype="float32") == []
