@@ -121,7 +121,7 @@ SINGLE_DEVICE = {
     "jax.lax":
         "RaggedDotDimensionNumbers dynamic_index_in_dim dynamic_slice_in_dim dynamic_update_slice "
         "dynamic_update_slice_in_dim fori_loop optimization_barrier ragged_dot ragged_dot_general reduce_precision "
-        "rsqrt scan stop_gradient top_k",
+        "rsqrt scan stop_gradient top_k while_loop",
     "jax.experimental.pallas.ops.tpu.megablox.gmm": "gmm tgmm",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
@@ -243,8 +243,8 @@ def told_of_devices(nodes):
             yield from sorted(words & {*rules.MESH_AXES} - {*axes.AXES})
 
 
-# Attention over a split sequence, where devices send keys to each other, and its kernel. Models do not see that.
-APART = ("gspmd_lm.kernels.context", "gspmd_lm.kernels.ring", "gspmd_lm.kernels.splash")
+# Attention over a split sequence, where devices send keys to each other, and its kernels. Models do not see that.
+APART = tuple(f"gspmd_lm.kernels.{name}" for name in ("context", "ring", "splash", "cudnn"))
 
 
 def test_models_see_three_words_of_attention_over_a_split_sequence():

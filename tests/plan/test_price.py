@@ -166,6 +166,15 @@ def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
     assert again - once == pytest.approx(L * attention.splash_s(call, CHIPS["v5p"]))
 
 
+def test_a_window_is_priced_by_its_scores():
+    windowed = configs.load("llama3_8b", ["data.batch=8", "model.sliding_window=1024"])
+    pricer, chip = Pricer(windowed, targets.parse("h100:8")), CHIPS["h100"]
+    found = pricer.price(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
+    scores = N * H * attention.seen(T, 1024)
+    passes = [attention.cudnn_s(2 * n * scores, n > 2, chip, T, H, window=1024) for n in (2, 5)]
+    assert found == pytest.approx(L * (sum(passes) + 2 * prices.LAUNCH_S["gpu"]))
+
+
 def test_kept_activations_are_counted_once_and_cost_traffic(priced):
     block, queries, both = (
         priced({**FSDP, "remat": {"save": names}}) for names in ([], ["q"], ["q", "attention_out"])
