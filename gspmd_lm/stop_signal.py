@@ -39,7 +39,7 @@ class StopSignal:
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._written)
         for number, handler in self._previous.items():
-            if handler is not None:  # a library's
+            if handler is not None:  # as that of a library is, if it came before Python
                 signal.signal(number, handler)
             _action(number, self._actions[number])
 
