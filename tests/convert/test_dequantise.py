@@ -1,6 +1,7 @@
 """Quantised folders are read as the floats that they stand for. The tensors here are packed number by number."""
 
 import json
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -84,7 +85,8 @@ def float8(name, shape, about):
 def write(folder, config, tensors):
     folder.mkdir(parents=True)
     tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    entries, at = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, array in tensors.items():
         entries[name] = {
             "dtype": KINDS[array.dtype.name],
