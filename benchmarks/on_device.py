@@ -49,7 +49,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     here = target.of([device])
     ready = measure.Ours(built, compiled, time.perf_counter() - began)
     program = compile.described(built, compiled, options, here, traced - began, time.perf_counter() - traced)
-    found = explain.report(cfg, layout, here, arrays, problems, program)
+    found = explain.report(cfg, built.rules, here, arrays, problems, program)
     predicted_s = found.prediction.step_time_s if found.prediction else None
     measured_s, used = _run(ready, device) if found.memory.fits else (None, None)
     return {

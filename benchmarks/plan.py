@@ -5,6 +5,7 @@
     python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
     python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
     python -m benchmarks.plan published --rows 8 9    # the plan beside published layouts, tuned by hand
+    python -m benchmarks.plan prices [--rows 2 51] [--compile]    # published layouts beside the best of all, priced
     python -m benchmarks.plan show    # the tables of all that was kept
 
 rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What they all
@@ -347,14 +348,64 @@ def show_published() -> None:
               f"{describe(row['rules'])}")  # fmt: skip
 
 
+def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
+    """Every published layout beside the best of its plan's space, both priced; and that best one compiled.
+
+    A published layout ran, so memory for it is taken to be there whatever the estimate says, and for others as well.
+    """
+    told = {row["number"]: row for row in measure.read("foresight_times")}
+    for number, row in enumerate(step_times.rows()):
+        if numbers and number not in numbers:
+            continue
+        began_s = time.process_time()
+        config, target = row.config(), targets.parse(row.target)
+        assert target.chip
+        space = Space(config, target)
+        theirs = space.pricer.price(row.rules().fill(target.devices))
+        limit_bytes = max(theirs.peak_bytes, target.chip.usable_hbm_bytes)
+        priced = search.priced(space)
+        fitting = [one for one in priced if one.price.peak_bytes <= limit_bytes]
+        best = min(fitting, key=lambda one: one.price.step_time_s)
+        cpu_s = time.process_time() - began_s
+        report = explain.reports(config, [best.rules], target, print)[0] if compile_best else None
+        found = {
+            "number": number,
+            "row": row.name,
+            "theirs_priced_s": round(theirs.step_time_s, 4),
+            "theirs_compiled_s": told[number]["predicted_s"],
+            "theirs_fits": told[number]["fits"],
+            "plan_priced_s": round(best.price.step_time_s, 4),
+            "plan_compiled_s": report and report.prediction and round(report.prediction.step_time_s, 4),
+            "plan_fits": report and report.memory.fits,
+            "rules": dict(best.raw),
+            "layouts": len(priced),
+            "cpu_s": round(cpu_s, 1),
+            "date": datetime.date.today().isoformat(),
+        }
+        others = [one for one in kept("plan_prices") if one["number"] != number]
+        measure.write("plan_prices", sorted([*others, found], key=lambda one: one["number"]))
+        show_published_prices([found])
+
+
+def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        ran = "" if row["theirs_fits"] else ", which does not fit"
+        compiled = [row[f"{who}_compiled_s"] for who in ("theirs", "plan")]
+        more = f"; compiled {compiled[0]:.3f} and {compiled[1]:.3f} s ({compiled[1] / compiled[0] - 1:+.1%})"
+        print(f"{row['number']:3} {row['row']:45} published {row['theirs_priced_s']:8.3f} s{ran}, the plan's best "
+              f"{row['plan_priced_s']:8.3f} s ({row['plan_priced_s'] / row['theirs_priced_s'] - 1:+.1%})"
+              f"{more if all(compiled) else ''}: {describe(row['rules'])}", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pricing", "rank", "regret", "shipped", "published", "show"))
+    parser.add_argument("what", choices=("pricing", "rank", "regret", "shipped", "published", "prices", "show"))
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--count", type=int, default=16, help="how many layouts are ranked")
     parser.add_argument("--again", action="store_true", help="predict kept layouts anew, after prices have changed")
     parser.add_argument("--rows", type=int, nargs="+", default=(), help="numbers of published rows, from 0")
     parser.add_argument("--minutes", type=float, default=15, help="of a plan")
+    parser.add_argument("--compile", action="store_true", help="compile the best of the priced layouts, too")
     parser.add_argument("--write", action="store_true", help="keep the figure in results/")
     arguments = parser.parse_args()
     measure.simulate(1)
@@ -370,6 +421,9 @@ def main() -> None:
         show_memory()
         recorded()
         show_published()
+        show_published_prices(kept("plan_prices"))
+    elif arguments.what == "prices":
+        published_prices(arguments.rows, arguments.compile)
     elif arguments.what == "published":
         published(arguments.rows, arguments.minutes)
     elif arguments.what == "rank":

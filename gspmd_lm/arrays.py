@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from gspmd_lm import placement
 from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config, Model
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.kernels import grouped_gpu
 from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.kernels.context import ALIKE, deals
 from gspmd_lm.placement import Named, Recorder
@@ -246,7 +248,7 @@ def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass)
         return problems
     place = rules.place(f"attention.{platform}", kernel)
     instead = _instead(kernel, reason, config, rules, asked) or "change the config"
-    fix = f"drop attention.{platform}, so that the fastest kernel that can is used, or {instead}"
+    fix = f"--set rules.attention=null for the fastest kernel that can do it, or {instead}"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 
@@ -298,10 +300,10 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
 def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
     """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
     found = attention_problems(config, rules, platform, asked)
-    return [*found, *_experts_problems(config, rules)]
+    return [*found, *_experts_problems(config, rules, platform)]
 
 
-def _experts_problems(config: Config, rules: Rules) -> list[Problem]:
+def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """The problems that rules and the mixtures of experts of a config do not fit each other."""
     model, found = config.model, []
     if not model.experts:
@@ -320,6 +322,15 @@ def _experts_problems(config: Config, rules: Rules) -> list[Problem]:
         place = seq.place if seq else rules.path
         fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
         found.append(Problem(message, place, fix))
+    sides = [size // rules.piece_count(rules.split("rules", path, axis))
+             for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
+    if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides):
+        narrow = model.compute_dtype == "bfloat16"
+        lacks = f"matrices of {sides[0]} x {sides[1]} on a device (only multiples of 16)"
+        lacks = lacks if narrow else f"model.compute_dtype: {model.compute_dtype} (only bfloat16)"
+        fix = "use multiples of 16" if narrow else "--set model.compute_dtype=bfloat16"
+        message = f"experts: a slow loop computes them, since the kernel for GPUs does not support {lacks}"
+        found.append(Problem(message, row.place if row else rules.path, fix, warning=True))
     return found
 
 

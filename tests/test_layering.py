@@ -50,22 +50,22 @@ MAY_IMPORT = {
     "runtime": "chips rules processes versions config",
     "stop_signal": "processes",
     "agreement": "processes",
-    "mesh": "rules config",
+    "mesh": "rules config chips",
     "placement": "mesh rules placing vocabulary",
     "task": "placing vocabulary",
     "kernels": "chips placing config",
     "exchange": "placing",
     "dispatch": "exchange kernels products placing",
     "model": "dispatch kernels products placing axes config",
-    "arrays": "kernels placement rules vocabulary config",
-    "program": "arrays placement placing runtime mesh rules",
+    "arrays": "kernels placement rules vocabulary config chips",
+    "program": "arrays placement placing runtime mesh rules config",
     "data": "files config_data config json_text",
     "verdicts": "files json_text",
     "orbax_folder": "files trees config",
     "same_model": "config",
     "checkpoint": "same_model orbax_folder verdicts processes files trees config json_text",
     "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data runtime stop_signal "
-    "agreement compile_cache processes files versions core_yaml config json_text",
+    "agreement compile_cache processes files versions core_yaml config json_text chips",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config json_text",
     "convert": "arrays model placement checkpoint rules axes data files config json_text",
     "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data runtime files "
@@ -121,7 +121,7 @@ SINGLE_DEVICE = {
     "jax.lax":
         "RaggedDotDimensionNumbers dynamic_index_in_dim dynamic_slice_in_dim dynamic_update_slice "
         "dynamic_update_slice_in_dim fori_loop optimization_barrier ragged_dot ragged_dot_general reduce_precision "
-        "rsqrt scan stop_gradient top_k",
+        "rsqrt scan stop_gradient top_k while_loop",
     "jax.experimental.pallas.ops.tpu.megablox.gmm": "gmm tgmm",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
@@ -243,8 +243,8 @@ def told_of_devices(nodes):
             yield from sorted(words & {*rules.MESH_AXES} - {*axes.AXES})
 
 
-# Attention over a split sequence, where devices send keys to each other, and its kernel. Models do not see that.
-APART = ("gspmd_lm.kernels.context", "gspmd_lm.kernels.ring", "gspmd_lm.kernels.splash")
+# Attention over a split sequence, where devices send keys to each other, and its kernels. Models do not see that.
+APART = tuple(f"gspmd_lm.kernels.{name}" for name in ("context", "ring", "splash", "cudnn"))
 
 
 def test_models_see_three_words_of_attention_over_a_split_sequence():
@@ -287,6 +287,21 @@ def test_a_file_has_one_job(module):
     text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= LONGEST
     assert not text or ast.get_docstring(ast.parse(text)), "the first line says what the file is for"
+
+
+# These alone write files themselves: into a folder or file that files.py puts in place when it is whole, or, the log,
+# line by line.
+WRITERS = ("convert.export", "convert.peft", "data.cache", "data.remote", "files", "foresight.compile", "train.log")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.partition(".")[2] not in WRITERS])
+def test_files_are_written_whole(module):
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Call):
+            name, given = ast.unparse(node.func).rpartition(".")[2], [*node.args, *(one.value for one in node.keywords)]
+            modes = {one.value for one in given if isinstance(one, ast.Constant)}
+            alone = name in ("write_text", "write_bytes") or (name == "open" and modes & {"w", "wb", "a", "ab", "x"})
+            assert not alone, f"line {node.lineno}: use files.replace or files.growing"
 
 
 def test_importing_everything_starts_nothing():

@@ -374,14 +374,15 @@ def _keeping(equation: Any, function: Any) -> Any:
     """
     if not (least := _all_flops(function)):
         return None
-    one = core.Jaxpr((), [core.Var(var.aval) for var in function.invars], equation.outvars, ())
-    call = core.jaxpr_as_fun(core.ClosedJaxpr(one.replace(eqns=[equation.replace(invars=one.invars)]), ()))
+    given = [core.Var(var.aval) for var in function.invars]
+    call = equation.replace(invars=given)
+    one = core.Jaxpr((), given, equation.outvars, [call], debug_info=function.debug_info)
 
     def forward(*given: Any) -> Any:
-        out, back = jax.vjp(call, *given)
+        out, back = jax.vjp(core.jaxpr_as_fun(core.ClosedJaxpr(one, ())), *given)
         return out, jax.tree.leaves(back)
 
-    found = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in one.invars)).jaxpr
+    found = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in given)).jaxpr
     return found if _all_flops(found) == least else None
 
 

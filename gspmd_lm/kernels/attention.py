@@ -22,7 +22,10 @@ OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 HEAD = "q: heads"
 AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
-HOPPER = 9, 0  # the compute capability from which cuDNN has packed documents and heads above 128 (jax 0.10.2, as below)
+# The compute capability of the GPUs from which cuDNN has packed documents (jax 0.10.2, jax/_src/cudnn), and that alone
+# have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
+# cuDNN 9.23 on later GPUs have one for heads of 256 too).
+HOPPER = 9, 0
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -119,20 +122,17 @@ def unsupported(
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
-        old, most, found = capability and capability < HOPPER, 256, ".".join(map(str, capability))
+        found = ".".join(map(str, capability))
         if capability and capability < AMPERE:
             return f"compute capability {found} (only {AMPERE[0]}.{AMPERE[1]} and newer)"
-        if old:
-            most = 128
-            only = f"on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
-            if segments:
-                return f"data.packing: documents {only}"
-            if model.attention_chunk:  # each chunk is a document
-                return f"model.attention_chunk: {model.attention_chunk} {only}"
+        if (segments or model.attention_chunk) and capability and capability < HOPPER:  # a chunk is a document, too
+            asked = "data.packing: documents" if segments else f"model.attention_chunk: {model.attention_chunk}"
+            return f"{asked} on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
         if model.attention_softcap:
             return f"model.attention_softcap: {model.attention_softcap}"
         if model.compute_dtype == "float32":
             return "model.compute_dtype: float32 (only bfloat16)"
+        most = 128 if capability and capability[0] != HOPPER[0] else 256
         if model.head_dim % 8 or model.head_dim > most:
             return f"model.head_dim: {model.head_dim} (only multiples of 8 up to {most})"
     if kernel == "splash" and seq % LANES:

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as kernels
 
 from gspmd_lm import config
+from gspmd_lm.chips import chip_of
 from gspmd_lm.errors import InputError
-from gspmd_lm.kernels.attention import scores_scale
+from gspmd_lm.kernels.attention import scores_scale, unsupported
 from gspmd_lm.kernels.documents import Documents, Part, Ranges, each
+from gspmd_lm.placing import device_kind
 
 _SCORE_MOD = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters  # since jax 0.12
 _OFFSETS = 2**31  # cuDNN is told in int32 where a document begins, counted in numbers
@@ -33,7 +35,7 @@ def forward(
     A causal query sees the keys before it, no more than the window of the config. Any other query sees all keys. Either
     stays within its document, if they are `packed`. A query without a key has the result 0.
     """
-    kernels.check_cudnn_version()  # raises RuntimeError where cuDNN is not installed
+    _check(cfg, q_BTNH.shape[1], packed is not None)
     call = functools.partial(_call, kernels._dot_product_attention_fwd_p, cfg, causal, (q_BTNH, k_BSKH, v_BSKH))
     if packed is None:
         out_BTNH, sums_BNT = call(is_training=True)
@@ -69,6 +71,15 @@ def backward(
         return tuple(map(_of, (own, part.keys, part.keys), new, found))
 
     return each(packed, add, tuple(jnp.zeros_like(x) for x in qkv))
+
+
+def _check(cfg: config.Model, seq: int, packed: bool) -> None:
+    """Raises InputError for what the GPU that is compiled for cannot do, RuntimeError where cuDNN is not installed."""
+    kernels.check_cudnn_version()
+    chip = chip_of(device_kind())
+    capability = chip.gpu.compute_capability if chip and chip.gpu else ()
+    if reason := unsupported("cudnn", cfg, seq=seq, segments=packed, capability=capability):
+        raise InputError(f"attention by cuDNN on {device_kind()} cannot do {reason}\n  fix   attention: {{gpu: xla}}")
 
 
 def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:

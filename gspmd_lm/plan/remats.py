@@ -80,11 +80,10 @@ class _Knapsack:
 
     def filled(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
         """The policy that fills a device up to `limit_bytes`, and the host's memory for it up to `host_bytes`."""
-        names, homes = self.names, dict[str, Home]()
+        names = self.names
+        # The first name that is offloaded may slow the whole program, so it is the input, which is largest.
+        homes: dict[str, Home] = dict.fromkeys(names.inputs, "offload") if host_bytes else {}
         now = self.sketch(names.remat(homes))
-        if host_bytes and now.peak_bytes > limit_bytes:
-            homes = dict.fromkeys(names.inputs, "offload")
-            now = self.sketch(names.remat(homes))
         room_bytes = max(limit_bytes - now.peak_bytes, 1.0)
         link_bytes = self._link_bytes(now.seconds) if host_bytes else 1.0
         while True:

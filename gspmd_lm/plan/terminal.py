@@ -82,9 +82,8 @@ def price_error(plan: Plan) -> str:
     where += {"tpu": "slice", "gpu": "host"}[chip.platform] + "s" * known_errors.is_several(plan.target)
     if known is None:
         return f"no prices were compared with compiled layouts of {where}"
-    return (
-        f"too few were compiled here to say how wrong prices are; they missed {known[0]} of {where} by {known[1]:.1%}"
-    )
+    return (f"too few were compiled to say how wrong prices are here; elsewhere, prices missed {known[0]} compiled "
+            f"layouts of {where}, by {known[1]:.1%}")  # fmt: skip
 
 
 def no_fit(outcome: Outcome, found: Larger | None, savings: Sequence[tuple[str, int]], console: Console) -> None:

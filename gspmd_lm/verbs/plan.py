@@ -90,7 +90,10 @@ def _batches(config: Config, span: str | None) -> list[Config]:
         raise InputError(f"--batch={span}: not two sizes, the smaller first\n  fix   --batch=128:1024")
     sizes = itertools.takewhile(lambda size: size <= int(high), (int(low) * 2**n for n in itertools.count()))
     plain = configs.to_dict(config)
-    return [configs.from_dict({**plain, "data": {**plain["data"], "batch": n}}, f"--batch={span}") for n in sizes]
+    try:
+        return [configs.from_dict({**plain, "data": {**plain["data"], "batch": n}}, f"--batch={span}") for n in sizes]
+    except InputError as error:
+        raise InputError(f"{error}\n  fix   --batch=128:1024") from error
 
 
 def _prices(given_prices: Sequence[str]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """What is made of config.json of published models, and what is refused."""
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
@@ -112,6 +113,16 @@ def test_a_model_that_no_family_has():
         architecture.describe(odd, LLAMA31)
 
 
+def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not():
+    mixtral, glm = (model_of(PUBLISHED[name][0]) for name in ("mixtral", "glm-4.5"))
+    row, _ = architecture.describe(dataclasses.replace(mixtral, balance="row"), None)
+    assert row.model_type == "mixtral"
+    for model, balance, said in ((mixtral, "bias", "'bias', Mixtral would have 'none'"),
+                                 (glm, "none", "'none', GLM-4.5 would have 'bias'")):  # fmt: skip
+        with pytest.raises(InputError, match=f"except for\n  model.balance: {said}"):
+            architecture.describe(dataclasses.replace(model, balance=balance), None)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -167,10 +178,32 @@ def test_a_field_that_cannot_be_had(changed, said):
         ("llama-4-maverick", {"attention_chunk_size": None}, "attention_chunk_size: None must be a number above zero"),
         ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to experts=8"),
         ("mistral-0.1", {"layer_types": ["full_attention"] * 32}, "does not fit sliding_window"),
+        ("glm-4.5", {"n_shared_experts": -1}, "n_shared_experts: -1 must be a whole number from 0 on"),
+        ("glm-4.5", {"first_k_dense_replace": 92}, "dense_layers=92 leaves no layer of layers=92 with experts"),
+        ("phi-3.5-moe", {"num_experts_per_tok": 3}, "num_experts_per_tok: 3 is not the number that sparsemixer"),
+        ("phi-3.5-moe", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "is not longrope with short_mscale equal"),
+        ("ministral-3-8b", {"rope_parameters": {"rope_type": "default"}}, "lacks llama_4_scaling_beta or original_max"),
+        ("chatglm3-6b", {"_name_or_path": "x", "rope_ratio": 50}, "rope_ratio: 50 divides positions in ChatGLM 2"),
+        ("chatglm3-6b", {"add_bias_linear": True}, "add_bias_linear: True has biases behind attention"),
+        ("chatglm3-6b", {"multi_query_attention": False}, "multi_query_attention: False orders queries"),
+        ("chatglm3-6b", {"pre_seq_len": 128}, "pre_seq_len: a trained prefix"),
     ],
 )
 def test_a_field_of_a_family_that_cannot_be_had(name, changed, said):
     assert said in refused(PUBLISHED[name][0] | changed)
+
+
+def test_rope_ratio_multiplies_theta_where_the_model_is_known():
+    raw, _ = PUBLISHED["chatglm3-6b"]
+    assert model_of(raw | {"rope_ratio": 50}).rope_theta == 5e5
+    larger = {"vocab_size": 151552, "padded_vocab_size": 151552, "_name_or_path": "x"}  # GLM-4's
+    assert model_of(raw | larger | {"rope_ratio": 500}).rope_theta == 5e6
+
+
+def test_no_shared_experts_and_no_dense_layers():
+    raw, _ = PUBLISHED["glm-4.5"]
+    model = model_of(raw | {"n_shared_experts": 0, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0})
+    assert (model.shared_mlp, model.dense_layers) == (0, 0)
 
 
 def test_all_problems_are_listed_at_once():

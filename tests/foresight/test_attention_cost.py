@@ -124,10 +124,10 @@ def test_smaller_blocks_leave_more_and_cost_more():
     assert seconds[0] < seconds[2] and seconds[1] < seconds[2]
 
 
-def cudnn(length, size=128, mask="CAUSAL", backward=False):
+def cudnn(length, size=128, mask="CAUSAL", backward=False, window=0, documents=1):
     """A program of one call of cuDNN's attention: 2 rows of 8 heads."""
     q = f"bf16[2,{length},8,{size}]"
-    config = f'{{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"dimensions":["2","8","{length}","{length}"]}},"mask_type":"{mask}"}}}}'
+    config = f'{{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"dimensions":["2","8","{length}","{length}"]}},"mask_type":"{mask}","sliding_window_length":{window},"max_seg_per_batch":{documents}}}}}'
     target = "__cudnn$fmhaSoftmax" + "Backward" * backward
     return module(f'({q}, u8[0]) custom-call(ARGS), custom_call_target="{target}", backend_config={config}', (q, q, q))
 
@@ -152,6 +152,24 @@ def test_between_the_published_lengths_cudnn_is_in_between_and_beyond_them_as_at
     rates = [reached(cudnn(length)) for length in (256, 512, 1024, 1448, 2048, 16384, 65536)]
     assert rates[0] == rates[1] == pytest.approx(315) and rates[-1] == rates[-2] == pytest.approx(539)
     assert rates[3] == pytest.approx((rates[2] + rates[4]) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_window_takes_its_scores_as_fast_as_rows_of_its_length(backward):
+    program, short = cudnn(4096, window=1024, backward=backward), cudnn(1024, backward=backward)
+    scores = 1024 * 4096 - 1024**2 / 2
+    half = attention.flops(short, short.entry.root) / (1024**2 / 2)
+    assert attention.flops(program, program.entry.root) == pytest.approx(half * scores)
+    assert reached(program) == pytest.approx(reached(short))
+    assert reached(cudnn(4096, window=8192)) == reached(cudnn(4096))
+
+
+def test_packed_documents_cost_what_whole_rows_do():
+    packed, whole = cudnn(4096, mask="PADDING_CAUSAL", documents=32), cudnn(4096)
+    assert attention.price_s(packed, packed.entry.root, CHIPS["h100"]) == attention.price_s(
+        whole, whole.entry.root, CHIPS["h100"]
+    )
+    assert attention.packed(packed.entry.root) and not attention.packed(whole.entry.root)
 
 
 def test_small_heads_and_other_chips_reach_their_shares():

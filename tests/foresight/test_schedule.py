@@ -232,6 +232,8 @@ def test_turns_that_cannot_be_told_are_listed_and_counted_once():
     )
     found = predict(run_loop("_a"), conditional)
     assert ns(found.matmul_s) == 1000 and "while: turns unknown" in found.unpriced and found.unpriced_share > 0
+    named = predict(run_loop("_a", op="jit(f)/layers/turns.1/while"), conditional)
+    assert ns(named.matmul_s) == 1000 and "while: turns unknown" not in named.unpriced
 
 
 def test_what_cannot_be_priced_is_listed_with_its_share():

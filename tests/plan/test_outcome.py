@@ -13,10 +13,11 @@ from rich.console import Console
 
 from gspmd_lm import cli, core_yaml, rules_file
 from gspmd_lm import config as configs
+from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import outcome, page, search, space, terminal, written
+from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.price import Price
-from gspmd_lm.plan.search import Candidate, Plan
 from gspmd_lm.verbs import outputs
 from gspmd_lm.verbs import plan as verb
 
@@ -130,6 +131,28 @@ def test_json_has_the_documented_keys_and_no_others(found):
     document = (Path(__file__).parents[2] / "docs/plan.md").read_text()
     assert set(re.findall(r"^\| `(\S+)` \|", document, re.M)) == keys
     assert isinstance(outcome.to_json([found, found]), list)
+
+
+def test_the_error_of_prices_is_said_with_what_it_rests_on(found):
+    def said(**changes):
+        return terminal.price_error(dataclasses.replace(found.plan, **changes))
+
+    assert said(price_error=0.031) == "corrected prices missed the layouts compiled here by 3.1% in the mean"
+    assert said().endswith("prices missed 32 compiled layouts of h100, one host, by 7.2%")
+    assert said(target=targets.parse("2@v6e:2x4")).endswith("15 compiled layouts of v6e, several slices, by 5.9%")
+    assert said(target=targets.parse("v4:4x4x4")) == "no prices were compared with compiled layouts of v4, one slice"
+    assert said(target=targets.parse("cpu:8")) == ""
+
+
+@pytest.mark.parametrize(("span", "said"), [
+    ("8:999999999999999999999", r"--batch=8:9{21}: 1 problem\n  data.batch: must be at most 2147483647, got 42949"),
+    (f"{10**30}:{10**30}", "data.batch: must be at most 2147483647"),
+    ("8:4", "not two sizes"),
+    ("²:4", "not two sizes"),
+])  # fmt: skip
+def test_batches_that_cannot_be_are_named(span, said):
+    with pytest.raises(InputError, match=rf"(?s){said}.*\n  fix   --batch=128:1024"):
+        verb._batches(configs.load("tiny"), span)
 
 
 def test_the_terminal_and_the_page_show_the_same_layouts(found):

@@ -1,5 +1,6 @@
 """Prices follow from shapes: identities that hold exactly."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -7,12 +8,15 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
 from gspmd_lm.chips import CHIPS
-from gspmd_lm.foresight.cost import attention, prices
+from gspmd_lm.config import Lora
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.cost import attention, flops, prices
 from gspmd_lm.foresight.floor import counted, floor
 from gspmd_lm.foresight.floor.moves import Move
 from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.names import read
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.plan import links, price
+from gspmd_lm.plan import links, price, work
 from gspmd_lm.plan.links import Links
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
@@ -59,9 +63,9 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
     """Operations of the forward pass and what each costs backward, against the traced gradients themselves."""
     traces = Traces(mixer)
     rules = rules_file.from_dict({"mesh": {"data": 1}}, "one", vocabulary=mixer.vocabulary)
-    work = traces.of(rules).work(False)
-    total = sum(one.flops * (1 + one.backward) * one.times for one in work.operations)
-    of_images = next(one.flops for one in work.operations if one.flops)  # they have no gradient
+    operations = traces.of(rules).work(False).operations
+    total = sum(one.flops * (1 + one.backward) * one.times for one in operations)
+    of_images = next(one.flops for one in operations if one.flops)  # they have no gradient
     of_step = counted.flops_of_step(mixer, traces.arrays)
     assert total - of_images == of_step
 
@@ -83,6 +87,59 @@ def test_what_a_policy_computes_again(llama, monkeypatch):
     assert products_s("dots") == once
     assert products_s("block") - once == again_s(D * (2 * N + 2 * K) * H + 2 * D * F)
     assert products_s({"save": ["q", "k", "v", "attention_out", "residual"]}) - once == again_s(2 * D * F)
+
+
+ROW = {"data": {"batch": 4, "seq": 64}, "context": 64, "layers": 4}
+EXPERTS = {**ROW, "experts": 4, "experts_per_token": 2, "balance": "batch"}
+
+
+@pytest.mark.parametrize(("changes", "remat"), [
+    (ROW, "none"),  # scores are computed again, as they are in any case
+    (EXPERTS, "block"),  # the result of w_down is not
+    pytest.param({**ROW, "lora": Lora(rank=4, targets=("wq", "w_up"))}, {"save": ["residual", "q"]}, marks=pytest.mark.slow),
+    pytest.param({**ROW, "tied_embeddings": True, "mlp_kind": "plain"}, "dots", marks=pytest.mark.slow),
+    pytest.param({**ROW, "block": "parallel"}, {"save": ["attention_out", "hidden"]}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, built, changes, remat):
+    """Forward, again, and backward; and what is kept instead takes the memory that it takes."""
+    config, rules = small(**changes), {"mesh": {"data": 1}, "remat": remat, "unroll": 1}
+    compiled = built(config, rules_file.from_dict(rules, "one")).lower_train().compile()
+    module = hlo.parse(compiled.as_text())
+    ran: dict[tuple, float] = collections.Counter()
+    once: dict[tuple, float] = collections.Counter()
+    for of_step in module.steps():
+        name = read(of_step.instruction.op_name)
+        key = name.of or name.modules[:2]
+        done = of_step.times * flops.of(module, of_step.instruction)
+        ran[key] += done
+        once[key] += done if name.phase == "forward" else 0.0
+    filled = rules_file.from_dict(rules, "one")
+    found = Traces(config).of(filled).work(False)
+    again = found.kept(filled.remat).again
+    told, alone = collections.Counter(), collections.Counter()
+    for one in found.operations:
+        name = next(iter(one.nodes)).name
+        if one.flops and name.modules:
+            told[name.of or name.modules[:2]] += one.flops * (1 + one.backward + (one in again))
+            alone[name.of or name.modules[:2]] += one.flops
+    assert len(told) >= 7
+    for key, often in told.items():  # the loop of experts on CPUs fills blocks with zeros, in each run alike
+        assert often / alone[key] == pytest.approx(ran[key] / once[key]), key
+
+
+def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(small):
+    def kept(config, remat):
+        rules = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "one")
+        return Traces(config).of(rules).work(False).kept(rules.remat)
+
+    config = small(**ROW)
+    scores_bytes = 4 * 4 * config.model.heads * 64 * 64 * 4  # float32, of all layers
+    assert max(size for size, _ in kept(config, "none").on_device) < scores_bytes
+    saved = kept(small(**EXPERTS), {"save": ["hidden"]})
+    names = {next(iter(one.nodes)).name.of for one in saved.again if isinstance(one, work.Operation) and one.grouped}
+    assert names == set()  # neither w_gate nor w_up
+    everything = kept(small(**EXPERTS), "dots")  # jax keeps what dot_general gives, which grouped kernels are not
+    assert sum(one.grouped for one in everything.again if isinstance(one, work.Operation)) == 2
 
 
 def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, monkeypatch):
@@ -107,6 +164,15 @@ def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
     assert once == priced(FSDP, "v5p:2x2x2").attention_s
     call = attention.Splash("fwd", heads=N, size=H, blocks=(8, 8), rows=1024, columns=1024, fused=True)
     assert again - once == pytest.approx(L * attention.splash_s(call, CHIPS["v5p"]))
+
+
+def test_a_window_is_priced_by_its_scores():
+    windowed = configs.load("llama3_8b", ["data.batch=8", "model.sliding_window=1024"])
+    pricer, chip = Pricer(windowed, targets.parse("h100:8")), CHIPS["h100"]
+    found = pricer.price(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
+    scores = N * H * attention.seen(T, 1024)
+    passes = [attention.cudnn_s(2 * n * scores, n > 2, chip, T, H, window=1024) for n in (2, 5)]
+    assert found == pytest.approx(L * (sum(passes) + 2 * prices.LAUNCH_S["gpu"]))
 
 
 def test_kept_activations_are_counted_once_and_cost_traffic(priced):

@@ -1,14 +1,23 @@
 """Prices beside what compilers said of the same layouts, as benchmarks/results/plan_rank.json keeps them."""
 
+import math
+import statistics
+
 import pytest
 
 from benchmarks import plan
+from gspmd_lm.foresight import known_errors
+from gspmd_lm.foresight.machine import target as targets
 
 
 @pytest.fixture(scope="module", params=["8b-v5e:4x8", "1b-v6e:2x4", "1b-v5p:2x2x2", "8b-h100:8"])
-def points(request):
+def bench(request):
+    return plan.Bench(request.param, "plan_rank")
+
+
+@pytest.fixture(scope="module")
+def points(bench):
     """The rows of a case that have memory enough, each with its price."""
-    bench = plan.Bench(request.param, "plan_rank")
     priced = [(bench.price(row["rules"]), row) for row in bench.rows() if row["fits"]]
     return [(price, row) for price, row in priced if bench.rankable(price)]
 
@@ -21,3 +30,16 @@ def test_prices_order_layouts_as_compiled_predictions_do(points):
 def test_memory_is_estimated_within_a_sixth(points):
     for price, row in points:
         assert price.peak_bytes == pytest.approx(row["peak_bytes"], rel=1 / 6), plan.describe(row["rules"])
+
+
+def test_the_known_error_of_prices_is_that_of_what_is_recorded(bench, points):
+    count, error = known_errors.price_error(bench.target)
+    errors = [abs(math.log(price.step_time_s / row["step_time_s"])) for price, row in points]
+    if bench.target.chip.name in ("v5e", "v6e"):  # one case tells all that is known
+        assert (count, error) == (len(points), pytest.approx(statistics.mean(errors), abs=1e-3))
+    assert count >= len(points)
+
+
+def test_where_nothing_was_compiled_no_error_of_prices_is_known():
+    assert known_errors.price_error(targets.parse("v4:4x4x4")) is None
+    assert known_errors.price_error(targets.parse("cpu:8")) is None

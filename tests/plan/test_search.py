@@ -1,5 +1,6 @@
 """The search compiles few layouts, learns from them and stops; the compiler here is a function of the layout."""
 
+import re
 import types
 
 import jax
@@ -9,7 +10,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.plan import search, space, written
+from gspmd_lm.plan import candidate, search, space, written
 from gspmd_lm.plan.search import plan
 from gspmd_lm.train import state, step
 
@@ -126,6 +127,28 @@ def test_far_above_the_limit_nothing_is_compiled():
     assert compiler.asked == []
     assert found.nearest is not None
     assert found.nearest.peak_bytes == min(one.peak_bytes for one in found.candidates)
+
+
+def test_nothing_fits_only_where_a_compiler_has_said_so(config, monkeypatch):
+    """All are far above the limit by estimate. What needs least is compiled all the same."""
+    monkeypatch.setattr(candidate, "FAR_ABOVE", 0.0)
+    compiler = Compiler(config)
+    found = plan(config, targets.parse("h100:4"), reports=compiler)
+    least = min(one.price.peak_bytes for one in found.candidates)
+    assert found.best and found.best.price.peak_bytes == least
+    compiler = Compiler(config, peak=lambda rules: 2 * targets.parse("h100:4").chip.usable_hbm_bytes)
+    found = plan(config, targets.parse("h100:4"), reports=compiler)
+    assert found.best is None
+    assert len(compiler.asked) == search.LEAST_NEEDING
+    assert len({one.family for one in found.candidates if one.compiled}) == search.LEAST_NEEDING
+
+
+def test_prices_have_no_more_than_their_part_of_the_minutes(config):
+    said = []
+    found = plan(config, targets.parse("h100:4"), reports=Compiler(config), minutes=1e-9, say=said.append, most=0)
+    assert 0 < found.searched < 100
+    assert re.search(r"; \d+ meshes and tables were not priced for want of time", found.stopped)
+    assert any("not priced" in line for line in said)
 
 
 def test_a_layout_at_which_the_compiler_fails_is_left_out(config):

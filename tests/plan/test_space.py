@@ -7,9 +7,8 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
-from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import space
-from gspmd_lm.plan.space import candidates, describe
+from gspmd_lm.plan.space import describe
 from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
 
@@ -111,17 +110,38 @@ def test_slices_are_crossed_by_data_or_fsdp_and_never_by_tensor(llama, space_of)
 
 
 def test_a_kernel_is_chosen_where_it_can_do_what_the_config_asks(llama, space_of):
-    assert space_of(llama, "v5e:2x4").kernel == {"attention": {"tpu": "splash"}}
+    layout = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
+    space = space_of(llama, "v5e:2x4")
+    assert space.fused and space.rules(layout).attention == {"tpu": "splash"} and space.notes == ["attention: splash"]
     short = configs.load("llama3_8b", ["data.batch=8", "data.seq=100"])
-    assert space_of(short, "v5e:2x4").kernel == {}
-    assert not any("attention" in raw for raw in candidates(short, targets.parse("v5e:2x4")))
+    space = space_of(short, "v5e:2x4")
+    assert not space.fused and space.rules(layout).attention == {"tpu": "xla"}
+    assert space.notes == ["attention: xla, since splash on v5e does not support data.seq: 100 (only multiples of 128)"]
+    assert space_of(llama, "h100:8").rules(layout).attention == {"gpu": "cudnn"}  # no library of CUDA is asked
+    assert not any("attention" in raw for raw in space)
 
 
-def test_names_to_keep_are_those_of_the_model(llama, space_of, mixer):
-    remats = space_of(llama, "v5e:2x4").remats
-    assert {"save": ["attention_out"]} in remats
-    assert {"save": ["attention_out"], "offload": ["layer_input"]} in remats
-    assert space_of(mixer, "cpu:8").remats == ["none"]
+def test_names_to_keep_are_those_of_the_model(llama, small, space_of, mixer):
+    names = space_of(llama, "v5e:2x4").names
+    assert names == (("attention_out", "q", "k", "v", "residual", "hidden"), ("layer_input",))
+    experts = small(experts=4, experts_per_token=2, balance="batch")
+    assert {"dispatched", "hidden"} <= {*space_of(experts, "cpu:4").names.kept}
+    assert not any("remat" in raw for raw in space_of(mixer, "cpu:8"))
+
+
+def test_numbers_are_divided_whatever_their_size():
+    assert space._divisors(360) == [n for n in range(1, 361) if 360 % n == 0]
+    assert space._divisors(49) == [1, 7, 49]
+    assert len(space._divisors(10**12)) == 169  # at once: only up to the root
+
+
+def test_what_there_is_no_time_for_is_counted(config, space_of, found):
+    of = space_of(config, "cpu:8")
+    first = [raw for raw, _ in of.filled(0.0)]
+    assert first == found[: len(first)]
+    assert len({json.dumps([raw["mesh"], raw["rules"], raw.get("optimizer")]) for raw in first}) == 1
+    assert of.left_out == len(list(of._layouts())) - 1 > 10
+    assert [len(raw["mesh"]) for raw in found] == sorted(len(raw["mesh"]) for raw in found)
 
 
 def test_a_trace_is_shared_by_rules_that_the_model_cannot_tell_apart(llama, space_of):

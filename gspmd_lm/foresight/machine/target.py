@@ -5,7 +5,6 @@ Google Cloud's names of TPU slices, such as v5p-128 or v5litepod-16, are targets
 
 import dataclasses
 import importlib.util
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -188,7 +187,7 @@ def larger(target: Target) -> Iterator[Target]:
     sizes: Iterable[str] = _FLAT if chip.torus_dimensions == 2 else (*_SMALL_CUBOIDS, *_CUBOIDS)
     if chip.platform == "gpu":
         hosts, per_host = target.topology
-        sizes = (f"{hosts * 2**n}x{per_host}" for n in itertools.count(1))
+        sizes = (f"{hosts * 2**n}x{per_host}" for n in range(1, (MOST_DEVICES // (hosts * per_host)).bit_length()))
     larger_ones = (size for size in sizes if _chips(size) > math.prod(target.topology))
     return (parse(f"{before}:{size}{slash}{network}") for size in larger_ones)
 
