@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.arrays import arrays
 from gspmd_lm.axes import DECODER
-from gspmd_lm.convert import architecture, multimodal, safetensors
+from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy
 from gspmd_lm.convert.safetensors import Stored
@@ -193,13 +193,17 @@ def read(
 
 def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix: str) -> Pretrained:
     whole, place = architecture.load(folder), str(folder / architecture.CONFIG)
-    raw = multimodal.text_config(whole, place)
+    text = multimodal.text_config(whole, place)
+    raw, quantised = dequantise.split(text, place)
     row = architecture.family(raw, place)
     architecture.check_ignored(row, raw, place, ignored)
     values = architecture.settings(row, raw, place, ignored, fix)
     every = stored = safetensors.stored(folder)
-    if raw is not whole:
+    if text is not whole:
         stored = multimodal.text_tensors(stored)
+    left_out = len(every) - len(stored)
+    if quantised:
+        stored = dequantise.tensors(stored, quantised, str(folder))
     with_later, stored = len(stored), multimodal.without_later_tokens(stored, raw)
     tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
@@ -210,18 +214,18 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         "weight_dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
         "compute_dtype": "float32" if source_dtype == "float32" else "bfloat16",
     }
-    notes = architecture.notes(row, raw)
+    notes = [*architecture.notes(row, raw), *(dequantise.notes(stored, quantised) if quantised else [])]
     found = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place, notes)
     _check_sizes(place, row, found.model, stored)
     tree = places(row, found.model)
     files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
-    if raw is not whole:
+    if text is not whole:
         like["architectures"] = [row.architecture]
     if len(stored) < with_later:
         like[multimodal.LATER_TOKENS] = 0
-    left_out = len(every) - len(stored)
+    left_out += with_later - len(stored)
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 

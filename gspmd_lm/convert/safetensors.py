@@ -56,11 +56,16 @@ class Stored:
         size = math.prod(self.shape)
         dtype = np.dtype(DTYPES[self.dtype])
         mapped = np.memmap(self.path, dtype, "r", self.offset, (size,)).reshape(tuple(view))
-        part = mapped[tuple(at if isinstance(at, slice) else slice(None) for at in index)]
-        for axis, at in enumerate(index):
-            if not isinstance(at, slice):
-                part = part.take(at, axis)
-        return part
+        return picked(mapped, index)
+
+
+def picked(array: np.ndarray, index: Sequence[slice | np.ndarray]) -> np.ndarray:
+    """The part of an array that `index` picks, one slice or array of rows for each dimension."""
+    part = array[tuple(at if isinstance(at, slice) else slice(None) for at in index)]
+    for axis, at in enumerate(index):
+        if not isinstance(at, slice):
+            part = part.take(at, axis)
+    return part
 
 
 def stored(folder: Path) -> dict[str, Stored]:

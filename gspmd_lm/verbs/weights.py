@@ -58,6 +58,8 @@ def begin(values: flags.FlagValues, folder: str, stderr: bool) -> tuple[session.
     if found and values.config:
         raise InputError(f"--config={values.config}: {folder} has a {architecture.CONFIG} of its own\n  fix   drop it")
     here = session.begin(values, found.config if found else None, stderr)
+    for note in found.notes if found else ():
+        here.say(f"{folder}: {note}")
     return here, of(here, folder, values.step, found)
 
 
