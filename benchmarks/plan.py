@@ -390,11 +390,11 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
 def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
     for row in rows:
         ran = "" if row["theirs_fits"] else ", which does not fit"
-        compiled = [row[f"{who}_compiled_s"] for who in ("theirs", "plan")]
-        more = f"; compiled {compiled[0]:.3f} and {compiled[1]:.3f} s ({compiled[1] / compiled[0] - 1:+.1%})"
+        theirs_s, plan_s = row["theirs_compiled_s"], row["plan_compiled_s"]
+        more = f"; compiled {theirs_s:.3f} and {plan_s:.3f} s ({plan_s / theirs_s - 1:+.1%})" if plan_s else ""
         print(f"{row['number']:3} {row['row']:45} published {row['theirs_priced_s']:8.3f} s{ran}, the plan's best "
-              f"{row['plan_priced_s']:8.3f} s ({row['plan_priced_s'] / row['theirs_priced_s'] - 1:+.1%})"
-              f"{more if all(compiled) else ''}: {describe(row['rules'])}", flush=True)  # fmt: skip
+              f"{row['plan_priced_s']:8.3f} s ({row['plan_priced_s'] / row['theirs_priced_s'] - 1:+.1%}){more}: "
+              f"{describe(row['rules'])}", flush=True)  # fmt: skip
 
 
 def main() -> None:

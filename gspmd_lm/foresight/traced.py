@@ -42,7 +42,7 @@ class Node:
     label: str = ""  # what remat policies know it by
     flops: float = 0.0  # of one run
     dot: bool = False  # what `remat: dots` keeps
-    again: bool = False  # in a function of which nothing is kept, whatever a remat policy says
+    again: bool = False  # computed again, whatever a remat policy says
     kept: tuple["Node", ...] | None = None  # what the hand-written derivative around it keeps; None: there is none
     inputs: list["Node"] = dataclasses.field(default_factory=list, repr=False)
     users: list["Node"] = dataclasses.field(default_factory=list, repr=False)
@@ -377,17 +377,15 @@ def _keeping(equation: Any, function: Any) -> Any:
     given = [core.Var(var.aval) for var in function.invars]
     call = equation.replace(invars=given)
     one = core.Jaxpr((), given, equation.outvars, [call], debug_info=function.debug_info)
-
-    def forward(*given: Any) -> Any:
-        out, back = jax.vjp(core.jaxpr_as_fun(core.ClosedJaxpr(one, ())), *given)
-        return out, jax.tree.leaves(back)
-
-    found = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in given)).jaxpr
+    alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))
+    like = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in given]
+    # The leaves of a vjp function are what it keeps.
+    found = jax.make_jaxpr(lambda *given: jax.tree.leaves(jax.vjp(alone, *given)))(*like).jaxpr
     return found if _all_flops(found) == least else None
 
 
 def _all_flops(jaxpr: Any) -> float:
-    """The FLOPs of a program in which every loop has one turn."""
+    """The FLOPs of a program whose loops have one turn each."""
     return sum(flops(eqn) + sum(map(_all_flops, _programs(eqn))) for eqn in jaxpr.eqns)
 
 
@@ -398,5 +396,4 @@ def _alike(inside: Iterable[Any], outside: Iterable[Any]) -> int:
 
 def _programs(equation: Any) -> list[Any]:
     """The programs that an operation runs."""
-    values = (getattr(value, "jaxpr", value) for value in equation.params.values())
-    return [value for value in values if hasattr(value, "eqns")]
+    return [x for x in (getattr(x, "jaxpr", x) for x in equation.params.values()) if hasattr(x, "eqns")]

@@ -4,6 +4,7 @@ A price needs to know of an operation how many FLOPs it does, which arrays it re
 share it out. The trace knows all but the last, which follows from where the nearest arrays with a name are placed.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -95,6 +96,10 @@ class Work:
         self.kernels = self._kernels() if fused else []
         self.inside = frozenset(node for kernel in self.kernels for node in kernel.nodes)
         self.products = {product.node: product for product in traced.products}
+        rules = collections.Counter(product.node.kept for product in traced.products)
+        # What a frozen weight is multiplied with has no use in the backward pass.
+        frozen = (product.node.kept for product in traced.products if product.path not in trained)
+        self.idle = {kept for kept in frozen if kept is not None and rules[kept] == 1}
         self.blocks = {product.node.name.modules[0] for product in traced.products if product.node.name.modules}
         self.operations = [*self._products(trained), *self._rest()]
 
@@ -247,7 +252,7 @@ class Work:
         if node in self.inside or node not in self._active:
             return ()
         if node.kept is not None:
-            return node.kept
+            return () if node.kept in self.idle else node.kept
         if node.array == _OUT and self.kernels:
             return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", *PRODUCTS):

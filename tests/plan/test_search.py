@@ -11,6 +11,7 @@ from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import candidate, search, space, written
+from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.search import plan
 from gspmd_lm.train import state, step
 
@@ -29,7 +30,7 @@ class Compiler:
     def __init__(
         self, config, target="h100:4", factor=lambda rules: 1.0, peak=lambda rules: 1, fails=lambda rules: False
     ):
-        self.pricer = search.Pricer(config, targets.parse(target))
+        self.pricer = Pricer(config, targets.parse(target))
         self.factor, self.peak, self.fails, self.asked = factor, peak, fails, []
 
     def __call__(self, config, layouts, target, say):
