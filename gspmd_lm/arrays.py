@@ -164,7 +164,8 @@ def attention_problems(
         reason = "prompts that are padded on the left"
     place = rules.place(f"attention.{platform}", kernel)
     fix = f"--set rules.attention.{platform}=xla, or change the config"
-    if reason.startswith("context"):
+    ring = dataclasses.replace(rules, context="ring")
+    if reason.startswith("context") and not attention_lacks(kernel, config, ring, seq, segments or padded):
         fix = f"--set rules.context=ring, or --set rules.attention.{platform}=xla"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
