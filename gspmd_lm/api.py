@@ -270,8 +270,10 @@ def compare(
             _import_jax()
             from gspmd_lm import results
             from gspmd_lm.foresight import explain as reports
+            from gspmd_lm.plan import fits
 
-            return results.Comparison(reports.reports(task, rules, place, _log.info, phase=known))
+            found = reports.reports(task, rules, place, _log.info, phase=known)
+            return results.Comparison(fits.with_fixes(task, found, rules, place))
     raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
 
 

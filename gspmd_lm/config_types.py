@@ -47,9 +47,11 @@ def explained(problem: Any, settings: type) -> list[str]:
         return [f"  {where}: {line}" if where else f"  {line}" for line in found]
     if kind == "unexpected_keyword_argument":
         section, key = problem["loc"][:-1], str(problem["loc"][-1])
-        deeper = [field for field in _fields_at(settings, section) if key in _fields_at(settings, (*section, field))]
-        hint = f" (did you mean {'.'.join([*map(str, section), deeper[0], key])}?)" if deeper else ""
-        message = f"unknown key{hint or did_you_mean(key, _fields_at(settings, section))}"
+        near = did_you_mean(key, _fields_at(settings, section))
+        elsewhere = [path for path in _paths(settings) if path.rpartition(".")[2] == key]
+        below = ".".join([*(str(part) for part in section if isinstance(part, str)), ""])
+        elsewhere.sort(key=lambda path: not path.startswith(below))  # a section inside of this one comes first
+        message = f"unknown key{f' (did you mean {elsewhere[0]}?)' if elsewhere else near}"
     elif kind in ("missing", "missing_argument"):
         message = "missing"
     elif kind in _BOUNDS:
@@ -70,6 +72,14 @@ def _fields_at(kind: Any, path: Sequence[Any]) -> list[str]:
             kind = get_type_hints(kind).get(part, object)
             kind = _dataclass_in(kind) or kind
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _paths(kind: Any, above: str = "") -> list[str]:
+    """The paths of all keys of a mapping and of those that it contains: train.samples.prompts."""
+    found = []
+    for name, hint in get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
+        found += [above + name, *_paths(_dataclass_in(hint), f"{above}{name}.")]
+    return found
 
 
 def _dataclass_in(kind: Any) -> Any:

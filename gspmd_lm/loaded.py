@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspmd_lm import compile_cache, files, rules_file
+from gspmd_lm import compile_cache, files, paths, rules_file
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.convert.pretrained import Pretrained
@@ -33,11 +33,11 @@ def left(
         config = given.with_tokenizer(configs.load(f"{folder}/config.yaml", overrides), folder)
     else:
         what = "neither a config.yaml nor a config.json in it" if path.is_dir() else "no such folder here"
-        raise InputError(
-            f"{folder}: {what}\n"
-            "  fix   give the folder of a run, which train or convert left, or of a published model with its "
-            "config.json, *.safetensors and tokenizer.json; nothing is fetched"
+        fix = (
+            "give the folder of a run, which train or convert left, or of a published model with its config.json, "
+            "*.safetensors and tokenizer.json; nothing is fetched"
         )
+        raise InputError(f"{folder}: {what}\n  fix   {paths.download(folder, fix)}")
     if isinstance(rules, Rules):
         return config, found, rules
     kept = path / "rules.yaml"

@@ -1,6 +1,7 @@
 """Paths of configs, rules files and caches, and the text of a file."""
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,16 @@ def unwritable(path: Path, why: str | None, what: str = "") -> InputError:
     )
 
 
+def download(name: str, instead: str, then: str = "give FOLDER in its place", repo_type: str = "model") -> str:
+    """The fix for a path that does not exist: how to get it where it is the name of a hub, such as Qwen/Qwen3-8B, since
+    nothing is fetched here. For another path it is `instead`."""
+    of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists()
+    if not of_hub or name.endswith((".yaml", ".yml", ".json")):
+        return instead
+    kind = "" if repo_type == "model" else f" --repo-type={repo_type}"
+    return f"nothing is fetched: hf download {name}{kind} --local-dir=FOLDER, then {then}"
+
+
 def find_file(name: str, folder: str) -> Path:
     """The path of the file `name`, which may leave out .yaml.
 
@@ -49,7 +60,8 @@ def find_file(name: str, folder: str) -> Path:
             if candidate.is_file():
                 return candidate
     shipped = sorted({file.stem for root in roots[1:] for file in root.glob("*.yaml")})
+    fix = f"give a path, or one of {', '.join(shipped)}"
     raise InputError(
         f"{name}: no such file, here or in {folder}/{did_you_mean(Path(name).stem, shipped)}\n"
-        f"  fix   give a path, or one of {', '.join(shipped)}"
+        f"  fix   {download(name, fix) if folder == 'configs' else fix}"
     )

@@ -200,8 +200,8 @@ class Rules:
             if twice:
                 first, key = taken[twice[0]], f"{row.table}.{path.split('.')[-1]}.{axis}"
                 message = f"{path}: {twice[0]} would split both {first.axis} and {axis}"
-                fix = f"give one of them another mesh axis, or --set rules.{key}=null"
-                problems.append(Problem(message, f"{first.place}\n        {row.place}", fix))
+                fix, place = "give one of them another mesh axis", f"{first.place}\n        {row.place}"
+                problems.append(Problem(message, place, fix, f"--set rules.{key}=null"))
             taken.update(dict.fromkeys(names, row))
             pieces = self.piece_count(names)
             if size % pieces:
@@ -214,7 +214,10 @@ class Rules:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
         pieces = self.piece_count(names)
         fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
-        instead = f"--mesh={names[0]}={max(fitting)}" if len(names) == 1 else ""
+        instead = ""
+        if len(names) == 1:
+            devices = self.devices // pieces * max(fitting)
+            instead = f"--mesh={names[0]}={max(fitting)}, with {devices} device{'s' * (devices > 1)}"
         setting = self.vocabulary.settings.get(axis)
         if axis == self.vocabulary.rows:
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
@@ -222,7 +225,8 @@ class Rules:
             return Problem(f"{path}: {axis}={size}{each} does not divide over {over}", row.place, fix, instead)
         message = f"{path}: {axis}={size} does not divide over {over}"
         if setting:
-            instead = f"--set {setting}={-(-size // pieces) * pieces}, which pads the table"
+            pad = f"--set {setting}={-(-size // pieces) * pieces}"
+            instead = f"{pad}, which pads the table, where weights are first made or converted"
         return Problem(message, row.place, f"--set rules.{row.key}=null", instead, total_bytes)
 
     def fill(self, device_count: int, instead: str = "--platform=cpu to simulate {known}") -> "Rules":
@@ -302,7 +306,8 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
     for alike in groups.values():
         first, *others = alike.values()
         total_bytes = sum(problem.replicated_bytes for problem in alike.values())
-        texts.append(str(dataclasses.replace(first, replicated_bytes=total_bytes)))
+        instead = " ".join(dict.fromkeys(filter(None, (problem.instead for problem in alike.values()))))
+        texts.append(str(dataclasses.replace(first, replicated_bytes=total_bytes, instead=instead)))
         if others:
             texts.append(f"  also  {', '.join(problem.place for problem in others)}")
     if texts:

@@ -137,7 +137,7 @@ class _Reader:
                     f"  fix   its axes are {', '.join(map(str, raw))}"
                 )
             if not size.removeprefix("-").isdigit():
-                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh=data=2,tensor=4")
+                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh={name}=SIZE")
             raw[name] = int(size)
             self.flags[f"mesh.{name}"] = f"--mesh={override}"
         return raw

@@ -96,7 +96,8 @@ def run(capsys, monkeypatch):
             ("--rules=tp8", "--set", "model.kv_heads=2"),
             "layers.attention.wk: kv_heads=2 does not divide over tensor=8\n"
             "  rule  rules/tp8.yaml: rules.kv_heads: tensor\n"
-            "  fix   --set rules.rules.kv_heads=null (replicates 131.1 kB per device), or --mesh=tensor=2\n"
+            "  fix   --set rules.rules.kv_heads=null (replicates 131.1 kB per device), "
+            "or --mesh=tensor=2, with 2 devices\n"
             "  also  layers.attention.wv, k, v\n",
         ),
     ],

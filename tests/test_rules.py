@@ -4,6 +4,7 @@ The full text of every error stands, under the file that causes it, in golden/ru
 """
 
 import dataclasses
+import re
 import textwrap
 
 import pytest
@@ -417,3 +418,44 @@ def test_alike_problems_are_folded_and_their_bytes_added():
 )
 def test_human_bytes(count, text):
     assert rules.human_bytes(count) == text
+
+
+FLAG = re.compile(r"--set ([a-z_.]+=(?:\[[^\]]*\]|\{[^}]*\}|[^\sA-Z,]+))|--mesh=(\w+=\d+)(?:, with (\d+) device)?")
+
+
+def with_flag(case, flag):
+    """The case with a printed flag laid over it. A `--set` of the same key, or a wrong one, is replaced."""
+    set_, mesh, devices = flag.groups()
+    if mesh:
+        axis = mesh.partition("=")[0]
+        sets = tuple(one for one in case.sets if not one.startswith(f"rules.mesh.{axis}="))
+        return dataclasses.replace(case, mesh=mesh, sets=sets, devices=int(devices or case.devices))
+    if not set_.startswith("rules."):
+        return dataclasses.replace(case, overrides=(*case.overrides, set_))
+    wrong = [one for one in case.sets if one.partition("=")[0] == set_.partition("=")[0]]
+    wrong += [one for one in case.sets if one.partition(".")[2] == set_.split(".", 2)[-1]]  # it lacks its table
+    return dataclasses.replace(case, sets=(*(one for one in case.sets if one not in wrong), set_))
+
+
+def problems_of(case, resolved):
+    """First line of each problem -> its fix."""
+    try:
+        resolved(case)
+    except InputError as error:
+        parts = re.split(r"\n(?=\S)", str(error))
+        return {part.partition("\n")[0]: "".join(re.findall(r"^  fix   (.*)", part, re.M)) for part in parts}
+    return {}
+
+
+@pytest.mark.parametrize("name", sorted(set(WRONG) - {"everything at once"}))
+def test_a_printed_flag_mends_the_problem_that_it_stands_under_and_makes_no_other(name, resolved):
+    before = problems_of(WRONG[name], resolved)
+    for message, fix in before.items():
+        for alternative in re.split(r", or (?=--)", fix.partition("such as")[0]):
+            case = WRONG[name]
+            for flag in FLAG.finditer(alternative):
+                case = with_flag(case, flag)
+            after = problems_of(case, resolved)
+            if case != WRONG[name]:
+                assert message not in after, f"{alternative} does not mend: {message}"
+                assert set(after) <= set(before), f"{alternative} leads to: {set(after) - set(before)}"

@@ -11,7 +11,7 @@ from gspmd_lm import json_text
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.paths import read_text
+from gspmd_lm.paths import download, read_text
 
 STDLIB = "stdlib"
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -90,9 +90,9 @@ def _local(name: str, given: str, place: str, notes: Notes) -> Iterator[Path]:
         hint = did_you_mean(name, [STDLIB, "random:64"])
         near = "" if hint or glob.has_magic(name) else f" (there is no such file or folder in {Path.cwd()})"
         part = "" if name == given else f", and neither does {name} in it"
+        fix = "give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
         raise InputError(
-            f"{place}: {given} matches no file{part}{hint or near}\n"
-            "  fix   give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
+            f"{place}: {given} matches no file{part}{hint or near}\n  fix   {download(name, fix, repo_type='dataset')}"
         )
     alone = matching == [Path(name).expanduser()]
     for path in matching:

@@ -13,7 +13,7 @@ import tokenizers
 from gspmd_lm import json_text
 from gspmd_lm.data import remote
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import read_text
+from gspmd_lm.paths import download, read_text
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -229,7 +229,8 @@ def find(name: str) -> Path:
     path = Path(name).expanduser()
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise InputError(f"data.tokenizer: {path}: no such file\n  fix   give the path of a tokenizer.json, or bytes")
+        fix = download(name, "give the path of a tokenizer.json, or bytes")
+        raise InputError(f"data.tokenizer: {path}: no such file\n  fix   {fix}")
     return path
 
 

@@ -20,6 +20,7 @@ from gspmd_lm.train import state
 from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes
 
+DOES_NOT_FIT = "does-not-fit"  # the code of a finding
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
 LARGE_SHARE = 0.02  # of the chip's memory, where that is more
 ABOVE_FLOOR = 1.05
@@ -51,7 +52,7 @@ def warnings(
     fused = faster_kernel(rules, decoder, on, state.asked(decoder)) if decoder and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
     found = [
-        *_too_large(rules, memory, fused),
+        *_too_large(memory),
         *_unpriced(predicted),
         *_above_floor(report),
         *_reshards(rules, moved, looked_up),
@@ -177,22 +178,14 @@ def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
         )
 
 
-def _too_large(rules: Rules, memory: Memory, fused: str) -> Iterator[Finding]:
-    if memory.fits or memory.limit_bytes is None:
-        return
-    held_bytes = memory.weights_bytes + memory.optimizer_bytes + memory.batch_bytes
-    if held_bytes > memory.limit_bytes:
-        fixes = ["--set rules.weights.embed=fsdp over more devices"]
-    elif memory.cache_bytes:
-        fixes = ["a smaller data.batch or data.seq"]
-    else:
-        again = "--set rules.remat=block" if rules.remat.policy in ("none", "dots") else ""
-        fixes = [fused, again, f"--set rules.microbatches={2 * rules.microbatches}"]
-    yield Finding(
-        "does-not-fit",
-        f"{human_bytes(memory.peak_bytes)} per device at the peak, {human_bytes(memory.limit_bytes)} are there",
-        " ".join(filter(None, fixes)),
-    )
+def _too_large(memory: Memory) -> Iterator[Finding]:
+    """plan/fits.py finds a better fix for a train step."""
+    if not memory.fits and memory.limit_bytes is not None:
+        yield Finding(
+            DOES_NOT_FIT,
+            f"{human_bytes(memory.peak_bytes)} per device at the peak, {human_bytes(memory.limit_bytes)} are there",
+            "a smaller data.batch or data.seq, or weights that are split over more devices",
+        )
 
 
 def _involuntary(notes: Sequence[str]) -> Iterator[Finding]:

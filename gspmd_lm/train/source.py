@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from gspmd_lm import checkpoint
+from gspmd_lm import checkpoint, paths
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
@@ -64,4 +64,6 @@ def find(config: Config) -> Source:
             f"  fix   python main.py convert --from={path} --workdir=W, then train.init_from: W"
         )
     what = "has no checkpoint" if workdir.exists() else "there is no such directory"
-    raise InputError(f"{place}: {what}\n  fix   give the workdir of a run, or of python main.py convert")
+    then = "python main.py convert --from=FOLDER --workdir=W, then train.init_from: W"
+    fix = paths.download(path, "give the workdir of a run, or of python main.py convert", then)
+    raise InputError(f"{place}: {what}\n  fix   {fix}")

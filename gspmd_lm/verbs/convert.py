@@ -38,7 +38,8 @@ def run(values: flags.FlagValues) -> int:
 
 def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     if not source.is_dir():
-        raise InputError(f"--from={source}: no such folder\n  fix   give one with config.json and *.safetensors")
+        fix = paths.download(str(source), "give one with config.json and *.safetensors")
+        raise InputError(f"--from={source}: no such folder\n  fix   {fix}")
     idle = [name for name in ("dtype", "adapter", "base", "step") if values[name].value not in (None, False, "")]
     if idle:
         also = ", or --set model.weight_dtype=bfloat16" if "dtype" in idle else ""
@@ -81,6 +82,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
 def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, carried: Mapping[str, bytes]) -> None:
     """Writes the files beside the checkpoints: config.yaml, and the files that came with the weights."""
     plain = configs.to_dict(found.config)
+    del plain["optimizer"]["learning_rate"]  # so that fine-tuning has its own, and adapters theirs
     if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
         # Tokenizers can only be read from local files.
         kept = found.tokenizer if files.is_remote(workdir) else Path(workdir) / ORIGINAL / found.tokenizer.name

@@ -13,6 +13,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import compile_cache as compile_caches
+from gspmd_lm import config as configs
 from gspmd_lm import processes
 from gspmd_lm.config import Config
 from gspmd_lm.data import loader, sources, trained
@@ -82,6 +83,17 @@ def _built(here: session.Session) -> tuple[Step, list[Problem]]:
     return built, warnings
 
 
+def _rate_said(config: Config) -> str:
+    """The learning rate of fine-tuning, and the usual one where the config states another; '' for new weights."""
+    begun, lora, rate = config.train.init_from, config.model.lora, config.optimizer.learning_rate
+    usual = configs.usual_rate({"lora": lora}, {"init_from": begun})
+    if not begun and not lora:
+        return ""
+    what = "adapters" if lora else f"fine-tuning of {begun}"
+    other = f"; the usual one is {usual:g}: --set optimizer.learning_rate=null" if rate != usual else ""
+    return f"{what}: learning rate up to {rate:g}{other}"
+
+
 @contextlib.contextmanager
 def _opened(
     here: session.Session,
@@ -130,6 +142,8 @@ def _opened(
         run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
                 f"{len(here.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
         run.say(f"workdir {workdir}")
+        if writes and (said := _rate_said(config)):
+            run.say(said)
         yield run
 
 
