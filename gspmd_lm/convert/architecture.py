@@ -146,7 +146,8 @@ def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
     """Sentences about what a config.json says and the settings do not."""
     said = _read(row, raw)[0].notes
     rates = {name: rate for name, rate in raw.items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)}
-    if given := [f"{name}: {rate}" for name, rate in rates.items() if isinstance(rate, int | float) and rate > 0]:
+    rates = {name: rate for name, rate in rates.items() if isinstance(rate, int | float) and rate is not True}
+    if given := [f"{name}: {rate}" for name, rate in rates.items() if rate > 0]:
         said.append(f"{', '.join(given)}: training drops nothing until model.dropout is set")
     return said
 

@@ -1,5 +1,6 @@
 """--config=DIR: a new model like a published one, from its config.json alone."""
 
+import dataclasses
 import json
 
 import pytest
@@ -37,7 +38,9 @@ def test_a_row_beyond_its_chunk_is_refused_with_the_reason(tmp_path):
 def test_within_its_context_attention_in_chunks_is_plain(chunk, local, original):
     """Positions as in arXiv 2402.17463: those of one chunk, of the next one, and of later ones."""
     sizes = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": original or 99}
-    context = model_of(CHUNKED | {"dual_chunk_attention_config": sizes}).context
+    found = model_of(CHUNKED | {"dual_chunk_attention_config": sizes})
+    plain, context = model_of(CHUNKED | {"dual_chunk_attention_config": None}), found.context
+    assert found == dataclasses.replace(plain, context=context)
     part = chunk - local
 
     def is_plain(length):

@@ -70,7 +70,9 @@ def test_dropout_belongs_to_training_and_is_told():
         raw, _ = PUBLISHED[family]
         row, rates = architecture.family(raw, "x"), {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0.25}
         assert model_of(raw | rates) == model_of(raw)
-        (note,) = architecture.notes(row, {"x_pdrop": 0.5, "summary_first_dropout": 0.5} | sizes_alone(raw) | rates)
+        (note,) = architecture.notes(
+            row, {"x_pdrop": 0.5, "summary_first_dropout": 0.5, "bias_dropout_fusion": True} | sizes_alone(raw) | rates
+        )
         assert note == (
             "x_pdrop: 0.5, attention_probs_dropout_prob: 0.25: training drops nothing until model.dropout is set"
         )
