@@ -20,8 +20,9 @@ from gspmd_lm.rules import KERNELS, Problem, Rules, check
 from gspmd_lm.vocabulary import Vocabulary
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
-# The compute capability from which a kernel runs: Ampere's. Source: NVIDIA's documentation of cuDNN 9, "Attention".
-OLDEST = {"cudnn": (8, 0)}
+
+
+_FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 
 
 class Pass(NamedTuple):
@@ -123,8 +124,13 @@ def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) ->
         )
 
 
-def attention_lacks(kernel: str, config: Config, rules: Rules, asked: Pass) -> str | None:
-    """What `kernel` cannot do of the attention that a pass computes, or None."""
+def attention_lacks(
+    kernel: str, config: Config, rules: Rules, asked: Pass, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What `kernel` cannot do of the attention that a pass computes, or None.
+
+    capability: the compute capability of a GPU; () where it is not known, or is none.
+    """
     over, seq, piece = split_sequence(rules), asked.seq, asked.seq
     if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
@@ -135,7 +141,8 @@ def attention_lacks(kernel: str, config: Config, rules: Rules, asked: Pass) -> s
         piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
 
     def lacking(segments: bool) -> str | None:
-        found = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in config.model.layer_kinds)
+        known: Any = {"seq": piece, "segments": segments, "capability": capability}
+        found = (unsupported(kernel, kind, **known) for kind in config.model.layer_kinds)
         return next(filter(None, found), None)
 
     found = lacking(asked.segments)
@@ -152,28 +159,20 @@ def split_sequence(rules: Rules) -> tuple[str, ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def too_old(kernel: str, on: Processor) -> str | None:
-    """What of a processor a kernel cannot run on, or None."""
-    oldest = OLDEST.get(kernel, ())
-    if not on.compute_capability or on.compute_capability >= oldest:
-        return None
-    found, least = (".".join(map(str, version)) for version in (on.compute_capability, oldest))
-    return f"compute capability {found} (only {least} and newer)"
-
-
 def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
     """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
     processor has and that can do what a pass asks.
 
-    Raises ShardingError where the rules choose a kernel that the processor is too old for.
+    Raises ShardingError where the rules choose a kernel that could do so, but not on this processor.
     """
-    kernel = rules.attention.get(on.platform)
+    kernel, capability = rules.attention.get(on.platform), on.compute_capability
     if kernel is None:
-        able = (one for one in KERNELS[on.platform] if not _lacks(one, config, rules, on, asked))
+        able = (one for one in KERNELS[on.platform] if not attention_lacks(one, config, rules, asked, capability))
         return dataclasses.replace(rules, attention={**rules.attention, on.platform: next(able)})
-    if reason := too_old(kernel, on):
-        place, fix = rules.place(f"attention.{on.platform}", kernel), f"--set rules.attention.{on.platform}=xla"
-        check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, fix)])
+    reason = attention_lacks(kernel, config, rules, asked, capability)
+    if reason and not attention_lacks(kernel, config, rules, asked):  # other reasons are found by `attention_problems`
+        place = rules.place(f"attention.{on.platform}", kernel)
+        check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, _FASTEST)])
     return rules
 
 
@@ -206,12 +205,8 @@ def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterato
     """The kernels that are faster than that of settled rules, what each cannot do, and the flag with which it can."""
     kernels = KERNELS[on.platform]
     for faster in kernels[: kernels.index(rules.kernel(on.platform))]:
-        reason = _lacks(faster, config, rules, on, asked)
+        reason = attention_lacks(faster, config, rules, asked, on.compute_capability)
         yield faster, reason, _instead(faster, reason, config, rules, asked) if reason else ""
-
-
-def _lacks(kernel: str, config: Config, rules: Rules, on: Processor, asked: Pass) -> str | None:
-    return too_old(kernel, on) or attention_lacks(kernel, config, rules, asked)
 
 
 def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
@@ -237,7 +232,7 @@ def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass)
         return problems
     place = rules.place(f"attention.{platform}", kernel)
     instead = _instead(kernel, reason, config, rules, asked) or "change the config"
-    fix = f"--set rules.attention=null for the fastest kernel that can do it, or {instead}"
+    fix = f"{_FASTEST}, or {instead}"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 

@@ -19,8 +19,7 @@ MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
-# Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
-# platform, see `arrays.too_old`.
+# Attention kernels, the fastest first. XLA's own can do all that a config may ask.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
 
 

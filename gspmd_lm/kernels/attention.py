@@ -22,6 +22,7 @@ V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 HEAD = "q: heads"
+AMPERE = 8, 0  # the compute capability from which cuDNN has fused attention. Source: its documentation, "Attention"
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -109,13 +110,21 @@ def attend_to_cache(
     return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_N, cfg=cfg), OUT)
 
 
-def unsupported(kernel: str, model: config.Model, *, seq: int, segments: bool) -> str | None:
-    """What a config asks for that `kernel` cannot do, or None."""
+def unsupported(
+    kernel: str, model: config.Model, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What a config asks for that `kernel` cannot do, or None.
+
+    capability: the compute capability of a GPU; () where it is not known, or is none.
+    """
     if kernel != "xla" and model.attention_scores_dtype != "float32":
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
+        if capability and capability < AMPERE:
+            found, least = (".".join(map(str, version)) for version in (capability, AMPERE))
+            return f"compute capability {found} (only {least} and newer)"
         if model.attention_sinks:
             return "model.attention_sinks: true"
         if segments:
