@@ -22,6 +22,9 @@ from gspmd_lm.vocabulary import Vocabulary
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
 
 
+_FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
+
+
 class Pass(NamedTuple):
     """What a program asks of attention, besides what the model asks."""
 
@@ -153,7 +156,8 @@ def attention_lacks(
     ]
 
     def lacking(segments: bool) -> str | None:
-        found = (unsupported(kernel, kind, seq=piece, segments=segments, capability=capability) for kind in kinds)
+        known: Any = {"seq": piece, "segments": segments, "capability": capability}
+        found = (unsupported(kernel, kind, **known) for kind in kinds)
         return next(filter(None, found), None)
 
     found = lacking(asked.segments)
@@ -174,17 +178,16 @@ def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
     """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
     processor has and that can do what a pass asks.
 
-    Raises ShardingError where the rules choose a kernel that the processor is too old for. What no processor of the
-    platform can do is found by `attention_problems`.
+    Raises ShardingError where the rules choose a kernel that could do so, but not on this processor.
     """
-    kernel = rules.attention.get(on.platform)
+    kernel, capability = rules.attention.get(on.platform), on.compute_capability
     if kernel is None:
-        able = (one for one in KERNELS[on.platform] if not _lacks(one, config, rules, on, asked))
+        able = (one for one in KERNELS[on.platform] if not attention_lacks(one, config, rules, asked, capability))
         return dataclasses.replace(rules, attention={**rules.attention, on.platform: next(able)})
-    reason = _lacks(kernel, config, rules, on, asked)
-    if reason and not attention_lacks(kernel, config, rules, asked):
-        place, fix = rules.place(f"attention.{on.platform}", kernel), f"--set rules.attention.{on.platform}=xla"
-        check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, fix)])
+    reason = attention_lacks(kernel, config, rules, asked, capability)
+    if reason and not attention_lacks(kernel, config, rules, asked):  # other reasons are found by `attention_problems`
+        place = rules.place(f"attention.{on.platform}", kernel)
+        check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, _FASTEST)])
     return rules
 
 
@@ -217,12 +220,8 @@ def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterato
     """The kernels that are faster than that of settled rules, what each cannot do, and the flag with which it can."""
     kernels = KERNELS[on.platform]
     for faster in kernels[: kernels.index(rules.kernel(on.platform))]:
-        reason = _lacks(faster, config, rules, on, asked)
+        reason = attention_lacks(faster, config, rules, asked, on.compute_capability)
         yield faster, reason, _instead(faster, reason, config, rules, asked) if reason else ""
-
-
-def _lacks(kernel: str, config: Config, rules: Rules, on: Processor, asked: Pass) -> str | None:
-    return attention_lacks(kernel, config, rules, asked, on.compute_capability)
 
 
 def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
@@ -248,7 +247,7 @@ def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass)
         return problems
     place = rules.place(f"attention.{platform}", kernel)
     instead = _instead(kernel, reason, config, rules, asked) or "change the config"
-    fix = f"--set rules.attention=null for the fastest kernel that can do it, or {instead}"
+    fix = f"{_FASTEST}, or {instead}"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 
