@@ -58,10 +58,10 @@ def attend(
 
     Kernels compute the softmax in float32, XLA in `model.attention_scores_dtype`.
 
-    Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document;
-    None where a row is one text. places_BT: int32, where in its document a token stands, if that is not its place in
-    the row. sinks_N: logits of nothing, each of which takes a share of its head's softmax. A remat policy that keeps
-    `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
+    Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
+    which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
+    that is not its place in the row. sinks_N: logits of nothing, each of which takes a share of its head's softmax. A
+    remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
     """
     kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
     if kernel == "xla":
