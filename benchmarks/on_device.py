@@ -61,7 +61,16 @@ KERNEL_COLUMNS = {"case": "attention", "packed": "documents", "kernel": "kernel"
 
 def kernel_cases(kernel: str, capability: tuple[int, ...], T: int = 2048) -> list[dict[str, Any]]:
     """How far a kernel and XLA are from float32, in everything that the kernel can do. Attention runs on one device."""
-    sizes = {"layers": 1, "embed": 8, "heads": 8, "kv_heads": 2, "head_dim": 128, "mlp": 8, "vocab": 8, "context": T}
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "embed": 8,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 128,
+        "mlp": 8,
+        "vocab": 8,
+        "context": T,
+    }
     found = []
     for name, changes in ATTENTION.items():
         cfg = config.Model(**(sizes | changes))
@@ -107,9 +116,9 @@ def _ring(cfg: config.Model, T: int) -> dict[str, Any]:
 
     exact, rounded = _inputs(cfg, T), _inputs(cfg, T, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
-        want = jax.jit(passes, static_argnums=0)("xla", exact)
-    found = [jax.jit(passes, static_argnums=0)(kernel, rounded) for kernel in ("cudnn", "xla")]
-    return {"kernel": "cudnn"} | _judged(*found, want)
+        want = jax.jit(functools.partial(passes, "xla"))(exact)
+    found, xla = (jax.jit(functools.partial(passes, kernel))(rounded) for kernel in ("cudnn", "xla"))
+    return {"kernel": "cudnn"} | _judged(found, xla, want)
 
 
 def _inputs(cfg: config.Model, T: int, dtype: Any = jnp.float32) -> list[jax.Array]:

@@ -25,6 +25,7 @@ HEAD = "q: heads"
 # have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
 # cuDNN 9.23 on later GPUs have one for heads of 256 too).
 HOPPER = 9, 0
+AMPERE = 8, 0  # the compute capability from which cuDNN has fused attention. Source: the same
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -112,7 +113,7 @@ def attend_to_cache(
 def unsupported(
     kernel: str, model: config.Model, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
 ) -> str | None:
-    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config.
+    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config, if it is one.
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
@@ -121,9 +122,11 @@ def unsupported(
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
+        found, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
+        if capability and capability < AMPERE:
+            return f"compute capability {found} (only {oldest} and newer)"
         if segments and capability and capability < HOPPER:
-            found, least = (".".join(map(str, version)) for version in (capability, HOPPER))
-            return f"data.packing: documents on compute capability {found} (only from {least} on)"
+            return f"data.packing: documents on compute capability {found} (only {hopper} and newer)"
         if model.attention_softcap:
             return f"model.attention_softcap: {model.attention_softcap}"
         if model.compute_dtype == "float32":
