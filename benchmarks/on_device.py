@@ -1,13 +1,19 @@
 """Predicted beside measured, on the first accelerator of this machine: step time and memory of two models.
 
     python -m benchmarks.on_device [--write]
+    python -m benchmarks.on_device --kernels
 
 Each model at three batch sizes, with and without recomputation, each in a process of its own, since peaks of memory are
 a process's. The predictions are those of `explain` for the very program that then runs. On a CPU no time is predicted
 and no memory measured (`--cases gpt2_124m --rows 1` keeps that short). A case that is predicted not to fit is not run.
+
+With `--kernels`, results and gradients of the fused attention kernel are compared with those of XLA's attention, for
+all that the kernel can do. Both are compared with float32. The exit status is 1 if the kernel is more than three times
+as far from it as XLA.
 """
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -15,11 +21,16 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import layouts, measure
 from gspmd_lm import config, rules_file, runtime
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.machine import target
+from gspmd_lm.kernels import attention
+from gspmd_lm.kernels.blocks import Blocks
+from gspmd_lm.rules import KERNELS
 from gspmd_lm.train import state, step
 
 CASES = {  # what is computed, and rows per batch
@@ -31,6 +42,114 @@ STEPS = 10
 COLUMNS = {"case": "model", "rows": "rows", "remat": "remat", "predicted_ms": "predicted, ms",
            "measured_ms": "measured, ms", "error": "error", "compiled_gb": "memory compiled, GB",
            "measured_gb": "measured, GB", "memory_error": "error of memory"}  # fmt: skip
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 300},
+    "sinks": {"attention_sinks": True},
+    "sinks and a window": {"attention_sinks": True, "sliding_window": 300},
+    "heads of 64": {"head_dim": 64},
+    "heads of 256": {"head_dim": 256},
+    "heads of 256 with a window": {"head_dim": 256, "sliding_window": 300},
+    "soft-cap": {"attention_softcap": 30.0},
+}
+PARTS = ("result", "dq", "dk", "dv", "dsinks")
+KERNEL_COLUMNS = {"case": "attention", "packed": "documents", "kernel": "kernel", "worst": "worst part",
+                  "error": "error", "xla_error": "error of XLA", "right": "right"}  # fmt: skip
+
+
+def kernel_cases(kernel: str, capability: tuple[int, ...], T: int = 2048) -> list[dict[str, Any]]:
+    """How far a kernel and XLA are from float32, in everything that the kernel can do. Attention runs on one device."""
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "embed": 8,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 128,
+        "mlp": 8,
+        "vocab": 8,
+        "context": T,
+    }
+    found = []
+    for name, changes in ATTENTION.items():
+        cfg = config.Model(**(sizes | changes))
+        for packed in (False, True):
+            if not attention.unsupported(kernel, cfg, seq=T, segments=packed, capability=capability):
+                segments = _documents(T) if packed else None
+                fused = functools.partial(attention.fused, segments_BT=segments, kernel=kernel, cfg=cfg)
+                found.append({"case": name, "packed": packed} | _compared(kernel, fused, cfg, segments, T))
+        if kernel == "cudnn" and name == "plain" and found[-1]["packed"]:
+            found.append({"case": "keys before queries", "packed": True} | _ring(cfg, T))
+    return found
+
+
+def _documents(T: int) -> jax.Array:
+    """Segments of two rows: one of documents of a few tokens, and one of long ones with padding at its end."""
+    short = np.cumsum(np.random.default_rng(0).random(T) < 0.05) + 1
+    long = np.repeat([1, 2, 3, 0], [T // 3, 1, T - T // 3 - T // 8 - 1, T // 8])
+    return jnp.asarray([short, long], jnp.int32)
+
+
+def _compared(kernel: str, fused: Any, cfg: config.Model, segments: Any, T: int) -> dict[str, Any]:
+    def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return attention.attend(q, k, v, segments, cfg, sinks_N=sinks)
+
+    exact, rounded = _inputs(cfg, T), _inputs(cfg, T, jnp.bfloat16)
+    with jax.default_matmul_precision("highest"):
+        want = _results(xla, exact)
+    return {"kernel": kernel} | _judged(_results(fused, rounded), _results(xla, rounded), want)
+
+
+def _ring(cfg: config.Model, T: int) -> dict[str, Any]:
+    """What a ring computes: the late half of a row sees the early one."""
+    segments = _documents(2 * T)
+    ids = segments[:, T:], segments[:, :T]
+
+    def passes(kernel: str, inputs: Any) -> Any:
+        q, k, v, _ = inputs
+        blocks, dout = Blocks(kernel, cfg), jnp.cos(jnp.arange(q.size, dtype=q.dtype)).reshape(q.shape)
+        out, lse = blocks.forward(q, k, v, ids, causal=False)
+        total = jnp.logaddexp(lse, 0.0)  # with that of other keys: some queries see none of these
+        out, lse = out * jnp.exp(lse - total)[..., None], total
+        return out, *blocks.backward(q, k, v, ids, out, lse, dout, causal=False)
+
+    exact, rounded = _inputs(cfg, T), _inputs(cfg, T, jnp.bfloat16)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(passes, "xla"))(exact)
+    found, xla = (jax.jit(functools.partial(passes, kernel))(rounded) for kernel in ("cudnn", "xla"))
+    return {"kernel": "cudnn"} | _judged(found, xla, want)
+
+
+def _inputs(cfg: config.Model, T: int, dtype: Any = jnp.float32) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, T, heads, cfg.head_dim) for heads in (cfg.heads, cfg.kv_heads, cfg.kv_heads)] + [(cfg.heads,)]
+    made = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return [x.astype(jnp.bfloat16).astype(dtype) for x in made]
+
+
+def _results(function: Any, inputs: Any) -> Any:
+    @jax.jit
+    def both(*inputs: Any) -> Any:
+        out, pull = jax.vjp(function, *inputs)
+        return out, *pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype))
+
+    return both(*inputs)
+
+
+def _judged(found: Any, xla: Any, want: Any) -> dict[str, Any]:
+    """The part in which a kernel is worst beside XLA, and whether it is right there."""
+    scales = [float(jnp.abs(x).max()) or 1.0 for x in want]
+
+    def errors(results: Any) -> list[float]:
+        return [
+            float(jnp.abs(x.astype(jnp.float32) - y).max()) / scale
+            for x, y, scale in zip(results, want, scales, strict=True)
+        ]
+
+    pairs = list(zip(errors(found), errors(xla), PARTS, strict=False))
+    error, least, part = max(pairs, key=lambda pair: pair[0] / (pair[1] + 1e-3) if np.isfinite(pair[0]) else np.inf)
+    return {"worst": part, "error": f"{error:.1e}", "xla_error": f"{least:.1e}", "right": error <= 3 * least + 1e-3}
 
 
 def one(case: str, rows: int, remat: str) -> dict[str, Any]:
@@ -81,17 +200,32 @@ def _run(ready: measure.Ours, device: Any) -> tuple[float, int | None]:
     return taken_s, (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
+def _kernels() -> int:
+    device = jax.devices()[0]
+    capability = (
+        tuple(map(int, getattr(device, "compute_capability", "").split("."))) if device.platform == "gpu" else ()
+    )
+    kernels = [kernel for kernel in KERNELS[device.platform] if kernel != "xla"]
+    found = [row for kernel in kernels for row in kernel_cases(kernel, capability)]
+    print(f"{device.device_kind}, jax {jax.__version__}" if found else f"{device.device_kind}: XLA's attention alone")
+    print(measure.markdown(found, KERNEL_COLUMNS) if found else "")
+    return int(not all(row["right"] for row in found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=tuple(CASES), default=tuple(CASES))
     parser.add_argument("--rows", type=int, nargs="*", help="per batch; default: three sizes of each model")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
+    parser.add_argument("--kernels", action="store_true", help="compare the fused attention kernel with XLA's")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         case, rows, remat = arguments.one
         print(json.dumps(one(case, int(rows), remat)))
         return
+    if arguments.kernels:
+        sys.exit(_kernels())
     found = []
     for case in arguments.cases:
         for rows in arguments.rows or CASES[case][2]:

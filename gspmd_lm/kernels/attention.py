@@ -26,6 +26,7 @@ AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's
 # have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
 # cuDNN 9.23 on later GPUs have one for heads of 256 too).
 HOPPER = 9, 0
+AMPERE = 8, 0  # the compute capability from which cuDNN has fused attention. Source: the same
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -59,10 +60,10 @@ def attend(
 
     Kernels compute the softmax in float32, XLA in `model.attention_scores_dtype`.
 
-    Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document;
-    None where a row is one text. places_BT: int32, where in its document a token stands, if that is not its place in
-    the row. sinks_N: logits of nothing, each of which takes a share of its head's softmax. A remat policy that keeps
-    `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
+    Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
+    which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
+    that is not its place in the row. sinks_N: logits of nothing, each of which takes a share of its head's softmax. A
+    remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
     """
     kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
     if kernel == "xla":
@@ -113,7 +114,7 @@ def attend_to_cache(
 def unsupported(
     kernel: str, model: config.Model, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
 ) -> str | None:
-    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config.
+    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config, if it is one.
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
@@ -122,12 +123,12 @@ def unsupported(
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
-        found = ".".join(map(str, capability))
+        found, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
         if capability and capability < AMPERE:
-            return f"compute capability {found} (only {AMPERE[0]}.{AMPERE[1]} and newer)"
+            return f"compute capability {found} (only {oldest} and newer)"
         if (segments or model.attention_chunk) and capability and capability < HOPPER:  # a chunk is a document, too
             asked = "data.packing: documents" if segments else f"model.attention_chunk: {model.attention_chunk}"
-            return f"{asked} on compute capability {found} (only from {HOPPER[0]}.{HOPPER[1]} on)"
+            return f"{asked} on compute capability {found} (only {hopper} and newer)"
         if model.attention_softcap:
             return f"model.attention_softcap: {model.attention_softcap}"
         if model.compute_dtype == "float32":

@@ -38,7 +38,7 @@ class Documents(NamedTuple):
     of_BT: jax.Array
     place_BT: jax.Array
     begins: jax.Array
-    count: jax.Array
+    total: jax.Array
 
 
 def runs(segments_BT: jax.Array) -> Documents:
@@ -83,7 +83,7 @@ def each(packed: Documents | Part, add: Callable[[Any, Part], Any], found: Any) 
 
     assert len(packed.begins) == tokens + at_once + 1
     with scope("turns", "1"):
-        return jax.lax.while_loop(lambda state: state[0] < packed.count, body, (jnp.int32(0), found))[1]
+        return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), found))[1]
 
 
 def _at_once(B: int, T: int) -> int:

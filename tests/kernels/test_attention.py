@@ -1,6 +1,7 @@
 """Attention kernels against each other, on one device. Splash runs in Pallas's interpreter."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -84,12 +85,14 @@ def test_a_large_softcap_is_none(qkv, segments):
     ("kernel", "asked", "words"),
     [
         ("cudnn", {"segments": True, "capability": (8, 0)}, "packing: documents on compute capability 8.0"),
+        ("cudnn", {"attention_chunk": 64, "capability": (8, 6)}, "attention_chunk: 64 on compute capability 8.6"),
         ("cudnn", {"attention_softcap": 30.0}, "attention_softcap: 30"),
         ("cudnn", {"compute_dtype": "float32"}, "compute_dtype: float32"),
         ("cudnn", {"head_dim": 264}, "head_dim: 264 (only multiples of 8 up to 256)"),
         ("cudnn", {"head_dim": 136, "capability": (8, 9)}, "head_dim: 136 (only multiples of 8 up to 128)"),
         ("cudnn", {"head_dim": 256, "capability": (10, 0)}, "head_dim: 256 (only multiples of 8 up to 128)"),
         ("cudnn", {"head_dim": 100}, "head_dim: 100"),
+        ("cudnn", {"capability": (7, 5)}, "compute capability 7.5 (only 8.0 and newer)"),
         ("cudnn", {"positions": "alibi"}, "positions: alibi"),
         ("cudnn", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
         ("splash", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
@@ -104,6 +107,40 @@ def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
     assert attention.unsupported(kernel, PLAIN, **usual) is None
     assert words in attention.unsupported(kernel, cfg, **rows)
     assert attention.unsupported("xla", cfg, **rows) is None
+
+
+KERNELS = {
+    "`cudnn` on 8.x (A100)": ("cudnn", (8, 0)),
+    "`cudnn` on 9.0 (H100, H200)": ("cudnn", (9, 0)),
+    "`cudnn` on 10.0 (B200)": ("cudnn", (10, 0)),
+    "`splash`": ("splash", ()),
+}
+ASKED = {
+    "`data.packing: documents`, and padding": {"segments": True},
+    "`model.sliding_window`": {"sliding_window": 64},
+    "`model.attention_chunk`": {"attention_chunk": 128},
+    "`model.attention_sinks`": {"attention_sinks": True},
+    "`model.attention_softcap`": {"attention_softcap": 30.0},
+    "`model.positions: alibi`": {"positions": "alibi"},
+    "`model.head_dim` above 128, up to 256": {"head_dim": 256},
+    "`model.head_dim` that is not a multiple of 8": {"head_dim": 100},
+    "`model.compute_dtype: float32`": {"compute_dtype": "float32"},
+    "`model.attention_scores_dtype: bfloat16`": {"attention_scores_dtype": "bfloat16"},
+    "`data.seq` that is not a multiple of 128": {"seq": 100},
+}
+
+
+def test_the_table_of_what_fused_kernels_can_do_is_in_the_documents():
+    def can(kernel, capability, asked):
+        rows = {"seq": 256, "segments": False} | {k: v for k, v in asked.items() if k in ("seq", "segments")}
+        cfg = settings(**{k: v for k, v in asked.items() if k not in rows})
+        return "no" if attention.unsupported(kernel, cfg, capability=capability, **rows) else "yes"
+
+    lines = [["asked", *KERNELS], ["---"] * (len(KERNELS) + 1)]
+    lines += [[asked, *(can(*kernel, changes) for kernel in KERNELS.values())] for asked, changes in ASKED.items()]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| ---", "|---").replace("--- |", "---|")
+    text = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    assert table in text, table
 
 
 def test_alibi_slopes_are_those_of_the_paper_and_of_bloom():

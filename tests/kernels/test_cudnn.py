@@ -15,8 +15,9 @@ from jax._src.cudnn import fused_attention_stablehlo as kernels
 from jax.interpreters import mlir
 from test_context import arrays, both, placement, settings
 
+from benchmarks import on_device
 from gspmd_lm.errors import InputError
-from gspmd_lm.kernels import attention, documents
+from gspmd_lm.kernels import attention, blocks, documents
 
 CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
 SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
@@ -92,7 +93,10 @@ def calls(monkeypatch):
 
         def lowered(*args, name=name, plain=plain, mask_type, sliding_window_length, scale, **_):
             found.append((name, mask_type.name, sliding_window_length))
-            return plain(scale, mask_type, sliding_window_length, *args)
+            exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+            results, dtype = plain(scale, mask_type, sliding_window_length, *exact), args[0].dtype
+            dtypes = (dtype, jnp.float32) if name == "fwd" else (dtype,) * 3
+            return [x.astype(to) for x, to in zip(results, dtypes, strict=True)]
 
         primitive = getattr(kernels, f"_dot_product_attention_{name}_p")
         mlir.register_lowering(primitive, mlir.lower_fun(lowered, multiple_results=True), platform="cpu")
@@ -163,6 +167,15 @@ def test_keeping_the_output_spares_the_second_forward_pass(monkeypatch):
     policies = jax.checkpoint_policies
     assert forward_passes(policies.save_only_these_names("attention_out")) == 1
     assert forward_passes(policies.nothing_saveable) == 2
+
+
+@pytest.mark.slow
+def test_the_comparison_that_cards_run_tells_right_from_wrong(calls, monkeypatch):
+    monkeypatch.setattr(on_device, "ATTENTION", {"plain": {"head_dim": 8}})
+    found = on_device.kernel_cases("cudnn", (9, 0), T=64)
+    assert [row["packed"] for row in found] == [False, True, True] and all(row["right"] for row in found)
+    monkeypatch.setattr(blocks, "shared", lambda ids, _: documents.runs(ids))
+    assert [row["right"] for row in on_device.kernel_cases("cudnn", (9, 0), T=64)] == [True, True, False]
 
 
 def test_more_numbers_than_cudnn_counts_are_refused(monkeypatch):
