@@ -374,7 +374,7 @@ def _keeping(equation: Any, function: Any) -> Any:
     """
     if not (least := _all_flops(function)):
         return None
-    given = [core.Var(var.aval) for var in function.invars]
+    given: list[Any] = [core.Var(var.aval) for var in function.invars]
     call = equation.replace(invars=given)
     one = core.Jaxpr((), given, equation.outvars, [call], debug_info=function.debug_info)
     alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))
