@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -331,6 +332,11 @@ def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Record
     with placed_by(recorder):
         recorder.program = jax.make_jaxpr(function)(*abstract)
     return recorder
+
+
+def as_recorded(recorder: Recorder) -> AbstractContextManager[None]:
+    """A context in which a model's questions have the answers that `recorder` gave, and nothing is noted."""
+    return placed_by(Recorder(recorder.rules))
 
 
 def problems(
