@@ -17,8 +17,7 @@ from jax.extend import core
 
 from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.foresight.names import Name, read
-from gspmd_lm.placement import Recorder, Spec, marked
-from gspmd_lm.placing import placed_by
+from gspmd_lm.placement import Recorder, Spec, as_recorded, marked
 
 _SAME = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
 GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows
@@ -108,7 +107,7 @@ class Traced:
     @classmethod
     def of(cls, recorded: Recorder, arrays: Arrays) -> "Traced":
         """The graph of what was recorded of a model with these arrays."""
-        with placed_by(Recorder(recorded.rules)):  # which hand-written derivatives ask what the model asked
+        with as_recorded(recorded):  # for hand-written derivatives, which are traced now
             return cls(recorded.program, [leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)])
 
     def _node(self, primitive: str, stack: str, like: Any, times: int, inputs: Iterable[Node] = ()) -> Node:

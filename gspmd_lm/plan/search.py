@@ -157,7 +157,7 @@ class _Search:
         A TPU's compiler that is short of memory makes do with less than it would take.
         """
         families = set[Any]()
-        for one in sorted(self.far, key=lambda one: one.price.peak_bytes):
+        for one in sorted([*self.open, *self.late, *self.far], key=lambda one: one.price.peak_bytes):
             assert one.limit_bytes
             beyond = one.price.peak_bytes > BEYOND * one.limit_bytes or len(families) == LEAST_NEEDING
             if self.best or beyond or len(self.tried) >= self.most:

@@ -94,7 +94,8 @@ def no_fit(outcome: Outcome, found: Larger | None, savings: Sequence[tuple[str, 
     limit = plan.target.chip.usable_hbm_bytes
     if nearest:
         needs = f"{human_bytes(nearest.peak_bytes)} of {human_bytes(limit)}"
-        console.print(f"nothing fits: {nearest.name} needs least, {needs}", soft_wrap=True)
+        what = "nothing fits" if all(one.fits is False for one in plan.candidates) else "nothing that was compiled fits"
+        console.print(f"{what}: {nearest.name} needs least, {needs}", soft_wrap=True)
     if found:
         console.print(f"  fix   {found.target.text} is the smallest {plan.target.chip.name} target on which it fits: "
                       f"{found.candidate.name}, {human_bytes(found.candidate.peak_bytes)}", soft_wrap=True)  # fmt: skip

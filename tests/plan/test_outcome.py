@@ -144,6 +144,18 @@ def test_the_error_of_prices_is_said_with_what_it_rests_on(found):
     assert said(target=targets.parse("cpu:8")) == ""
 
 
+def test_nothing_fits_is_said_only_where_all_are_known_not_to(found):
+    def said(**changes):
+        nothing = dataclasses.replace(found.plan, best=None, nearest=found.plan.candidates[2], **changes)
+        console = Console(width=140, record=True, file=io.StringIO())
+        terminal.no_fit(dataclasses.replace(found, plan=nothing), None, (), console)
+        return console.export_text()
+
+    assert "nothing that was compiled fits: tensor 8" in said()  # one of them was only priced
+    failed = tuple(dataclasses.replace(one, report=None, failure="no") for one in found.plan.candidates)
+    assert "\nnothing fits: tensor 8" in said(candidates=failed)
+
+
 @pytest.mark.parametrize(("span", "said"), [
     ("8:999999999999999999999", r"--batch=8:9{21}: 1 problem\n  data.batch: must be at most 2147483647, got 42949"),
     (f"{10**30}:{10**30}", "data.batch: must be at most 2147483647"),
