@@ -109,8 +109,9 @@ class _Reader:
         section, _, row = key.partition(".")
         if section not in SECTIONS:
             row_of_rules = key.rpartition(".")[2] in self.vocabulary.axes
-            fix = f"--set rules.rules.{key}={written}" if row_of_rules else f"use {either(SECTIONS)}"
-            hint = "" if row_of_rules else did_you_mean(section, SECTIONS)
+            table = "rules" if row_of_rules else "mesh" if key in MESH_AXES else ""
+            fix = f"--set rules.{table}.{key}={written}" if table else f"use {either(SECTIONS)}"
+            hint = "" if table else did_you_mean(section, SECTIONS)
             raise ShardingError(f"{flag}: a rules file has no section {section}{hint}\n  fix   {fix}")
         value, within = core_yaml.parse(written, flag), raw
         path = [section, row] if row else [section]

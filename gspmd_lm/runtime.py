@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from gspmd_lm import processes, versions
+from gspmd_lm import processes, quiet, versions
 from gspmd_lm.chips import GPU_MEMORY_SHARE, chip_of
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.rules import PLATFORMS
@@ -138,12 +138,13 @@ def start(
         _take_memory()
     if not jax.distributed.is_initialized():
         _join(chosen, coordinator, num_processes, process_id)
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        raise InputError(_absent(chosen, str(error))) from error
-    if jax.default_backend() != chosen:
-        raise InputError(_absent(chosen, f"jax runs on {jax.default_backend()}"))
+    with quiet.unless_there(chosen):
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            raise InputError(_absent(chosen, str(error))) from error
+        if jax.default_backend() != chosen:
+            raise InputError(_absent(chosen, f"jax runs on {jax.default_backend()}"))
     if chosen == "cpu" and jax.local_device_count() < simulated_devices:
         raise InputError(_too_late(jax.local_device_count(), simulated_devices))
     return Runtime(chosen, devices[0].device_kind, len(devices), jax.process_index(), jax.process_count())
@@ -166,7 +167,7 @@ def _choose_platform(asked: str | None) -> str:
             )
         return name
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not hidden and any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))):
+    if not hidden and quiet.is_there("gpu"):
         if any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins")):
             return "gpu"
         _log.warning("an NVIDIA GPU is here, but jax's plugin is not installed: pip install 'gspmd_lm[cuda]' to use it")

@@ -84,11 +84,41 @@ def run(capsys, monkeypatch):
             "--profile=13:10: not two steps, the first before the second\n  fix   --profile=10:13\n",
         ),
         (("--config=tinny",), "tinny: no such file, here or in configs/ (did you mean tiny?)\n"),
+        (
+            ("--config=Qwen/Qwen3-8B",),
+            "Qwen/Qwen3-8B: no such file, here or in configs/\n"
+            "  fix   nothing is fetched: hf download Qwen/Qwen3-8B --local-dir=FOLDER, then give FOLDER in its place\n",
+        ),
+        (
+            ("convert", "--workdir=w", "--from=Qwen/Qwen3-8B"),
+            "--from=Qwen/Qwen3-8B: no such folder\n  fix   nothing is fetched: hf download Qwen/Qwen3-8B ",
+        ),
+        (
+            ("--dry_run", "--set=data.tokenizer=Qwen/Qwen3-8B", "--set=model.vocab=0"),
+            "data.tokenizer: Qwen/Qwen3-8B: no such file\n  fix   nothing is fetched: hf download ",
+        ),
         (("--rules=tp9",), "tp9: no such file, here or in rules/ (did you mean tp8?)\n"),
         (("--rules=tp8", "--mesh=tenser=4"), "--mesh=tenser=4: rules/tp8.yaml has no mesh axis 'tenser'"),
         (
             ("--set", "train.step=3"),
             "configs/tiny.yaml --set train.step=3: 1 problem\n  train.step: unknown key (did you mean",
+        ),
+        (
+            ("--set", "train.learning_rate=1e-4"),
+            "configs/tiny.yaml --set train.learning_rate=1e-4: 1 problem\n"
+            "  train.learning_rate: unknown key (did you mean optimizer.learning_rate?)\n",
+        ),
+        (
+            ("--set", "microbatches=2"),
+            "--set microbatches=2: a key of the rules file\n  fix   --set rules.microbatches=2\n",
+        ),
+        (
+            ("--set", "train.remat=block"),
+            "--set train.remat=block: a key of the rules file\n  fix   --set rules.remat=block",
+        ),
+        (
+            ("--rules=tp8", "--set", "rules.tensor=4"),
+            "--set rules.tensor=4: a rules file has no section tensor\n  fix   --set rules.mesh.tensor=4\n",
         ),
         (("--rules=tp8", "--platform=gpo"), "--platform=gpo: unknown platform (did you mean gpu?)\n"),
         (("--rules=tp8", "--num_processes=2"), "--num_processes given without --coordinator and --process_id\n"),

@@ -235,3 +235,26 @@ def shipped_config(request):
 @pytest.mark.parametrize(("word", "hint"), [("heds", " (did you mean heads?)"), ("zzz", ""), ("", "")])
 def test_did_you_mean(word, hint):
     assert errors.did_you_mean(word, ["heads", "mlp"]) == hint
+
+
+@pytest.mark.parametrize(
+    ("sets", "rate", "said"),
+    [
+        ((), 3e-4, ""),
+        (("train.init_from=base",), 2e-5, "fine-tuning of base: learning rate up to 2e-05"),
+        (("train.init_from=base", "model.lora={rank: 4, targets: [wq]}"), 2e-4, "adapters: learning rate up to 0.0002"),
+        (
+            ("train.init_from=base", "optimizer.learning_rate=1e-3"),
+            1e-3,
+            "fine-tuning of base: learning rate up to 0.001; usual is 2e-05: --set optimizer.learning_rate=null",
+        ),
+        (("train.init_from=base", "optimizer.learning_rate=1e-3", "optimizer.learning_rate=null"), 2e-5,
+         "fine-tuning of base: learning rate up to 2e-05"),
+    ],
+)  # fmt: skip
+def test_fine_tuning_has_a_learning_rate_of_its_own_and_says_it(sets, rate, said):
+    from gspmd_lm.verbs import train
+
+    found = config.load("bench_4m", sets)
+    assert found.optimizer.learning_rate == rate
+    assert train._rate_said(found) == said

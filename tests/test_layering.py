@@ -47,7 +47,8 @@ MAY_IMPORT = {
     "rules": "vocabulary core_yaml",
     "config_keys": "rules core_yaml config",
     "rules_file": "axes vocabulary core_yaml rules",
-    "runtime": "chips rules processes versions config",
+    "quiet": "",
+    "runtime": "chips rules processes versions config quiet",
     "stop_signal": "processes",
     "agreement": "processes",
     "mesh": "rules config chips",
@@ -73,7 +74,7 @@ MAY_IMPORT = {
     "plan": "chips foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "runs": "foresight train files core_yaml json_text",
     "verbs": "chips runs plan foresight train infer convert arrays model placement mesh rules rules_file axes "
-    "checkpoint data runtime compile_cache processes lock files versions core_yaml config",
+    "checkpoint data runtime compile_cache processes lock files versions core_yaml config quiet",
     "results": "runs plan foresight task rules config",
     "loaded": "verbs files infer convert data compile_cache rules_file rules runtime config",
     "cli": "verbs processes config_keys config __version__",
@@ -349,4 +350,4 @@ def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():
              for name in found) if path.exists()}  # fmt: skip
     outside = {file for file in files if not any(file == name or file.startswith(f"{name}/") for name in covered)}
     # They wait, find and tell, and compute nothing.
-    assert outside == {f"gspmd_lm/{name}.py" for name in (*FOR_ALL, "processes", "versions")}
+    assert outside == {f"gspmd_lm/{name}.py" for name in (*FOR_ALL, "processes", "quiet", "versions")}

@@ -182,6 +182,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
 def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
     plain = yaml.safe_load((workdir / "config.yaml").read_text())
     assert plain["model"]["padded_vocab"] == 264 and plain["data"]["tokenizer"] == "bytes"
+    assert "learning_rate" not in plain["optimizer"]
     settings = ["data.seq=16", "data.batch=8", "data.source=random:64", "train.steps=2", f"train.init_from={workdir}",
                 "train.trackers=[]", "train.checkpoint_every=1", "train.samples={prompts: [a b], tokens: 5}",
                 ]  # fmt: skip
@@ -189,6 +190,7 @@ def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
                           *(f"--set={setting}" for setting in settings))  # fmt: skip
     assert code == 0, err
     assert "step 1/2  loss 5.5" in out and "\nsample: a b" in out
+    assert f"\nfine-tuning of {workdir}: learning rate up to 2e-05\n" in out
 
     # Not only its last step can be evaluated.
     last = re.search(r"^step 2: held-out loss (\S+),", out, re.M)

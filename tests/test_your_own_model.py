@@ -274,6 +274,7 @@ def test_importing_the_package_is_cheap_and_its_names_are_there():
     program += "; gspmd_lm.load_config('tiny'), gspmd_lm.load_rules('tp8'); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.split() == [gspmd_lm.__version__, "False", "False", "False"]
+    assert dir(gspmd_lm) == gspmd_lm.__all__
     for name in gspmd_lm.__all__:
         assert getattr(gspmd_lm, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

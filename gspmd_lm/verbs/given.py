@@ -11,6 +11,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.rules import Rules
 
+_OF_RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # what no config has a key of
 PLAN = "plan"  # in place of a rules file
 
 
@@ -31,8 +32,15 @@ def with_tokenizer(config: Config, workdir: str | None = None) -> Config:
 
 
 def config_sets(values: flags.FlagValues) -> list[str]:
-    """What --set lays over the config."""
-    return [text for text in values.set if not _of_rules(text)]
+    """What --set lays over the config. Raises InputError for a key that rules files have and configs do not."""
+    found = [text for text in values.set if not _of_rules(text)]
+    for text in found:
+        key, equals, value = text.partition("=")
+        section = next((part for part in key.split(".") if part in _OF_RULES_ALONE), None)
+        if equals and section:
+            rest = key[key.index(section) :]
+            raise InputError(f"--set {text}: a key of the rules file\n  fix   --set rules.{rest}={value}")
+    return found
 
 
 def rules_sets(values: flags.FlagValues) -> list[str]:

@@ -90,7 +90,7 @@ def _rate_said(config: Config) -> str:
     if not begun and not lora:
         return ""
     what = "adapters" if lora else f"fine-tuning of {begun}"
-    other = f"; the usual one is {usual:g}: --set optimizer.learning_rate=null" if rate != usual else ""
+    other = f"; usual is {usual:g}: --set optimizer.learning_rate=null" if rate != usual else ""
     return f"{what}: learning rate up to {rate:g}{other}"
 
 

@@ -4,9 +4,10 @@ import ctypes
 import importlib
 import os
 import sys
-import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
+
+from gspmd_lm import quiet
 
 
 def import_jax() -> None:
@@ -17,18 +18,14 @@ def import_jax() -> None:
     plugins = [plugin for plugin in entry_points(group="jax_plugins") if plugin.name.startswith("xla_cuda")]
     if not plugins or os.path.exists("/dev/nvidiactl"):
         return
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as written:
-        os.dup2(written.fileno(), 2)
-        try:
+    written: list[str] = []
+    try:
+        with quiet.held() as written:
             importlib.import_module("jax")
             for plugin in plugins:
                 for library in Path(plugin.load().__file__).parent.glob("xla_*plugin.so"):
                     ctypes.CDLL(str(library))  # jax would load it later, with the first device
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            written.seek(0)
-            for line in written.read().decode(errors="replace").splitlines():
-                if "cudart_stub" not in line and "before absl::InitializeLog()" not in line:
-                    print(line, file=sys.stderr)
+    finally:
+        for line in written:
+            if "cudart_stub" not in line and "before absl::InitializeLog()" not in line:
+                print(line, file=sys.stderr)

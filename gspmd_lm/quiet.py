@@ -1,0 +1,53 @@
+"""Accelerators that are not here, and what libraries write to stderr about them."""
+
+import contextlib
+import glob
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+_DEVICE_FILES = {
+    "cpu": ("/",),
+    "gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"),
+    "tpu": ("/dev/accel*", "/dev/vfio/[0-9]*"),
+}
+
+
+def is_there(platform: str) -> bool:
+    """Whether the machine shows a device of a platform: cpu, gpu or tpu."""
+    return any(map(glob.glob, _DEVICE_FILES[platform]))
+
+
+@contextlib.contextmanager
+def unless_there(platform: str) -> Iterator[None]:
+    """A context that drops what libraries write to stderr where it fails for want of a device.
+
+    Where the machine shows one, everything is written at once.
+    """
+    if is_there(platform):
+        yield
+        return
+    with held() as lines:
+        yield
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[list[str]]:
+    """A context in which nothing that is written to stderr appears, be it Python or a library that writes it.
+
+    When it ends, its value has the lines.
+    """
+    lines: list[str] = []
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            lines += written.read().decode(errors="replace").splitlines()

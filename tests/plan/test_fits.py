@@ -1,0 +1,48 @@
+"""The fix of a layout that does not fit is one that was tried."""
+
+import dataclasses
+import re
+
+import pytest
+
+from gspmd_lm import rules_file
+from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.foresight.report import Finding
+from gspmd_lm.plan import fits
+from gspmd_lm.plan.price import Pricer
+from tests.foresight.sample import LLAMA
+
+GB = 10**9
+
+
+def report_of(peak_bytes):
+    memory = dataclasses.replace(LLAMA.memory, fits=False, peak_bytes=peak_bytes)
+    other, large = Finding("padding", "some", "none"), Finding("does-not-fit", "too much", "")
+    return dataclasses.replace(LLAMA, memory=memory, warnings=(other, large))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return targets.parse("h100:8")
+
+
+@pytest.mark.parametrize("more", [1.0, 1.3])
+def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, more):
+    layout, sets = rules_file.load("fsdp8", overrides=["rules.remat=none"]), []
+    pricer = Pricer(llama, target)
+    peak_bytes = pricer.price(layout.fill(8)).peak_bytes
+    limit_bytes = target.chip.usable_hbm_bytes
+    assert peak_bytes > limit_bytes
+    (found,) = fits.with_fixes(llama, [report_of(round(more * peak_bytes))], [layout], target)
+    kept, fixed = found.warnings
+    assert kept.fix == "none"
+    sets = re.findall(r"--set (rules\.\S+?),? ", fixed.fix)
+    changed = rules_file.load("fsdp8", overrides=["rules.remat=none", *sets]).fill(8)
+    assert sets and more * pricer.price(changed).peak_bytes <= fits.SURE * limit_bytes
+
+
+def test_what_no_flag_makes_fit_is_said(llama, target):
+    layout = rules_file.load("fsdp8")
+    (found,) = fits.with_fixes(llama, [report_of(10**18)], [layout], target)
+    assert found.warnings[1].fix.startswith("no rules.remat and no rules.microbatches is estimated to fit")
+    assert "--set" not in found.warnings[1].fix
