@@ -223,7 +223,8 @@ class Model:
             wrong.append("layer_pattern has chunked layers: set attention_chunk")
         if ("linear" in self.layer_pattern) > bool(self.linear_attention):
             wrong.append("layer_pattern has linear layers: set linear_attention")
-        if not self.layer_pattern and sum(map(bool, (self.sliding_window, self.attention_chunk, self.linear_attention))) > 1:
+        kinds = self.sliding_window, self.attention_chunk, self.linear_attention
+        if not self.layer_pattern and sum(map(bool, kinds)) > 1:
             wrong.append(
                 "a layer has only one of sliding_window, attention_chunk and linear_attention: set layer_pattern, "
                 "which says which"

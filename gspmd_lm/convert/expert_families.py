@@ -22,7 +22,17 @@ from gspmd_lm.convert.fields import (
     Temperature,
 )
 from gspmd_lm.convert.layer_kinds import ChunkedLayers, LayerTypes, LinearLayers, Window, every_second
-from gspmd_lm.convert.names import GPT_OSS, GRANITE_MOE, INV_FREQ, LLAMA4, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT
+from gspmd_lm.convert.names import (
+    GPT_OSS,
+    GRANITE_MOE,
+    INV_FREQ,
+    LLAMA4,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from gspmd_lm.convert.rope import Rope
 
 # How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
@@ -114,10 +124,11 @@ EXPERT_FAMILIES = (
             Only("attention_bias", False, "has biases in attention with a gate, which are not supported"),
             Always("norm_offset", 1.0), Always("qk_norm", True), Always("attention_gate", True),
             Same("num_experts num_local_experts", "experts", 512), Same("num_experts_per_tok", "experts_per_token", 10),
-            Same("moe_intermediate_size", "expert_mlp", 512), Same("shared_expert_intermediate_size", "shared_mlp", 512),
-            Always("shared_gate", True), Switch("norm_topk_prob", ("normalized_weights",), True), DenseLayers(),
+            Same("moe_intermediate_size", "expert_mlp", 512), Switch("norm_topk_prob", ("normalized_weights",), True),
+            Same("shared_expert_intermediate_size", "shared_mlp", 512), Always("shared_gate", True), DenseLayers(),
         ),
-        QWEN3_NEXT, (*INV_FREQ, r"^mtp\."), _TRAINING,  # mtp: layers that predict later tokens
+        # mtp: layers that predict later tokens
+        QWEN3_NEXT, (*INV_FREQ, r"^mtp\."), (*_TRAINING, "use_sliding_window"),
     ),
     Family(
         "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",

@@ -33,10 +33,11 @@ class Cache(NamedTuple):
     def written(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array, layer: jax.Array | int) -> "Cache":
         """The cache with T tokens per row, from `slot` on."""
         at = (layer, 0, slot, 0, 0)
-        return self._replace(
-            k_LBSKH=shard(jax.lax.dynamic_update_slice(self.k_LBSKH, k_BTKH[None].astype(self.k_LBSKH.dtype), at), CACHE),
-            v_LBSKH=shard(jax.lax.dynamic_update_slice(self.v_LBSKH, v_BTKH[None].astype(self.v_LBSKH.dtype), at), CACHE),
-        )
+
+        def one(x_LBSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+            return shard(jax.lax.dynamic_update_slice(x_LBSKH, new_BTKH[None].astype(x_LBSKH.dtype), at), CACHE)
+
+        return self._replace(k_LBSKH=one(self.k_LBSKH, k_BTKH), v_LBSKH=one(self.v_LBSKH, v_BTKH))
 
     def of(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Keys and values of one layer, [B, S, K, H]."""

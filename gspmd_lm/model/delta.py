@@ -37,9 +37,9 @@ class LinearState(NamedTuple):
         """The states with those of one layer, [B, ...], changed."""
 
         def one(x: jax.Array, y: jax.Array, spec: str) -> jax.Array:
-            return shard(jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), layer, 0), spec)
+            return shard(jax.lax.dynamic_update_slice(x, y[None].astype(x.dtype), (layer, *[0] * y.ndim)), spec)
 
-        return LinearState(*map(one, self, new, SPECS))
+        return LinearState._make(map(one, self, new, SPECS))
 
     def of(self, layer: jax.Array | int) -> "LinearState":
         """The states of one layer, [B, ...]."""
@@ -48,9 +48,11 @@ class LinearState(NamedTuple):
 
 
 SPECS = LinearState(
-    *["state: layers batch taps kv_heads head_dim"] * 2, "state: layers batch taps heads head_dim",
+    "state: layers batch taps kv_heads head_dim",
+    "state: layers batch taps kv_heads head_dim",
+    "state: layers batch taps heads head_dim",
     "state: layers batch heads key_dim head_dim",
-)  # fmt: skip
+)
 
 
 def empty_state(cfg: config.Model, layers: int, rows: int) -> LinearState:
@@ -61,7 +63,7 @@ def empty_state(cfg: config.Model, layers: int, rows: int) -> LinearState:
     shapes = (before, K, H), (before, K, H), (before, N, H), (N, H, H)
     dtypes = *[jnp.dtype(cfg.compute_dtype)] * 3, jnp.float32
     arrays = (jnp.zeros((layers, rows, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    return LinearState(*map(shard, arrays, SPECS))
+    return LinearState._make(map(shard, arrays, SPECS))
 
 
 class GatedDeltaNet(nn.Module):
@@ -102,9 +104,7 @@ class GatedDeltaNet(nn.Module):
         q, k = (einsum("BTD,DKH->BTKH", x_BTD, w) for w in of_keys)
         v, z = (einsum("BTD,DNH->BTNH", x_BTD, w) for w in of_values)
         a, b = (like(einsum("BTD,DN->BTN", x_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
-        given = [
-            shard(x, spec.format(name)) for x, name, spec in zip((q, k, v), "qkv", (OF_KEYS, OF_KEYS, OF_VALUES), strict=True)
-        ]
+        given = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
         z_BTNH, decay, bias = like(z, OF_VALUES.format("v")), use(self.decay), use(self.decay_bias)
         log_decay_BTN = -jnp.exp(decay) * jax.nn.softplus(a.astype(jnp.float32) + bias)
         rate_BTN = jax.nn.sigmoid(b.astype(jnp.float32))
@@ -127,7 +127,7 @@ class GatedDeltaNet(nn.Module):
         else:
             out_BTNH, state = _in_chunks(q, k, v, log_decay_BTN, rate_BTN, segments_BT)
         if cache:
-            cache = cache.written(LinearState(*kept, state), layer)
+            cache = cache.written(LinearState._make((*kept, state)), layer)
         normed_BTNH = self.norm(out_BTNH.astype(z.dtype))
         gated_BTNH = (normed_BTNH * jax.nn.silu(z_BTNH.astype(jnp.float32))).astype(z.dtype)
         out_BTNH = shard(gated_BTNH, OF_VALUES.format("attention_out"))

@@ -42,7 +42,7 @@ def keys_seen(model: Model, seq: int, *, last: bool = False) -> float:
 
 def _seen(layer: Model, seq: int, last: bool) -> float:
     """The keys that a token sees in one layer."""
-    if linear := layer.linear_attention:  # the keys with as many FLOPs: a token reads its state twice and writes it once
+    if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
         return 1.5 * linear.value_heads * linear.head_dim**2 / (layer.heads * layer.head_dim)
     if layer.attention_chunk:
         whole, rest = divmod(seq, layer.attention_chunk)

@@ -195,7 +195,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Rows that are longer than a chunk are in tests/model/test_delta.py.
     "qwen3-next": ("qwen3_next", _EXPERTS | {
         "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "head_dim": 16,
-        "num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "linear_key_head_dim": 6, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3,
     }),
     "opt-350m": ("opt", _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
