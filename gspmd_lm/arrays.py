@@ -153,6 +153,7 @@ def attention_lacks(
     kinds = [  # a chunk that is as long as a row restricts nothing
         kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
         for kind in config.model.layer_kinds
+        if not kind.linear_attention
     ]
 
     def lacking(segments: bool) -> str | None:
@@ -264,6 +265,13 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
             fix = "write rules.seq in place of rows for single arrays, or --set rules.context=gather"
             wrong(f"{form} needs a sequence that is split alike in {', '.join(ALIKE)}", fix)
         return found
+    if "linear" in model.kind_of_each_layer:
+        found.append(
+            Problem(
+                "model.linear_attention: a state goes from token to token, and no device has all of a row", place,
+                f"do not split seq over {', '.join(over)}",
+            )
+        )  # fmt: skip
     pieces = rules.piece_count(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":

@@ -15,6 +15,8 @@ AXES = {
     "heads": ("N", "query heads"),
     "kv_heads": ("K", "key and value heads"),
     "head_dim": ("H", "size of one head"),
+    "key_dim": ("I", "size of a key, in the state of linear attention"),
+    "taps": ("A", "tokens that a short convolution sees"),
     "vocab": ("V", "padded vocabulary"),
     "expert": ("E", "experts"),
     "scores": ("C", "scores of a router, one for each expert"),
@@ -38,6 +40,19 @@ WEIGHTS = {
     "bv": "value bias",
     "bo": "bias of the output projection",
     "sinks": "each head's logit of nothing",
+    "wg": "projection of the gate on the output of attention",
+    "linear_q": "query projection of linear attention",
+    "linear_k": "key projection of linear attention",
+    "linear_v": "value projection of linear attention",
+    "linear_z": "projection of the gate on the output of linear attention",
+    "linear_a": "projection of how fast a head of linear attention forgets",
+    "linear_b": "projection of how much a token changes the state of linear attention",
+    "linear_out": "output projection of linear attention",
+    "conv_q": "short convolution of queries of linear attention",
+    "conv_k": "short convolution of its keys",
+    "conv_v": "short convolution of its values",
+    "decay": "logarithm of how fast each head of linear attention forgets",
+    "decay_bias": "what is added to the projection of it",
     "w_gate": "gate projection of a gated MLP",
     "w_up": "first projection of the MLP",
     "w_down": "second projection of the MLP",
@@ -72,11 +87,12 @@ ACTIVATIONS = {
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "cache": "keys and values of the tokens so far, kept while text is generated",
+    "state": "what linear attention carries from token to token while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
-_OUTSIDE = ("tokens", "embedded", "logits", "cache", "low_rank")
+_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank")
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from gspmd_lm import core_yaml
 from gspmd_lm.config_data import Data
 from gspmd_lm.config_model import AttentionTemperature as AttentionTemperature
+from gspmd_lm.config_model import LinearAttention as LinearAttention
 from gspmd_lm.config_model import Lora as Lora
 from gspmd_lm.config_model import Model
 from gspmd_lm.config_model import RopeScaling as RopeScaling

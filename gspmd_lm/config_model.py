@@ -52,6 +52,20 @@ class AttentionTemperature:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LinearAttention:
+    """Linear attention by the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it."""
+
+    key_heads: Size  # heads of queries and keys
+    value_heads: Size  # heads of values; value_heads / key_heads of them share a query and a key
+    head_dim: Size  # the size of one head of either kind
+    taps: Size = 4  # how many tokens the short convolution of queries, keys and values sees, a token's own included
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Lora:
     """Low-rank adapters (LoRA, arXiv 2106.09685) beside the weights in `targets`. Only the adapters are trained."""
 
@@ -153,9 +167,11 @@ class Model:
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
     attention_chunk: Count = 0
-    # Which layers have the window, and which have the chunks. The pattern is repeated over the depth; () means all
-    # layers. A layer of kind nope has neither, and no positions.
-    layer_pattern: tuple[Literal["sliding", "chunked", "full", "nope"], ...] = ()
+    # Which layers have the window, the chunks, or linear attention. The pattern is repeated over the depth; () means
+    # all layers. A layer of kind nope has none of them, and no positions.
+    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...] = ()
+    linear_attention: LinearAttention | None = None  # of layers of kind linear
+    attention_gate: bool = False  # the output of attention is multiplied by sigmoid(x w), before wo (Qwen3-Next)
     attention_temperature: AttentionTemperature | None = None  # queries that grow with their position
     query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
     qkv_bias: bool = False  # whether the query, key and value projections have biases
@@ -207,8 +223,14 @@ class Model:
             wrong.append("layer_pattern has sliding layers: set sliding_window")
         if "chunked" in self.layer_pattern and not self.attention_chunk:
             wrong.append("layer_pattern has chunked layers: set attention_chunk")
-        if not self.layer_pattern and self.sliding_window and self.attention_chunk:
-            wrong.append("layers have either sliding_window or attention_chunk: set layer_pattern, which says which")
+        if ("linear" in self.layer_pattern) > bool(self.linear_attention):
+            wrong.append("layer_pattern has linear layers: set linear_attention")
+        kinds = self.sliding_window, self.attention_chunk, self.linear_attention
+        if not self.layer_pattern and sum(map(bool, kinds)) > 1:
+            wrong.append(
+                "a layer has only one of sliding_window, attention_chunk and linear_attention: set layer_pattern, "
+                "which says which"
+            )
         if self.activation_slope != 1 and self.activation != "silu":
             wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
         if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
@@ -261,6 +283,11 @@ class Model:
         return Stack("dense_layers", 0, dense, plain), rest
 
     @property
+    def each_layer(self) -> tuple["Model", ...]:
+        """The settings of each layer."""
+        return tuple(stack.kinds[i % len(stack.kinds)] for stack in self.stacks for i in range(stack.layers))
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
         assert self.vocab, "model.vocab is 0 until data.tokenizer.sized() has asked the tokenizer"
@@ -283,10 +310,10 @@ class Model:
         return tuple(self._of_layer(i) for i in range(turn))
 
     @property
-    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "full", "nope"], ...]:
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...]:
         """The pattern, repeated over the depth."""
         usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
-        pattern = self.layer_pattern or (usual,)
+        pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
         return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
     def _of_layer(self, number: int) -> "Model":
@@ -298,6 +325,8 @@ class Model:
             own |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
         if kind != "chunked":
             own["attention_chunk"] = 0
+        if kind != "linear":
+            own["linear_attention"] = None
         if kind == "nope":
             own |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":

@@ -30,11 +30,12 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     """Laying each default over a config changes nothing, and a key that is required cannot be left out."""
     raw = {
         "name": "x",
-        "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}, "attention_temperature": {}},
+        "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}, "attention_temperature": {},
+                  "linear_attention": {"key_heads": 1, "value_heads": 1, "head_dim": 4}},
         "data": {},
         "optimizer": {},
         "train": {},
-    }
+    }  # fmt: skip
     sizes = dict.fromkeys(["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"], 8)
     raw["model"] |= sizes | {"context": 256}
     raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}

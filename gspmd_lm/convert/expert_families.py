@@ -12,7 +12,7 @@ from gspmd_lm.convert.family import (
     Family,
 )
 from gspmd_lm.convert.fields import Always, Divisor, Only, QueryScale, Same, Switch, Temperature
-from gspmd_lm.convert.layer_kinds import ChunkedLayers, LayerTypes, Window, every_second
+from gspmd_lm.convert.layer_kinds import ChunkedLayers, LayerTypes, LinearLayers, Window, every_second
 from gspmd_lm.convert.names import (
     GLM4_MOE,
     GPT_OSS,
@@ -24,6 +24,7 @@ from gspmd_lm.convert.names import (
     PHIMOE,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
 )
 from gspmd_lm.convert.rope import Rope
 
@@ -137,6 +138,19 @@ EXPERT_FAMILIES = (
         ),
         # hidden_act says silu and is not read by transformers; initial_context_length is also in rope_scaling.
         GPT_OSS, INV_FREQ, (*_TRAINING, "hidden_act", "initial_context_length"),
+    ),
+    Family(
+        "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", "model.",
+        (
+            *LLAMA_SIZES, EPS, Same("head_dim", "head_dim", 256), Rope(part=0.25), SILU, UNTIED, LinearLayers(),
+            Only("attention_bias", False, "has biases in attention with a gate, which are not supported"),
+            Always("norm_offset", 1.0), Always("qk_norm", True), Always("attention_gate", True),
+            Same("num_experts num_local_experts", "experts", 512), Same("num_experts_per_tok", "experts_per_token", 10),
+            Same("moe_intermediate_size", "expert_mlp", 512), Switch("norm_topk_prob", ("normalized_weights",), True),
+            Same("shared_expert_intermediate_size", "shared_mlp", 512), Always("shared_gate", True), DenseLayers(),
+        ),
+        # mtp: layers that predict later tokens
+        QWEN3_NEXT, (*INV_FREQ, r"^mtp\."), (*_TRAINING, "use_sliding_window"),
     ),
     Family(
         "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",

@@ -143,6 +143,43 @@ class ChunkedLayers:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearLayers:
+    """Qwen3-Next's layers with linear attention: layer_types, or all but every full_attention_interval-th."""
+
+    def read(self, source: Source, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        interval = source.whole(["full_attention_interval"], 4, 1)
+        usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        types = source.get(["layer_types"], usual)
+        known = {"linear_attention": "linear", "full_attention": "full"}
+        if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= known.keys():
+            source.refuse("layer_types", types, f"must be {layers} of {', '.join(known)}")
+            types = usual
+        key_dim, value_dim = (source.number([f"linear_{name}_head_dim"], 128) for name in ("key", "value"))
+        if key_dim != value_dim:
+            source.refuse("linear_key_head_dim", key_dim, f"is not linear_value_head_dim: {value_dim}")
+        found = {
+            "key_heads": source.number(["linear_num_key_heads"], 16),
+            "value_heads": source.number(["linear_num_value_heads"], 32),
+            "head_dim": value_dim,
+            "taps": source.number(["linear_conv_kernel_dim"], 4),
+        }
+        values["linear_attention"] = found if "linear_attention" in types else None
+        values["layer_pattern"] = _pattern([known[kind] for kind in types])
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        kinds = ["linear_attention" if kind == "linear" else "full_attention" for kind in model.kind_of_each_layer]
+        written: dict[str, Any] = {"layer_types": kinds}
+        if sizes := model.linear_attention:
+            written |= {
+                "linear_num_key_heads": sizes.key_heads, "linear_num_value_heads": sizes.value_heads,
+                "linear_key_head_dim": sizes.head_dim, "linear_value_head_dim": sizes.head_dim,
+                "linear_conv_kernel_dim": sizes.taps,
+            }  # fmt: skip
+        return written
+
+
+@dataclasses.dataclass(frozen=True)
 class LocalLayers:
     """GPT-Neo's layers with a window: attention_layers, or attention_types, and window_size."""
 

@@ -18,10 +18,11 @@ from gspmd_lm.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
 #   P  rows of a position table, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
+#   X  a query and its gate, of each head, in one tensor
 #   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "P"}
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
-_JOINED = {"N": "R", "K": "R", "F": "J"}
+_JOINED = {"N": "R", "K": "R", "F": "J", "H": "X"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +33,11 @@ class Tensor:
     name: str
     axes: str  # "(N H) D": axes in brackets share one dimension of the file
     weights: tuple[str, ...]  # our weights: "attention.wq"; within a layer if the name has {}
-    # The order of heads in a tensor of queries, keys and values (R): all queries, all keys, all values; or for each
-    # key head its queries, its key and its value.
+    # The order of heads in a tensor of several weights (R), such as queries, keys and values: all of the first, all of
+    # the second, ...; or for each key head its queries, its key and its value.
     order: Literal["concatenated", "grouped"] = "concatenated"
     interleaved_gate: bool = False  # gate and up in one tensor (J) take turns; otherwise up follows gate
+    linear: bool = False  # its heads are those of linear attention
     mlp: str = "mlp"  # the setting of the model that is the size of F
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
     float32: bool = False  # whether files have it in float32, whatever the dtype of the others
@@ -76,33 +78,44 @@ class Tensor:
 
     def _along(self, weight: str, letter: str, model: config.Model) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
-        N, K, G = model.heads, model.kv_heads, model.heads // model.kv_heads
-        padded = {"V": model.vocab_rows, "N": model.head_rows, "K": model.kv_head_rows}
+        padded = {"V": model.vocab_rows}
+        if not self.linear:
+            padded |= {"N": model.head_rows, "K": model.kv_head_rows}
         size = self._sizes(model)[letter]
         found = np.arange(size)
         if letter in "NK" and "R" in self.axes:
-            place = ("q", "k", "v").index(weight[-1])
+            sizes, place = self._sizes(model), self.weights.index(weight)
+            heads = self._heads(sizes["N"], sizes["K"])
             if self.order == "concatenated":
-                found += (0, N, N + K)[place]
-            elif place == 0:
-                found = found // G * (G + 2) + found % G
+                found += sum(heads[:place])
             else:
-                found = found * (G + 2) + G + place - 1
+                each = [count // sizes["K"] for count in heads]  # of one key head
+                found = found // each[place] * sum(each) + sum(each[:place]) + found % each[place]
         elif letter == "F" and "J" in self.axes:
             which = self.weights.index(weight)
             found = 2 * found + which if self.interleaved_gate else found + size * which
+        elif letter == "H" and "X" in self.axes:
+            found += size * self.weights.index(weight)
         elif letter == "H" and self.interleaved_rope and weight.removesuffix("_norm.scale")[-1] in "qk":
             turned = model.rope_dim or model.head_dim
             first = found[:turned]
             first[:] = np.concatenate([first[::2], first[1::2]])
         return np.pad(found, (0, padded.get(letter, size) - size), constant_values=-1)
 
+    def _heads(self, N: int, K: int) -> list[int]:
+        """The heads of each of its weights."""
+        of_keys = "qk" if self.linear else "kv"
+        return [K if weight[-1] in of_keys else N for weight in self.weights]
+
     def _sizes(self, model: config.Model) -> Mapping[str, int]:
-        N, K, F = model.heads, model.kv_heads, getattr(model, self.mlp)
+        N, K, H, A = model.heads, model.kv_heads, model.head_dim, 0
+        if self.linear and (sizes := model.linear_attention):
+            N, K, H, A = sizes.value_heads, sizes.key_heads, sizes.head_dim, sizes.taps
+        F, R = getattr(model, self.mlp), sum(self._heads(N, K))
         return {
-            "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": model.head_dim, "F": F, "W": model.embedding_width,
-            "P": model.position_offset + model.context, "R": N + 2 * K, "J": 2 * F, "E": model.experts,
-            "C": model.experts, "1": 1,
+            "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
+            "P": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
+            "R": R, "C": model.experts, "1": 1,
         }  # fmt: skip
 
 

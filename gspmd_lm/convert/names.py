@@ -287,6 +287,25 @@ GPT_OSS = _llama(
         Tensor(f"{_MLP}.experts.down_proj_bias", "E D", ("mlp.b_down",), mlp="expert_width"),
     )
 )  # fmt: skip
+_LINEAR = "model.layers.{}.linear_attn"
+_OF_LINEAR: dict[str, Any] = {"linear": True, "is_of": lambda model: model.linear_attention is not None}
+QWEN3_NEXT = _llama(
+    more=(
+        Tensor("model.layers.{}.self_attn.q_proj.weight", "(N X) D", ("attention.wq", "attention.wg")),
+        *_qk_norm(), *_routed(_MLP), *_shared(f"{_MLP}.shared_expert"),
+        Tensor(f"{_MLP}.shared_expert_gate.weight", "1 D", ("mlp.shared_gate",)),
+        Tensor(f"{_LINEAR}.in_proj_qkvz.weight", "(R H) D", tuple(f"linear_attention.linear_{name}" for name in "qkvz"),
+               order="grouped", **_OF_LINEAR),
+        Tensor(f"{_LINEAR}.in_proj_ba.weight", "R D", ("linear_attention.linear_b", "linear_attention.linear_a"),
+               order="grouped", **_OF_LINEAR),
+        Tensor(f"{_LINEAR}.conv1d.weight", "(R H) 1 A", tuple(f"linear_attention.conv_{name}" for name in "qkv"),
+               **_OF_LINEAR),
+        Tensor(f"{_LINEAR}.A_log", "N", ("linear_attention.decay",), **_OF_LINEAR),
+        Tensor(f"{_LINEAR}.dt_bias", "N", ("linear_attention.decay_bias",), **_OF_LINEAR),
+        *_norm(f"{_LINEAR}.norm", "linear_attention.norm", axis="H", **_OF_LINEAR),
+        Tensor(f"{_LINEAR}.out_proj.weight", "D (N H)", ("linear_attention.linear_out",), **_OF_LINEAR),
+    )
+)  # fmt: skip
 _FEED = "model.layers.{}.feed_forward"
 LLAMA4 = _llama(
     interleaved_rope=True, mlp_name="feed_forward",

@@ -18,15 +18,13 @@ from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
 from gspmd_lm.kernels.attention import LANES
-from gspmd_lm.model.attention import Cache
+from gspmd_lm.model.attention import CACHE, Cache
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import empty_cache, extend, init
 from gspmd_lm.placement import MeshPlacement, Named, Recorder, record
-from gspmd_lm.placing import scope
+from gspmd_lm.placing import parse, scope
 from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import KERNELS, Problem, Remat, Rules
-
-CACHE_AXES = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +90,13 @@ def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> An
     """The shapes and shardings of weights that are not trained.
 
     They rest in the dtype in which they are multiplied if it is smaller than their own, so that they are cast only
-    once. Norms keep their own dtype.
+    once. Norms and decays keep their own dtype.
     """
     used = jnp.dtype(model.compute_dtype)
 
     def one(leaf: Named, like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        norm = leaf.path.rsplit(".", 1)[-1] in ("scale", "bias")
-        smaller = not norm and used.itemsize < like.dtype.itemsize
+        exact = leaf.path.rsplit(".", 1)[-1] in ("scale", "bias", "decay", "decay_bias")
+        smaller = not exact and used.itemsize < like.dtype.itemsize
         return jax.ShapeDtypeStruct(like.shape, used if smaller else like.dtype, sharding=sharding)
 
     shardings = placement.shardings("weights", found.named_params, found.params)
@@ -233,13 +231,16 @@ class Programs(Forward):
     def abstract_carried(self) -> Carried:
         """The shapes and shardings of Carried."""
         cache, *rest = _carried(self.config.model, self.sizes)
-        at = self.placement.sharding("rules", "cache", CACHE_AXES, cache.k_LBSKH.shape)
-        where: Any = at
-        if self.mesh.devices.flat[0].platform == "tpu":
-            # [L, S, K, B, H] in memory, as the loop over layers writes a token. Otherwise each step copies the cache.
-            where = Format(Layout((0, 2, 3, 1, 4)), at)
-        halves: Any = jax.tree.map(lambda half: placed(half, where), cache)
-        return Carried(halves, *(placed(like, self.whole) for like in rest))
+
+        def one(like: Any, text: str) -> Any:
+            spec = parse(text, len(like.shape))
+            where: Any = self.placement.sharding("rules", spec.array, spec.axes, like.shape)
+            if text == CACHE and self.mesh.devices.flat[0].platform == "tpu":
+                # [L, S, K, B, H] in memory, as the loop over layers writes a token. Otherwise each step copies it all.
+                where = Format(Layout((0, 2, 3, 1, 4)), where)
+            return placed(like, where)
+
+        return Carried(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
 
     @property
     def abstract_settings(self) -> Settings:
@@ -248,10 +249,10 @@ class Programs(Forward):
 
     @property
     def cache_bytes_per_device(self) -> int:
-        """The bytes on each device for the keys and values of all slots."""
+        """The bytes on each device for the keys and values of all slots, and the states of linear attention."""
         return sum(
-            math.prod(half.sharding.shard_shape(half.shape)) * half.dtype.itemsize
-            for half in self.abstract_carried.cache
+            math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+            for array in jax.tree.leaves(self.abstract_carried.cache)
         )
 
     @property

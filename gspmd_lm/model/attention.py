@@ -8,33 +8,46 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.kernels.attention import Q, attend_to_cache, keys_axis
+from gspmd_lm.kernels.attention import OUT, Q, attend_to_cache, keys_axis
 from gspmd_lm.kernels.context import attend, keys_spec
+from gspmd_lm.model.delta import SPECS, LinearState
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix, project
 from gspmd_lm.placing import like, shard
+from gspmd_lm.products import einsum
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
 
 
 class Cache(NamedTuple):
-    """Keys and values of all layers, [L, B, S, K, H] in the compute dtype; slot s of a row holds its token s."""
+    """What all layers keep of the tokens so far: keys and values, [L, B, S, K, H] in the compute dtype, whose slot s
+    holds a row's token s, and the states of linear attention.
 
-    k_LBSKH: jax.Array
-    v_LBSKH: jax.Array
+    L are the layers of either kind. A batch with `cache_layer` [layers] has the place of each layer among its kind.
+    """
+
+    k_LBSKH: Any
+    v_LBSKH: Any
+    linear: LinearState | None = None
 
     def written(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array, layer: jax.Array | int) -> "Cache":
         """The cache with T tokens per row, from `slot` on."""
         at = (layer, 0, slot, 0, 0)
-        return Cache(
-            shard(jax.lax.dynamic_update_slice(self.k_LBSKH, k_BTKH[None].astype(self.k_LBSKH.dtype), at), CACHE),
-            shard(jax.lax.dynamic_update_slice(self.v_LBSKH, v_BTKH[None].astype(self.v_LBSKH.dtype), at), CACHE),
-        )
+
+        def one(x_LBSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+            return shard(jax.lax.dynamic_update_slice(x_LBSKH, new_BTKH[None].astype(x_LBSKH.dtype), at), CACHE)
+
+        return self._replace(k_LBSKH=one(self.k_LBSKH, k_BTKH), v_LBSKH=one(self.v_LBSKH, v_BTKH))
 
     def of(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Keys and values of one layer, [B, S, K, H]."""
-        k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
+        k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self[:2])
         return like(k_BSKH, CACHE.replace("layers ", "")), like(v_BSKH, CACHE.replace("layers ", ""))
+
+    @property
+    def specs(self) -> "Cache":
+        """How these arrays are named."""
+        return Cache(CACHE, CACHE, SPECS if self.linear else None)
 
 
 class Attention(nn.Module):
@@ -49,6 +62,7 @@ class Attention(nn.Module):
         wk = matrix(self, "wk", "embed kv_heads head_dim", (D, K, H), cfg)
         wv = matrix(self, "wv", "embed kv_heads head_dim", (D, K, H), cfg)
         wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
+        self.wg = matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg) if cfg.attention_gate else None
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
             self.bk = bias(self, "bk", "kv_heads head_dim", (K, H), cfg)
@@ -108,6 +122,9 @@ class Attention(nn.Module):
             out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, self.sinks)
         else:
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, self.sinks)
+        if self.wg is not None:
+            gate_BTNH = like(einsum("BTD,DNH->BTNH", x_BTD, self.wg), Q)
+            out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
         y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)

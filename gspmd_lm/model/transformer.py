@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.model.attention import CACHE, Attention, Cache
+from gspmd_lm.model.delta import GatedDeltaNet, empty_state
 from gspmd_lm.model.experts import Experts, Routed
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.weights import matrix, weight
@@ -33,7 +34,7 @@ class Block(nn.Module):
         x_BTD, cache = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
-        attention, mlp = Attention(cfg, name="attention"), (Experts if cfg.experts else Mlp)(cfg, name="mlp")
+        mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
 
@@ -52,8 +53,15 @@ class Block(nn.Module):
         def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
             return mlp(read_BTD) if isinstance(mlp, Experts) else (mlp(read_BTD), None)
 
+        def mixed(read_BTD: Any) -> tuple[Any, Cache | None]:
+            place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
+            if not cfg.linear_attention:
+                return Attention(cfg, name="attention")(read_BTD, batch, cache, place)
+            found, state = GatedDeltaNet(cfg, name="linear_attention")(read_BTD, batch, cache and cache.linear, place)
+            return found, cache and cache._replace(linear=state)
+
         read_BTD = normed(x_BTD, "attention")
-        y, cache = attention(read_BTD, batch, cache, layer)
+        y, cache = mixed(read_BTD)
         if cfg.block == "parallel":
             y_mlp, routed = fed(read_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
             return (added(x_BTD, y + y_mlp, 0, "attention_mlp"), cache), routed
@@ -97,6 +105,8 @@ class Decoder(nn.Module):
         """
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
+        if cache and cache.linear:
+            batch = batch | {"cache_layer": jnp.array(_among_their_kind(cfg))}
         home, read_as = table_specs(cfg)
         width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
         embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
@@ -207,9 +217,16 @@ def extend(
 
 def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:
     """An empty cache for `rows` rows of up to `slots` tokens."""
-    shape = (cfg.layers, rows, slots, cfg.kv_head_rows, cfg.head_dim)
+    linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
+    shape = (cfg.layers - linear, rows, slots, cfg.kv_head_rows, cfg.head_dim)
     k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
-    return Cache(k, v)
+    return Cache(k, v, empty_state(cfg, linear, rows) if linear else None)
+
+
+def _among_their_kind(cfg: config.Model) -> list[int]:
+    """The number of each layer among those with linear attention, or among the others."""
+    linear = [layer.linear_attention is not None for layer in cfg.each_layer]
+    return [linear[:i].count(kind) for i, kind in enumerate(linear)]
 
 
 def init(cfg: config.Model, key: jax.Array) -> Any:

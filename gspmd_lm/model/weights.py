@@ -33,7 +33,7 @@ def weight(
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
     """A matrix drawn from a normal distribution. Matrices that write to the residual stream start smaller in a deeper
     model."""
-    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down") else 1.0
+    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down", "linear_out") else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 

@@ -37,12 +37,13 @@ def flops_of_step(config: Config, arrays: Arrays) -> float:
 
 def keys_seen(model: Model, seq: int, *, last: bool = False) -> float:
     """The keys that a token of a row of `seq` tokens sees in all layers: the mean of the row, or of its last token."""
-    layers = [stack.kinds[i % len(stack.kinds)] for stack in model.stacks for i in range(stack.layers)]
-    return sum(_seen(layer, seq, last) for layer in layers)
+    return sum(_seen(layer, seq, last) for layer in model.each_layer)
 
 
 def _seen(layer: Model, seq: int, last: bool) -> float:
     """The keys that a token sees in one layer."""
+    if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
+        return 1.5 * linear.value_heads * linear.head_dim**2 / (layer.heads * layer.head_dim)
     if layer.attention_chunk:
         whole, rest = divmod(seq, layer.attention_chunk)
         if last:

@@ -293,6 +293,25 @@ PUBLISHED = {
         },
         {"dense_layers": 1, "experts": 128, "qk_norm": False, "expert_scale": 1.0, "expert_mlp": 1408},
     ),
+    "qwen3-next": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+            "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+            "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+            "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {
+            "layer_pattern": ("linear", "linear", "linear", "full"), "attention_gate": True, "rope_dim": 64,
+            "linear_attention": config.LinearAttention(key_heads=16, value_heads=32, head_dim=128, taps=4),
+            "norm_offset": 1.0, "experts": 512, "shared_mlp": 512, "shared_gate": True, "sparse_step": 1,
+        },
+    ),
     "llama-4-maverick": (
         {
             "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
@@ -630,6 +649,7 @@ DEFAULTS = {
     "ministral3": (1e-5, 1e6, False, "silu", 128),
     "phimoe": (1e-5, 1e6, False, "silu", 128), "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
     "glm4_moe": (1e-5, 1e4, False, "silu", 128), "llama4_text": (1e-5, 5e5, False, "silu", 128),
+    "qwen3_next": (1e-6, 1e4, False, "silu", 256),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),

@@ -131,10 +131,7 @@ def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not()
             "rope_scaling.rope_type: 'proportional' is not supported; use one of default, linear, dynamic, yarn",
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}}, "are not fields of yarn"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}},
-            "beta_fast: 1.0 is below beta_slow: 2",
-        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, "beta_fast: 0.5 is below beta_slow: 1"),
         ({"rope_scaling": {"type": "longrope", "long_factor": 2, "short_factor": []}}, "long_factor: 2 is not a list"),
         ({"rope_scaling": {"type": "longrope", "long_factor": [], "short_factor": []}}, "need 64 numbers each"),
         ({"rope_scaling": {"type": "linear"}}, "lacks factor"),

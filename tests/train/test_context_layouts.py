@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm import rules_file
-from gspmd_lm.config import AttentionTemperature
+from gspmd_lm.config import AttentionTemperature, LinearAttention
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import state
 from tests.convert.ours import QUICK
@@ -148,6 +148,12 @@ def test_what_a_form_cannot_do_is_refused_with_row_and_fix(name, settings):
     assert f"context: {words}\n  rule  here.yaml: context: {form}\n  fix   --set rules.context=gather" in str(
         raised.value
     )
+
+
+def test_linear_attention_needs_whole_rows(settings):
+    linear = LinearAttention(key_heads=4, value_heads=8, head_dim=4)
+    with pytest.raises(InputError, match=r"model\.linear_attention: a state goes from token to token"):
+        state.checked(settings(linear_attention=linear), rules_of("gather", {"context": 8}, {}), "cpu")
 
 
 def test_rows_that_cannot_be_dealt(settings):

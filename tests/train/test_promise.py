@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from gspmd_lm import rules_file
-from gspmd_lm.config import AttentionTemperature
+from gspmd_lm.config import AttentionTemperature, LinearAttention
 from tests.convert.ours import QUICK
 
 LAYOUTS = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
@@ -99,6 +99,10 @@ FAMILIES = {
         "qk_norm_kind": "unscaled", "experts": 8, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16,
         "sparse_step": 2, "routing": "sigmoid", "normalized_weights": False, "weighted_input": True,
         "balance": "bias", "init_std": 0.1,
+    },
+    "Qwen3-Next": {
+        "kv_heads": 4, "layer_pattern": ("linear", "full"), "attention_gate": True,
+        "linear_attention": LinearAttention(key_heads=4, value_heads=8, head_dim=8, taps=3), "init_std": 0.1,
     },
 }  # fmt: skip
 

@@ -1,0 +1,103 @@
+"""Linear attention by the gated delta rule: chunks against single tokens, documents apart, and the state in a cache."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm.config import LinearAttention
+from gspmd_lm.model import delta
+from gspmd_lm.model.transformer import decode, empty_cache, extend, init
+
+N, H = 2, 4
+
+
+def one_by_one(q, k, v, log_decay, rate, segments):
+    """The rule as it is written, in float64: [T, N, H] of one row."""
+    state, read = np.zeros((N, H, H)), []
+    for t in range(len(q)):
+        state = state * (0 if t and segments[t] != segments[t - 1] else np.exp(log_decay[t])[:, None, None])
+        new = rate[t][:, None] * (v[t] - np.einsum("ni,nih->nh", k[t], state))
+        state = state + k[t][:, :, None] * new[:, None]
+        read.append(np.einsum("ni,nih->nh", q[t], state))
+    return np.array(read), state
+
+
+@pytest.mark.parametrize("length", [1, 6, 64, 150])
+def test_chunks_compute_what_single_tokens_do(length):
+    """Rows shorter and longer than a chunk, with documents that end within one, at its end, and after it."""
+    rng = np.random.default_rng(length)
+    q, k, v = rng.normal(size=(3, 2, length, N, H))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay, rate = -0.1 * rng.exponential(size=(2, length, N)), rng.uniform(size=(2, length, N))
+    segments = np.stack([np.zeros(length, int), (np.arange(length)[:, None] >= [3, 64, 70, 149]).sum(1)])
+    given = [jnp.asarray(x, jnp.float32) for x in (q, k, v, log_decay, rate)]
+    with jax.default_matmul_precision("highest"):
+        read, state = jax.jit(delta._in_chunks)(*given, jnp.asarray(segments, jnp.int32))
+    for row in range(2):
+        want, last = one_by_one(*(x[row] for x in (q, k, v, log_decay, rate, segments)))
+        np.testing.assert_allclose(read[row], want, atol=2e-5)
+        np.testing.assert_allclose(state[row], last, atol=2e-5)
+
+
+def test_repeated_keys_are_inverted_exactly():
+    """The powers of this triangle grow to 1e17, and its inverse has ones alone."""
+    ones = np.tril(np.ones((64, 64), np.float32), -1)
+    np.testing.assert_array_equal(delta._inverse(jnp.asarray(ones)), np.linalg.inv(np.eye(64) + ones).round())
+
+
+@pytest.fixture(scope="module")
+def model(small):
+    """Linear layers around one with keys, of which the last stands behind the loop."""
+    sizes = LinearAttention(key_heads=2, value_heads=4, head_dim=8, taps=3)
+    kinds = {"layer_pattern": ("linear", "full"), "layers": 3, "context": 128}
+    cfg = small(linear_attention=sizes, attention_gate=True, init_std=0.2, **kinds).model
+    return cfg, nn.unbox(jax.jit(lambda: init(cfg, jax.random.key(0)))())
+
+
+def test_nothing_leaves_a_document(model):
+    """Nothing of one document depends on the tokens of another one, nor on later ones."""
+    cfg, params = model
+    T, cut = 80, 33
+    tokens = jax.random.randint(jax.random.key(1), (1, T), 0, cfg.vocab)
+    at = jnp.arange(T)[None]
+    batch = {"positions": jnp.where(at < cut, at, at - cut), "segment_ids": jnp.where(at < cut, 1, 2), "row": at[0, :1]}
+
+    @jax.jit
+    def both(one, other):
+        return [decode(cfg, params, batch | {"tokens": x})[0][0] for x in (one, other)]
+
+    for changed, alike in ((0, slice(cut, T)), (cut, slice(0, cut)), (60, slice(0, 60))):
+        one, other = both(tokens, tokens.at[0, changed].add(1))
+        np.testing.assert_allclose(one[alike], other[alike], atol=5e-5)  # sums of decays round differently
+        assert abs(one[changed] - other[changed]).max() > 0.1
+
+
+def test_a_state_goes_from_prompts_of_any_length_to_the_next_tokens(model):
+    """Prompts with padding before them, one of them shorter than the short convolution, and two tokens more."""
+    cfg, params = model
+    T, new, starts = 80, 2, jnp.array([0, 7, 79])
+    tokens = jax.random.randint(jax.random.key(1), (3, T + new), 0, cfg.vocab)
+    ahead = jnp.arange(T + new)[None] - starts[:, None]
+    places = {"positions": jnp.maximum(ahead, 0), "row": jnp.arange(3)}
+    segments = (ahead >= 0).astype(jnp.int32)
+    whole = jax.jit(lambda: decode(cfg, params, {"tokens": tokens, "segment_ids": segments} | places)[0])()
+
+    def piece(first, last):
+        found = {"tokens": tokens[:, first:last], "slot": jnp.array(first), "start": starts, "row": places["row"]}
+        return found | {"positions": places["positions"][:, first:last]}
+
+    @jax.jit
+    def in_pieces():
+        prompts = piece(0, T) | {"segment_ids": segments[:, :T]}
+        first, *_, cache = extend(cfg, params, prompts, empty_cache(cfg, 3, T + new))
+        found = [first[:, -1:]]
+        for at in range(T, T + new):
+            x, *_, cache = extend(cfg, params, piece(at, at + 1), cache)
+            found.append(x)
+        return jnp.concatenate(found, 1)
+
+    cache = jax.eval_shape(lambda: empty_cache(cfg, 3, T + new))
+    assert cache.k_LBSKH.shape[0] == 1 and cache.linear.s_LBNIH.shape[:2] == (2, 3)  # only layers that need them
+    np.testing.assert_allclose(in_pieces(), whole[:, T - 1 :], atol=5e-5)
