@@ -157,6 +157,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     name, sets, _ = CASES[case]
     cfg = config.load(name, [*sets, f"data.batch={rows}"])
     layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "single")
+    runtime.start(simulated_devices=1)  # as a run starts: on a GPU it takes the share of memory that is compared with
     device = jax.devices()[0]
     arrays, problems = state.checked(cfg, layout, device.platform)
     built = step.build(cfg, layout, arrays, [device])
@@ -168,7 +169,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     here = target.of([device])
     ready = measure.Ours(built, compiled, time.perf_counter() - began)
     program = compile.described(built, compiled, options, here, traced - began, time.perf_counter() - traced)
-    found = explain.report(cfg, layout, here, arrays, problems, program)
+    found = explain.report(cfg, built.rules, here, arrays, problems, program)
     predicted_s = found.prediction.step_time_s if found.prediction else None
     measured_s, used = _run(ready, device) if found.memory.fits else (None, None)
     return {
@@ -179,6 +180,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
         "predicted_ms": predicted_s and round(predicted_s * 1e3, 2),
         "measured_ms": measured_s and round(measured_s * 1e3, 2),
         "error": predicted_s and measured_s and f"{predicted_s / measured_s - 1:+.1%}",
+        "limit_gb": found.memory.limit_bytes and round(found.memory.limit_bytes / 1e9, 2),
         "compiled_gb": round(found.memory.peak_bytes / 1e9, 2),
         "measured_gb": used and round(used / 1e9, 2),
         "memory_error": used and f"{found.memory.peak_bytes / used - 1:+.1%}",

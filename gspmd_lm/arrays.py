@@ -1,22 +1,36 @@
 """What a model's arrays are: paths, logical axes, shapes and activations, and which rules do not fit them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from gspmd_lm import placement
+from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config, Model
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.kernels import grouped_gpu
 from gspmd_lm.kernels.attention import unsupported
 from gspmd_lm.kernels.context import ALIKE, deals
 from gspmd_lm.placement import Named, Recorder
-from gspmd_lm.rules import Problem, Rules, check
+from gspmd_lm.rules import KERNELS, Problem, Rules, check
 from gspmd_lm.vocabulary import Vocabulary
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
+
+
+_FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
+
+
+class Pass(NamedTuple):
+    """What a program asks of attention, besides what the model asks."""
+
+    seq: int  # tokens of a row
+    segments: bool = False  # whether a row holds several texts
+    padded: bool = False  # whether a row holds one text with padding before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +124,14 @@ def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) ->
         )
 
 
-def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segments: bool) -> str | None:
-    """What `kernel` cannot do of the attention that a pass over `seq` tokens computes, or None.
+def attention_lacks(
+    kernel: str, config: Config, rules: Rules, asked: Pass, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What `kernel` cannot do of the attention that a pass computes, or None.
 
-    `segments` says whether a row holds several texts, or a text and padding before it.
+    capability: the compute capability of a GPU; () where it is not known, or is none.
     """
-    over, piece = split_sequence(rules), seq
+    over, seq, piece = split_sequence(rules), asked.seq, asked.seq
     if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
     if over and rules.context != "ulysses":
@@ -123,8 +139,15 @@ def attention_lacks(kernel: str, config: Config, rules: Rules, seq: int, segment
             return "context: gather (only ring and ulysses)"
         pieces = rules.piece_count(over)
         piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
-    lacking = (unsupported(kernel, kind, seq=piece, segments=segments) for kind in config.model.layer_kinds)
-    found = next(filter(None, lacking), None)
+
+    def lacking(segments: bool) -> str | None:
+        known: Any = {"seq": piece, "segments": segments, "capability": capability}
+        found = (unsupported(kernel, kind, **known) for kind in config.model.layer_kinds)
+        return next(filter(None, found), None)
+
+    found = lacking(asked.segments)
+    if not found and asked.padded and lacking(True):
+        return "prompts that are padded on the left"
     if found and piece != seq:
         found = found.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")
     return found
@@ -136,25 +159,80 @@ def split_sequence(rules: Rules) -> tuple[str, ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def attention_problems(
-    config: Config, rules: Rules, platform: str, seq: int, segments: bool, padded: bool = False
-) -> list[Problem]:
-    """The problems that the attention kernel of the rules cannot do what a pass asks (see `attention_lacks`), and that
-    the keys of a split sequence cannot reach their queries as `context` says.
+def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
+    """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
+    processor has and that can do what a pass asks.
 
-    `padded`: the rows hold one text each, with padding before it.
+    Raises ShardingError where the rules choose a kernel that could do so, but not on this processor.
     """
-    problems = _context_problems(config, rules, seq, dealt=not padded)
-    kernel = rules.attention[platform]
-    reason = attention_lacks(kernel, config, rules, seq, segments or padded)
+    kernel, capability = rules.attention.get(on.platform), on.compute_capability
+    if kernel is None:
+        able = (one for one in KERNELS[on.platform] if not attention_lacks(one, config, rules, asked, capability))
+        return dataclasses.replace(rules, attention={**rules.attention, on.platform: next(able)})
+    reason = attention_lacks(kernel, config, rules, asked, capability)
+    if reason and not attention_lacks(kernel, config, rules, asked):  # other reasons are found by `attention_problems`
+        place = rules.place(f"attention.{on.platform}", kernel)
+        check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, _FASTEST)])
+    return rules
+
+
+def kernel_said(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
+    """The attention kernel of settled rules, with the reason where it is not the fastest of the platform.
+
+    '' where the platform has only one.
+    """
+    kernel, reasons = rules.kernel(on.platform), []
+    for faster, reason, instead in _faster(rules, config, on, asked):
+        if reason is None:
+            return f"{kernel}, as {rules.place(f'attention.{on.platform}', kernel)} says; {faster} can do it too"
+        fix = f"; fix {instead}" if instead else ""
+        reasons.append(f"{faster} on {on.name} does not support {reason}{fix}")
+    because = f", since {'; '.join(reasons)}" if reasons else ""
+    return f"{kernel}{because}" if len(KERNELS[on.platform]) > 1 else ""
+
+
+def faster_kernel(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
+    """The flags that would have a faster kernel compute attention; '' where none can."""
+    flags = (
+        f"--set rules.attention.{on.platform}={faster} {instead}".rstrip()
+        for faster, reason, instead in _faster(rules, config, on, asked)
+        if reason is None or instead
+    )
+    return next(flags, "")
+
+
+def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterator[tuple[str, str | None, str]]:
+    """The kernels that are faster than that of settled rules, what each cannot do, and the flag with which it can."""
+    kernels = KERNELS[on.platform]
+    for faster in kernels[: kernels.index(rules.kernel(on.platform))]:
+        reason = attention_lacks(faster, config, rules, asked, on.compute_capability)
+        yield faster, reason, _instead(faster, reason, config, rules, asked) if reason else ""
+
+
+def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
+    """The flag with which `kernel` can do what a pass asks; '' where the model itself asks for it."""
+    if reason.startswith("data.packing") and not config.data.messages_field:  # conversations are always kept apart
+        able = not attention_lacks(kernel, config, rules, asked._replace(segments=False))
+        return "--set data.packing=stream" if able else ""
+    if reason.startswith("context"):
+        ring = dataclasses.replace(rules, context="ring")
+        wrong = [one for one in _context_problems(config, ring, asked.seq, not asked.padded) if not one.warning]
+        able = not wrong and not attention_lacks(kernel, config, ring, asked)
+        return "--set rules.context=ring" if able else ""
+    return ""
+
+
+def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
+    """The problems that the attention kernel that the rules choose cannot do what a pass asks (see `attention_lacks`),
+    and that the keys of a split sequence cannot reach their queries as `context` says."""
+    problems = _context_problems(config, rules, asked.seq, dealt=not asked.padded)
+    kernel = rules.kernel(platform)
+    reason = attention_lacks(kernel, config, rules, asked)
     if not reason:
         return problems
-    if padded and "segments" in reason:
-        reason = "prompts that are padded on the left"
     place = rules.place(f"attention.{platform}", kernel)
-    fix = f"--set rules.attention.{platform}=xla, or change the config"
-    if reason.startswith("context"):
-        fix = f"--set rules.context=ring, or --set rules.attention.{platform}=xla"
+    instead = _instead(kernel, reason, config, rules, asked) or "change the config"
+    fix = f"{_FASTEST}, or {instead}"
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 
@@ -203,15 +281,13 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
     return found
 
 
-def layer_problems(
-    config: Config, rules: Rules, platform: str, seq: int, segments: bool, padded: bool = False
-) -> list[Problem]:
+def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
     """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
-    found = attention_problems(config, rules, platform, seq, segments, padded)
-    return [*found, *_experts_problems(config, rules)]
+    found = attention_problems(config, rules, platform, asked)
+    return [*found, *_experts_problems(config, rules, platform)]
 
 
-def _experts_problems(config: Config, rules: Rules) -> list[Problem]:
+def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """The problems that rules and the mixtures of experts of a config do not fit each other."""
     model, found = config.model, []
     if not model.experts:
@@ -230,6 +306,15 @@ def _experts_problems(config: Config, rules: Rules) -> list[Problem]:
         place = seq.place if seq else rules.path
         fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
         found.append(Problem(message, place, fix))
+    sides = [size // rules.piece_count(rules.split("rules", path, axis))
+             for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
+    if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides):
+        narrow = model.compute_dtype == "bfloat16"
+        lacks = f"matrices of {sides[0]} x {sides[1]} on a device (only multiples of 16)"
+        lacks = lacks if narrow else f"model.compute_dtype: {model.compute_dtype} (only bfloat16)"
+        fix = "use multiples of 16" if narrow else "--set model.compute_dtype=bfloat16"
+        message = f"experts: a slow loop computes them, since the kernel for GPUs does not support {lacks}"
+        found.append(Problem(message, row.place if row else rules.path, fix, warning=True))
     return found
 
 

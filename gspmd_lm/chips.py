@@ -14,11 +14,20 @@ Rates and memory are those of one jax device. Links are those of one chip. The s
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from gspmd_lm.units import bits
 
 _GIB = 2**30
 KERNEL_MEMORY_BYTES = 16 * 2**20  # libtpu: of most TPUs
+
+
+class Processor(NamedTuple):
+    """What decides which kernels can run."""
+
+    platform: str  # cpu, gpu or tpu
+    name: str  # h100; of a device that is no chip of the table, what jax calls it
+    compute_capability: tuple[int, ...] = ()  # of a GPU; () where it is not known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,7 @@ class Chip:
     peak_bf16_flops_per_s: float
     clock_hz: float
     hbm_bytes: int
-    usable_hbm_bytes: int  # the part that the compiler, or jax by default, lets a program use
+    usable_hbm_bytes: int  # the part that the compiler, or runtime.start, lets a program use
     hbm_bytes_per_s: float
     host_link_bytes_per_s: float  # PCIe of each chip
     network_bytes_per_s: float  # between slices or hosts, the share of each chip
@@ -219,8 +228,10 @@ _TPUS = (
     ),
 )
 
-# jax takes 75% of a GPU's memory, or XLA_CLIENT_MEM_FRACTION of it. Source: docs.jax.dev, "GPU memory allocation".
-_JAX_TAKES = 0.75
+CUDNN = 9, 8  # the oldest version that the extra `cuda` of jax 0.10.2 installs
+# The share of a GPU's memory that a process takes: see `runtime.start`. What is left is for CUDA itself, NCCL's buffers
+# and cuDNN's workspaces. It was not measured on a card. jax itself would take 0.75.
+GPU_MEMORY_SHARE = 0.92
 
 _HOPPER = Gpu(
     description="NVIDIA H100 80GB HBM3",
@@ -241,7 +252,7 @@ _H100 = Chip(
     peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
     clock_hz=1.98e9,  # xla: boost clock
     hbm_bytes=84_978_434_048,  # seen on H100 SXM (xla: 84,942,979,072)
-    usable_hbm_bytes=int(_JAX_TAKES * 84_978_434_048),
+    usable_hbm_bytes=int(GPU_MEMORY_SHARE * 84_978_434_048),
     hbm_bytes_per_s=3352.32e9,  # xla; sheet: 3.35 TB/s
     host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
     network_bytes_per_s=400e9 / 8,  # DGX H100: one 400 Gbit/s port per GPU
@@ -261,7 +272,7 @@ _GPUS = (
         peak_int8_ops_per_s=624e12,  # sheet: 1248 with sparsity; no fp8
         clock_hz=1.41e9,  # xla, and sheet: boost clock
         hbm_bytes=85_100_068_864,  # xla: A100-SXM4-80GB
-        usable_hbm_bytes=int(_JAX_TAKES * 85_100_068_864),
+        usable_hbm_bytes=int(GPU_MEMORY_SHARE * 85_100_068_864),
         hbm_bytes_per_s=2039.04e9,  # xla; sheet: 2039 GB/s
         host_link_bytes_per_s=32e9,  # sheet: PCIe Gen4, 64 GB/s both ways
         network_bytes_per_s=200e9 / 8,  # DGX A100: one 200 Gbit/s port per GPU
@@ -282,7 +293,7 @@ _GPUS = (
         name="h200",
         kinds=("H200",),
         hbm_bytes=151_397_597_184,  # xla
-        usable_hbm_bytes=int(_JAX_TAKES * 151_397_597_184),
+        usable_hbm_bytes=int(GPU_MEMORY_SHARE * 151_397_597_184),
         hbm_bytes_per_s=4800e9,  # xla; sheet: 4.8 TB/s
         gpu=dataclasses.replace(_HOPPER, description="NVIDIA H200 141GB HBM3e"),
     ),
@@ -295,7 +306,7 @@ _GPUS = (
         peak_fp8_flops_per_s=4500e12,  # sheet: 9000 with sparsity
         clock_hz=1.965e9,  # xla: boost clock
         hbm_bytes=191_514_411_008,  # xla
-        usable_hbm_bytes=int(_JAX_TAKES * 191_514_411_008),
+        usable_hbm_bytes=int(GPU_MEMORY_SHARE * 191_514_411_008),
         hbm_bytes_per_s=7672.32e9,  # xla; sheet: up to 8 TB/s
         host_link_bytes_per_s=64e9,  # DGX B200: PCIe Gen5
         network_bytes_per_s=400e9 / 8,  # DGX B200: one 400 Gbit/s port per GPU
@@ -347,7 +358,7 @@ def gpu_target_config(chip: Chip) -> str:
   registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{gpu.description}"
 """

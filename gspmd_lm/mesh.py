@@ -1,6 +1,7 @@
 """The jax Mesh of a rules file and devices."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from gspmd_lm.chips import Processor, chip_of
 from gspmd_lm.rules import Problem, Rules, check
 
 
@@ -46,5 +48,14 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
 
 def platform(mesh: Mesh) -> str:
     """cpu, gpu or tpu, as in a rules file. jax calls compile-only GPUs cuda or rocm."""
-    found = str(mesh.devices.flat[0].platform)
-    return {"cuda": "gpu", "rocm": "gpu"}.get(found, found)
+    return processor(mesh.devices.flat[0]).platform
+
+
+def processor(device: Any) -> Processor:
+    """What decides which kernels a jax device can run."""
+    found = str(device.platform)
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(found, found)
+    version = str(getattr(device, "compute_capability", "")) if name == "gpu" else ""
+    capability = tuple(map(int, version.split("."))) if re.fullmatch(r"\d+\.\d+", version) else (0, 0)
+    chip = chip_of(device.device_kind)
+    return Processor(name, chip.name if chip else device.device_kind, capability if name == "gpu" else ())

@@ -43,7 +43,7 @@ class MeshPlacement:
 
     @property
     def attention(self) -> str:
-        return self.rules.attention[meshes.platform(self.mesh)]
+        return self.rules.kernel(self.platform)
 
     @property
     def platform(self) -> str:

@@ -151,7 +151,8 @@ def scope(role: str, *names: str) -> Any:
 
     The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
     summed over ("sum"), the weights that operations belong to ("of"), which keys a query sees ("sees": so many of the
-    last ones, or all), or how many turns of a loop count whose data decide ("turns"). Without names nothing is written.
+    last ones, or all), how many turns of a loop count whose data decide ("turns"), or what work they are ("kind":
+    attention). Without names nothing is written.
     """
     return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
 

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from gspmd_lm import mesh as meshes
 from gspmd_lm import runtime
-from gspmd_lm.arrays import Arrays
+from gspmd_lm.arrays import Arrays, Pass, kernel_said
+from gspmd_lm.config import Config
 from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.placing import placed_by
 from gspmd_lm.rules import Rules
@@ -35,6 +36,22 @@ class Program:
     def whole(self) -> Any:
         """The sharding of what every device has all of."""
         return self.placement.sharding("rules", "", (), ())
+
+    @property
+    def settings(self) -> Config | None:
+        """The settings of the decoder; None for a model of one's own."""
+        return self.config
+
+    @property
+    def asked(self) -> Pass:
+        """What the program asks of attention, if it is the decoder's."""
+        raise NotImplementedError
+
+    @property
+    def attention(self) -> str:
+        """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
+        cfg, on = self.settings, meshes.processor(self.mesh.devices.flat[0])
+        return kernel_said(self.rules, cfg, on, self.asked) if cfg else ""
 
     @property
     def matmul_precision(self) -> str:

@@ -19,7 +19,8 @@ MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 PLATFORMS = ("cpu", "gpu", "tpu")
 CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
-KERNELS = {"cpu": ("xla",), "gpu": ("xla", "cudnn"), "tpu": ("xla", "splash")}
+# Attention kernels, the fastest first. XLA's own can do all that a config may ask.
+KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
 
 
 _NOT_FACTS = ("path", "vocabulary", "text", "flags", "problems")
@@ -93,7 +94,7 @@ class Rules:
     remat: Remat
     microbatches: int
     unroll: int | Literal["all"] | None  # turns of the loop over layers; None leaves it to the platform
-    attention: Mapping[str, str]
+    attention: Mapping[str, str]  # platform -> kernel, where the file or `arrays.settled` has chosen one
     context: str
     compiler_options: Mapping[str, Mapping[str, Any]]
     dcn: Mapping[str, int]
@@ -113,6 +114,10 @@ class Rules:
     def devices(self) -> int:
         """How many devices the mesh has; -1 while one of its sizes is -1."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
+
+    def kernel(self, platform: str) -> str:
+        """The attention kernel of a platform; XLA's own where none is chosen."""
+        return self.attention.get(platform, "xla")
 
     def piece_count(self, mesh_axes: Iterable[str]) -> int:
         """Into how many pieces these mesh axes split together."""

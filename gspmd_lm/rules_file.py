@@ -236,7 +236,7 @@ class _Reader:
         ]
 
     def attention(self, value: Any) -> dict[str, str]:
-        chosen: dict[str, str] = dict.fromkeys(PLATFORMS, "xla")
+        chosen: dict[str, str] = {}
         for platform, kernel in self.by_platform("attention", value):
             what = f"attention: {platform} has no kernel"
             if self.known(kernel, KERNELS[platform], what, f"attention.{platform}", kernel):

@@ -19,7 +19,7 @@ import jax
 import jaxlib
 
 from gspmd_lm import processes, versions
-from gspmd_lm.chips import chip_of
+from gspmd_lm.chips import GPU_MEMORY_SHARE, chip_of
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.rules import PLATFORMS
 
@@ -78,6 +78,8 @@ FUSES_ON_ALL = 0, 0, 42  # the last libtpu that is known to take the options of 
 # most 2 GiB of it free.
 MALLOC = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
 
+MEMORY_SHARES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jax's, and its older name
+
 _log = logging.getLogger(__name__)
 
 
@@ -132,6 +134,8 @@ def start(
         prepare_cpu(simulated_devices)
         if keep_memory:
             _keep_freed_memory()
+    elif chosen == "gpu":
+        _take_memory()
     if not jax.distributed.is_initialized():
         _join(chosen, coordinator, num_processes, process_id)
     try:
@@ -199,6 +203,13 @@ def _keep_freed_memory() -> None:
     if libc_ver()[0] == "glibc":
         for parameter, value in MALLOC.values():
             ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def _take_memory() -> None:
+    """Has jax take GPU_MEMORY_SHARE of a GPU's memory, unless the environment says how much, once it first uses one."""
+    name = next((name for name in MEMORY_SHARES if os.environ.get(name)), MEMORY_SHARES[0])
+    os.environ[name] = os.environ.get(name) or str(GPU_MEMORY_SHARE)
+    _log.info("%s=%s: the share of each GPU's memory that this process takes", name, os.environ[name])
 
 
 def simulate_later(device_count: int) -> None:

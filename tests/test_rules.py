@@ -362,7 +362,7 @@ def test_the_rest_of_a_file(read):
     assert found.problems == ()
     assert found.remat == rules.Remat("names", ("q", "k"), ("residual",))
     assert found.microbatches == 4
-    assert found.attention == {"cpu": "xla", "gpu": "cudnn", "tpu": "xla"}
+    assert found.attention == {"gpu": "cudnn"}
     assert found.compiler_options == {"gpu": {"xla_gpu_enable_latency_hiding_scheduler": False}}
 
 

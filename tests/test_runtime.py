@@ -1,14 +1,16 @@
 """Platform, processes, memory, compile cache and compiler options: in fresh processes where a backend must start."""
 
 import importlib.util
+import os
 import re
 from platform import libc_ver
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib import xla_client
 
-from gspmd_lm import runtime
+from gspmd_lm import chips, runtime
 from gspmd_lm.errors import InputError
 from tests.launched import free_port, launch, output
 
@@ -80,7 +82,29 @@ def test_starting_again_needs_no_more_devices():
         runtime.start(platform="cpu", simulated_devices=9)
 
 
-def test_a_platform_that_is_not_there():
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ({}, {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}),
+    ],
+)
+def test_the_memory_of_a_gpu_that_is_taken_is_set_unless_the_user_has_and_is_said(monkeypatch, caplog, given, share):
+    for name in runtime.MEMORY_SHARES:
+        monkeypatch.setenv(name, "")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO"):
+        runtime._take_memory()
+    assert {name: os.environ[name] for name in runtime.MEMORY_SHARES if os.environ[name]} == share
+    assert f"{share}"[2:-2].replace("': '", "=") in caplog.text
+    assert float(xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"]) == float(*share.values())
+    assert chips.CHIPS["h100"].usable_hbm_bytes == int(0.92 * chips.CHIPS["h100"].hbm_bytes)
+
+
+def test_a_platform_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.92")  # as a start on GPUs sets it
     before: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with pytest.raises(InputError, match=r"platform gpu cannot be used(.|\n)*fix .*\[cuda\].*--platform=cpu"):

@@ -5,7 +5,8 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gspmd_lm.arrays import attention_lacks
+from gspmd_lm.arrays import faster_kernel
+from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.prices import CALL
@@ -13,8 +14,9 @@ from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
-from gspmd_lm.rules import KERNELS, Problem, Rules
+from gspmd_lm.rules import Problem, Rules
 from gspmd_lm.task import Task
+from gspmd_lm.train import state
 from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes
 
@@ -33,7 +35,7 @@ def warnings(
     report: Report,
     config: Config | Task,
     rules: Rules,
-    platform: str,
+    on: Processor,
     problems: Iterable[Problem],
     looked_up: Collection[str],
     module: Module | None,
@@ -41,11 +43,12 @@ def warnings(
 ) -> tuple[Finding, ...]:
     """Findings about the layout of a report, in the order in which they are worth reading.
 
-    platform: what it would run on. problems: the warnings of its check. looked_up: tables in which rows are looked up.
+    on: what it would run on. problems: the warnings of its check. looked_up: tables in which rows are looked up.
     module: None where there is no program. notes: what the compiler said while it worked.
     """
     decoder = config if isinstance(config, Config) else None
-    fused = _fused_kernel(decoder, rules, platform) if decoder and report.phase == "train" else ""
+    training = decoder and report.phase == "train" and rules.kernel(on.platform) == "xla"
+    fused = faster_kernel(rules, decoder, on, state.asked(decoder)) if decoder and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
     found = [
         *_too_large(rules, memory, fused),
@@ -140,15 +143,6 @@ def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Itera
             f"{axes} sends {sent} per device {SLOW_LINKS[link]}, in every layer, because of {', '.join(rows)}",
             "let an axis cross that only the gradients use: --set rules.dcn.data=..., with batch split over data too",
         )
-
-
-def _fused_kernel(config: Config, rules: Rules, platform: str) -> str:
-    """The flag that would have a fused kernel compute attention in training; '' if one does, or none can."""
-    kernel = next((kernel for kernel in KERNELS[platform] if kernel != "xla"), None)
-    if not kernel or rules.attention[platform] != "xla":
-        return ""
-    lacks = attention_lacks(kernel, config, rules, config.data.seq, config.data.packing == "documents")
-    return "" if lacks else f"--set rules.attention.{platform}={kernel}"
 
 
 def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:

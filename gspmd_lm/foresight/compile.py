@@ -6,7 +6,6 @@
 import dataclasses
 import gzip
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gspmd_lm import config as configs
 from gspmd_lm import files, paths, versions
-from gspmd_lm.chips import gpu_target_config
+from gspmd_lm.chips import CUDNN, Gpu, gpu_target_config
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
@@ -49,7 +48,7 @@ _SOURCES = ("config.py", "config_data.py", "config_model.py", "config_types.py",
             "chips.py", "vocabulary.py", "placing.py", "products.py", "exchange.py", "dispatch.py", "rules.py",
             "mesh.py", "placement.py", "task.py", "arrays.py", "program.py", "runtime.py", "kernels", "model", "train",
             "infer", "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
-_PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "nvidia-cudnn-cu12")}
+_PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin",)}
 
 Progress = Callable[[str], None]
 Phase = Literal["train", "prefill", "decode"]
@@ -219,12 +218,6 @@ def pickled(task: "Task") -> bytes:
     return found
 
 
-def cudnn() -> Path | None:
-    """The folder of cuDNN's libraries, which compiling its attention needs; None if they are not installed."""
-    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
-
-
 def _environment(modules: Sequence[str]) -> dict[str, str]:
     """The environment of the compiling process: nothing of an accelerator that may be here, no flags of the caller.
 
@@ -233,12 +226,8 @@ def _environment(modules: Sequence[str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     folders = [str(Path(name).absolute()) for name in modules]
     paths = [str(Path(__file__).parents[2]), *folders, environment.get("PYTHONPATH", "")]
-    libraries = [environment.get("LD_LIBRARY_PATH", "")]
-    if folder := cudnn():
-        libraries.insert(0, str(folder / "lib"))
     return environment | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "TPU_SKIP_MDS_QUERY": "1",  # no metadata server outside Google's cloud
@@ -271,18 +260,11 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         built = generation.build(config, rules, arrays, devices, sizes)
         lower = built.lower_prefill if request.phase == "prefill" else built.lower_decode
     options = runtime.compiler_options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind)
-    if target.platform == "gpu":
+    if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
+        _answer_for(target.chip.gpu)
     started = time.monotonic()
-    try:
-        lowered = lower()
-    except RuntimeError as error:
-        if "cuDNN not found" not in str(error):
-            raise
-        raise InputError(
-            f"{rules.path}: attention.gpu: cudnn: compiling for it needs cuDNN's libraries, which are not here\n"
-            "  fix   pip install nvidia-cudnn-cu12, or attention: {gpu: xla}"
-        ) from error
+    lowered = lower()
     traced = time.monotonic()
     try:
         compiled = runtime.compile(lowered, options, target.platform, rules.path)
@@ -298,6 +280,21 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         (folder / EXECUTABLE).write_bytes(packed)
     (folder / "program.txt.gz").write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
     (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _answer_for(gpu: Gpu) -> None:
+    """Has jax ask the target what cuDNN's attention asks of a GPU and its libraries, for the rest of this process.
+
+    jax 0.10.2 asks this machine, which has neither. The compiler needs no cuDNN: it leaves the kernel to the run.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as asks
+
+    def numbers(capability: str) -> tuple[int, ...]:
+        return tuple(map(int, capability.split(".")))
+
+    asks.check_cudnn_version = lambda: CUDNN[0] * 10_000 + CUDNN[1] * 100
+    asks.check_compute_capability = lambda least: gpu.compute_capability >= numbers(least)
+    asks.is_cuda_compute_capability_equal = lambda this: gpu.compute_capability == numbers(this)
 
 
 def described(

@@ -4,9 +4,10 @@ import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gspmd_lm import files
-from gspmd_lm.arrays import Arrays
+from gspmd_lm.arrays import Arrays, Pass, kernel_said, settled
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
@@ -43,6 +44,7 @@ def reports(
     """
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
+    filled = [_settled(config, rules, target, phase) for rules in filled]
     found = [_checked(config, rules, target.platform, phase) for rules in filled]
     compiled = programs([CompileRequest(config, rules, target, export is not None, phase) for rules in filled], say)
     if export and compiled[0].executable:
@@ -52,6 +54,18 @@ def reports(
         report(config, rules, target, arrays, problems, program, phase)
         for rules, (arrays, problems), program in zip(filled, found, compiled, strict=True)
     ]
+
+
+def _settled(config: Config | Task, rules: Rules, target: Target, phase: Phase) -> Rules:
+    """The rules with the attention kernel that the compiled program will have."""
+    if phase == "train":
+        return state.settled(config, rules, target.processor)
+    return settled(rules, config, target.processor, _asked(config, phase)) if isinstance(config, Config) else rules
+
+
+def _asked(config: Config, phase: Phase) -> Pass:
+    """What a program asks of attention."""
+    return state.asked(config) if phase == "train" else generation.asked(generation.whole_context(config))
 
 
 def _checked(config: Config | Task, rules: Rules, platform: str, phase: Phase) -> tuple[Arrays, list[Problem]]:
@@ -71,7 +85,8 @@ def report(
     program: CompiledProgram,
     phase: Phase = "train",
 ) -> Report:
-    """What a compiled step says of a layout. `rules` are filled; `problems` are the warnings of its check."""
+    """What a compiled step says of a layout. `rules` are those that it was built with, whose attention kernel is
+    chosen; `problems` are the warnings of its check."""
     task = decoder.task(config)
     tokens = task.rows if phase == "decode" else task.tokens or task.rows  # of all devices
     if isinstance(config, Task) or phase == "train":
@@ -113,6 +128,7 @@ def report(
         rules=rules.path,
         phase=phase,
         mesh=dict(rules.mesh),
+        attention=_attention(task.config, rules, target, phase),
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if isinstance(config, Config) else arrays.parameter_count,
         tokens=tokens,
@@ -127,8 +143,14 @@ def report(
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    warned = advice.warnings(said, config, rules, target.platform, problems, traced.looked_up, module, program.notes)
+    warned = advice.warnings(said, config, rules, target.processor, problems, traced.looked_up, module, program.notes)
     return dataclasses.replace(said, warnings=warned)
+
+
+def _attention(config: Any, rules: Rules, target: Target, phase: Phase) -> str:
+    if not isinstance(config, Config) or phase == "decode":
+        return ""
+    return kernel_said(rules, config, target.processor, _asked(config, phase))
 
 
 def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.Held]:

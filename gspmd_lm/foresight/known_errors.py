@@ -57,7 +57,7 @@ def is_several(target: Target) -> bool:
 def kind_of(target: Target, rules: Rules) -> Kind:
     """The kind of a training step on a chip."""
     assert target.chip
-    return Kind(target.chip.name, is_several(target), rules.attention[target.platform])
+    return Kind(target.chip.name, is_several(target), rules.kernel(target.platform))
 
 
 def known_error(kind: Kind) -> str:

@@ -27,6 +27,7 @@ class Name:
     einsum: str = ""
     sees: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
     turns: str = ""  # how often a loop turns that its data stop; "" if that is not known
+    kind: str = ""  # of work: attention
 
     @property
     def known(self) -> bool:
@@ -42,7 +43,7 @@ def read(op_name: str) -> Name:
     modules, table, array, einsum = [], "", "", ""
     for number, word in enumerate(words):
         role, dot, rest = word.partition(".")
-        if dot and role in ("of", "sum", "sees", "turns"):
+        if dot and role in ("of", "sum", "sees", "turns", "kind"):
             scopes[role] = rest
         elif dot and role in TABLES:
             table, array = role, rest
@@ -60,7 +61,8 @@ def read(op_name: str) -> Name:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
         phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
     sums = tuple(filter(None, scopes.get("sum", "").split("+")))
-    return Name(phase, tuple(modules), of, sums, table, array, einsum, scopes.get("sees", ""), scopes.get("turns", ""))
+    told = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
+    return Name(phase, tuple(modules), of, sums, table, array, einsum, *told)
 
 
 def each(op_name: str, count: int) -> list[str]:

@@ -51,6 +51,7 @@ class Report:
     versions: Mapping[str, str]  # jax, jaxlib, libtpu, ... and the compiler options that were set
     arrays: tuple[PlacedArray, ...]
     rules_text: str = ""  # of the rules file
+    attention: str = ""  # the kernel, and why it is not the fastest; "" where there is nothing to choose
 
     @property
     def layout(self) -> str:

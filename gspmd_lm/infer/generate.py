@@ -83,7 +83,7 @@ def plan(
         raise InputError(f"batch={batch}: must be at least 1\n  fix   --batch=8")
     longest = max(map(len, prompts))
     asked = min(batch, len(prompts))
-    sizes = programs.sizes(rules, asked, longest, new_tokens, rules.attention[platform])
+    sizes = programs.sizes(rules, asked, longest, new_tokens, platform)
     arrays, warnings = programs.checked(config, rules, platform, sizes)
     notes = [f"warning: {warning}" for warning in warnings]
     if sizes.rows > asked:
@@ -93,7 +93,9 @@ def plan(
             f"{sizes.rows} prompts at a time cost the same"
         )
     alone = platform == "cpu" and rules.devices == 1
-    return programs.build(config, rules, arrays, devices, sizes, unrolled=alone), notes
+    built = programs.build(config, rules, arrays, devices, sizes, unrolled=alone)
+    notes += [f"attention: {built.attention}"] if built.attention else []
+    return built, notes
 
 
 def check_prompts(

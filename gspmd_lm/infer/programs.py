@@ -12,7 +12,7 @@ from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Activations, Arrays, arrays, layer_problems, split_sequence
+from gspmd_lm.arrays import Activations, Arrays, Pass, arrays, layer_problems, settled, split_sequence
 from gspmd_lm.arrays import checked as checked_arrays
 from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
@@ -24,7 +24,7 @@ from gspmd_lm.model.transformer import empty_cache, extend, init
 from gspmd_lm.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.placing import scope
 from gspmd_lm.program import Program, placed
-from gspmd_lm.rules import Problem, Remat, Rules
+from gspmd_lm.rules import KERNELS, Problem, Remat, Rules
 
 CACHE_AXES = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")
 
@@ -56,23 +56,25 @@ class Carried(NamedTuple):
     number_B: Any
 
 
-def sizes(rules: Rules, rows: int, prompt: int, new: int, kernel: str = "xla") -> Sizes:
+def sizes(rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu") -> Sizes:
     """The sizes for `rows` prompts of up to `prompt` tokens and `new` tokens more, rounded up for mesh axes to divide.
 
     The last new token needs no slot: nothing attends to it.
     """
 
-    rows, prompt = whole_pieces(rules, rows, prompt, kernel)
+    rows, prompt = whole_pieces(rules, rows, prompt, platform)
     return Sizes(rows, prompt, _up(prompt + new - 1, _pieces(rules, "kv_seq")))
 
 
-def whole_pieces(rules: Rules, rows: int, seq: int, kernel: str, dealt: bool = False) -> tuple[int, int]:
+def whole_pieces(rules: Rules, rows: int, seq: int, platform: str, dealt: bool = False) -> tuple[int, int]:
     """`rows` and `seq`, each rounded up so that the mesh axes and the attention kernel divide it.
 
-    `dealt`: each device has two pieces of a row (kernels/context.py).
+    Where the rules choose no kernel, a row of as many tokens as a block of splash attention has is made whole blocks,
+    and a shorter one is left to XLA. `dealt`: each device has two pieces of a row (kernels/context.py).
     """
     pieces = _pieces(rules, "seq") * (2 if dealt and split_sequence(rules) else 1)
-    block = math.lcm(pieces * (LANES if kernel == "splash" else 1), _pieces(rules, "kv_seq"))
+    chosen = rules.attention.get(platform, KERNELS[platform][0] if seq >= pieces * LANES else "xla")
+    block = math.lcm(pieces * (LANES if chosen == "splash" else 1), _pieces(rules, "kv_seq"))
     return _up(rows, _pieces(rules, "batch")), _up(seq, block)
 
 
@@ -101,6 +103,11 @@ def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> An
 
     shardings = placement.shardings("weights", found.named_params, found.params)
     return jax.tree.map(one, found.named_params, found.params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
+
+
+def asked(sizes: Sizes) -> Pass:
+    """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
+    return Pass(sizes.prompt, padded=True)
 
 
 def whole_context(config: Config) -> Sizes:
@@ -174,6 +181,10 @@ class Programs(Forward):
 
     sizes: Sizes
     unrolled: bool = False  # layers one after the other, not in a loop, with weights of their own: see `unstacked`
+
+    @property
+    def asked(self) -> Pass:
+        return asked(self.sizes)
 
     @functools.cached_property
     def model(self) -> configs.Model:
@@ -297,6 +308,7 @@ def build(
     config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False
 ) -> Programs:
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
+    rules = settled(rules, config, meshes.processor(devices[0]), asked(sizes))
     return Programs(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
@@ -328,7 +340,7 @@ def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[
     Raises ShardingError that lists everything that does not fit.
     """
     found = parameters(config.model)
-    more = layer_problems(config, rules, platform, sizes.prompt, segments=False, padded=True)
+    more = layer_problems(config, rules, platform, asked(sizes))
     return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import checked, layer_problems
+from gspmd_lm.arrays import Pass, checked, layer_problems, settled
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
@@ -107,6 +107,10 @@ class Scoring(Forward):
     rows: int
     seq: int
 
+    @property
+    def asked(self) -> Pass:
+        return Pass(self.seq)
+
     @functools.cached_property
     def abstract_rows(self) -> ScoredRows:
         """The shapes and shardings of a batch."""
@@ -139,13 +143,14 @@ def build(
 
     Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
     """
-    rows, seq = whole_pieces(rules, rows, seq, rules.attention[platform], dealt=True)
+    rows, seq = whole_pieces(rules, rows, seq, platform, dealt=True)
     cfg = config.model
     found = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, ScoredRows(one, one))
-    more = layer_problems(config, rules, platform, seq, segments=False)
+    more = layer_problems(config, rules, platform, Pass(seq))
     warnings = checked(found, rules, [named], more)
+    rules = settled(rules, config, meshes.processor(devices[0]), Pass(seq))
     return Scoring(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
 
 

@@ -134,6 +134,8 @@ def unsupported(
         most = 128 if capability and capability[0] != HOPPER[0] else 256
         if model.head_dim % 8 or model.head_dim > most:
             return f"model.head_dim: {model.head_dim} (only multiples of 8 up to {most})"
+        if seq == 1:
+            return "data.seq: 1 (only 2 and more)"
     if kernel == "splash" and seq % LANES:
         return f"data.seq: {seq} (only multiples of {LANES})"
     return None
@@ -170,6 +172,7 @@ def masked(
         return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
 
 
+@scope("kind", "attention")
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_N[:, None, None]

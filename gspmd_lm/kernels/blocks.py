@@ -45,6 +45,7 @@ class Blocks:
             return out_BTNH.astype(jnp.float32), lse_BTN
         q = self._grouped(q_BTNH, k_BSKH)
 
+        @scope("kind", "attention")
         def add(carried, chunk):
             out, most, total = carried
             s = self._scores(q, segments, causal, chunk)[0]
@@ -78,6 +79,7 @@ class Blocks:
         off = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)
         lse, off = (rearrange(x, "B T (K G) -> B K G T", K=k_BSKH.shape[2]) for x in (lse_BTN, off))
 
+        @scope("kind", "attention")
         def add(dq, chunk):
             k, v, *_ = chunk
             s, slope = self._scores(q, segments, causal, chunk)

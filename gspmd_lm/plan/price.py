@@ -230,7 +230,7 @@ class Pricer:
         queries = kernel.queries
         rows, seq, heads, size = queries.shape
         count = rows * heads / self._pieces(rules, (queries,), pieces)  # a part of one, where its tokens are split
-        if rules.attention[chip.platform] == "splash":
+        if rules.kernel(chip.platform) == "splash":
             block = splash_block(seq, size, queries.itemsize)
             blocks = (seq // block, seq // block)
             calls = [
@@ -275,7 +275,7 @@ class Pricer:
     def _layout(self, rules: Rules) -> _Layout:
         platform = self.target.platform
         trace = self.traces.of(rules)
-        fused = rules.attention[platform] != "xla" and "attention" in trace.recorded.asked
+        fused = rules.kernel(platform) != "xla" and "attention" in trace.recorded.asked
         rows = tuple((row.key, row.mesh_axes) for row in rules.rows)
         key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, rules.context, fused)
         if key not in self._layouts:

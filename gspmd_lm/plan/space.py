@@ -21,15 +21,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd_lm import rules_file
-from gspmd_lm.arrays import attention_lacks
+from gspmd_lm.arrays import kernel_said
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.kernels import attention
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import CONTEXTS, KERNELS, Rules
+from gspmd_lm.rules import CONTEXTS, Rules
 from gspmd_lm.task import Task
+from gspmd_lm.train.state import asked, settled
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
 # better behind compute where a layer's weights are small. The sizes are those of published runs on two hosts.
@@ -76,13 +76,16 @@ class Space:
         self.trace = self.traces.of(single)
         self.asked = self.trace.recorded.asked
         self.roles = _roles(self.traces, self.trace.traced, "attention" in self.asked)
+        if isinstance(self.config, Config):
+            plain = self.rules({"mesh": {"data": target.devices}})
+            said = kernel_said(plain, self.config, target.processor, asked(self.config))
+            self.notes += [f"attention: {said}"] if said else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
-        kernel = self.kernel
         for layout in self._layouts():
             for microbatches in self._microbatches(layout["mesh"]):
-                raw = {**layout, **kernel}
+                raw = {**layout}
                 if microbatches > 1:
                     raw["microbatches"] = microbatches
                 if self.traces.problems(self.rules(raw), self.target.platform):
@@ -98,9 +101,9 @@ class Space:
             yield {**raw, "compiler_options": {platform: options}}
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
-        """The rules of plain values, filled."""
+        """The rules of plain values, filled, with the attention kernel that they would run with."""
         found = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
-        return found.fill(self.target.devices)
+        return settled(self.config, found.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
 
@@ -190,27 +193,17 @@ class Space:
     # What a device computes and keeps
 
     @functools.cached_property
-    def kernel(self) -> dict[str, Any]:
-        """The fused attention kernel of the platform, where it can do what the config asks and can be compiled."""
-        platform, fused = self.target.platform, KERNELS[self.target.platform][-1]
-        if "attention" not in self.asked or fused == "xla":
-            return {}
-        if isinstance(self.config, Config):
-            data = self.config.data
-            plain = self.rules({"mesh": {"data": self.target.devices}})
-            if attention_lacks(fused, self.config, plain, data.seq, data.packing == "documents"):
-                return {}
-        if fused == "cudnn" and compile.cudnn() is None:
-            self.notes.append("attention: xla, since cuDNN's libraries are not here: pip install nvidia-cudnn-cu12")
-            return {}
-        return {"attention": {platform: fused}}
+    def fused(self) -> bool:
+        """Whether layouts that do not split the sequence have a fused attention kernel."""
+        plain = self.rules({"mesh": {"data": self.target.devices}})
+        return "attention" in self.asked and plain.kernel(self.target.platform) != "xla"
 
     @functools.cached_property
     def remats(self) -> list[Any]:
         """Policies, and lists of names: more and more is kept, the kernel's result first; layer inputs on the host."""
         if "remat" not in self.asked:
             return ["none"]
-        work, kept = self.trace.work(bool(self.kernel)), self.task.vocabulary.kept
+        work, kept = self.trace.work(self.fused), self.task.vocabulary.kept
         labels = [node.label for node in self.trace.traced.nodes if node.label in kept and work.in_block(node)]
         out, *read = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
         groups = [[out], read, [row.rpartition(".")[0] for row in self.roles.between]]

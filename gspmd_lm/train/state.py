@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import arrays as model_arrays
-from gspmd_lm.arrays import Activations, Arrays, layer_problems
+from gspmd_lm.arrays import Activations, Arrays, Pass, layer_problems
+from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.placement import Recorder, mark, record
@@ -92,7 +93,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
     if isinstance(task.config, Config):
         more += config_problems(task.config, rules, platform)
     named = recorded(config, found, rules.microbatches if whole else 1, rules)
-    chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.attention[platform], "context": rules.context}
+    chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
     chosen["unroll"] = str(rules.unroll or "none")
     for key, value in chosen.items():
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
@@ -101,10 +102,20 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
     return found, model_arrays.checked(found, rules, [named], more)
 
 
+def asked(config: Config) -> Pass:
+    """What a train step asks of attention."""
+    return Pass(config.data.seq, segments=config.data.packing == "documents")
+
+
+def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
+    """`rules` with the attention kernel of a train step; those of a model of one's own stay as they are."""
+    cfg = decoder.task(config).config
+    return model_arrays.settled(rules, cfg, on, asked(cfg)) if isinstance(cfg, Config) else rules
+
+
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
-    segments = config.data.packing == "documents"
-    found = layer_problems(config, rules, platform, config.data.seq, segments=segments)
+    found = layer_problems(config, rules, platform, asked(config))
     return [*found, *_balance_problems(config, rules)]
 
 

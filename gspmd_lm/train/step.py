@@ -11,7 +11,7 @@ import optax
 from einops import rearrange
 
 from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Arrays
+from gspmd_lm.arrays import Arrays, Pass
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
 from gspmd_lm.placement import MeshPlacement, Named
@@ -20,7 +20,7 @@ from gspmd_lm.program import Program, placed
 from gspmd_lm.rules import Rules
 from gspmd_lm.task import Task
 from gspmd_lm.train import decoder
-from gspmd_lm.train.state import State
+from gspmd_lm.train.state import State, asked, settled
 
 Batch = dict[str, jax.Array]
 
@@ -37,6 +37,14 @@ class Step(Program):
     @property
     def matmul_precision(self) -> str:
         return self.task.matmul_precision
+
+    @property
+    def settings(self) -> Config | None:
+        return self.task.config if isinstance(self.task.config, Config) else None
+
+    @property
+    def asked(self) -> Pass:
+        return asked(self.task.config)
 
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
@@ -225,7 +233,8 @@ class Step(Program):
 def build(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
     """The step of a config or task under `rules`, which have been checked, on `devices`: real, simulated or
     compile-only."""
-    return Step(config, rules, arrays, meshes.build(rules, devices))
+    mesh = meshes.build(rules, devices)
+    return Step(config, settled(config, rules, meshes.processor(devices[0])), arrays, mesh)
 
 
 def _is_boxed(leaf: Any) -> bool:

@@ -46,6 +46,8 @@ def run(values: flags.FlagValues) -> int:
     built, warnings = score.build(config, here.rules, here.devices, here.machine.platform, rows, seq)
     for warning in warnings:
         here.say(f"warning: {warning}")
+    if built.attention:
+        here.say(f"attention: {built.attention}")
     compile_cache.enable(values.compile_cache)
     _ = built.compiled  # whether the program fits is known before the weights are read
     scorer = score.Scorer(built, read(built.abstract_params), tokens)

@@ -76,7 +76,10 @@ def _built(here: session.Session) -> tuple[Step, list[Problem]]:
     arrays, warnings = state.checked(here.config, here.rules, here.machine.platform)
     for warning in warnings:
         here.say(f"warning: {warning}")
-    return step.build(here.config, here.rules, arrays, here.devices), warnings
+    built = step.build(here.config, here.rules, arrays, here.devices)
+    if built.attention:
+        here.say(f"attention: {built.attention}")
+    return built, warnings
 
 
 @contextlib.contextmanager

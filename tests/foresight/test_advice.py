@@ -7,6 +7,7 @@ from sample import LLAMA, PREDICTION
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
+from gspmd_lm.chips import Processor
 from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS
@@ -39,7 +40,7 @@ def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=F
     loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh, microbatches=microbatches)
     report = dataclasses.replace(LLAMA, arrays=arrays, collectives=moved, floor=floor, memory=memory,
                                  prediction=predicted, phase=phase, warnings=(), chip=chip)  # fmt: skip
-    return advice.warnings(report, config, loaded, platform, problems, LOOKED_UP, module, notes)
+    return advice.warnings(report, config, loaded, Processor(platform, platform), problems, LOOKED_UP, module, notes)
 
 
 def only(warnings, code):
@@ -85,14 +86,18 @@ def test_attention_without_its_fused_kernel():
     assert found(attention_s=0.05) == found(attention_s=0.4, platform="cpu") == ()
     assert found(attention_s=0.4, attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"}) == ()
     packed = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, packing="documents"))
-    assert found(attention_s=0.4, config=packed) != () == found(attention_s=0.4, config=packed, platform="gpu")
+    assert only(found(attention_s=0.4, config=packed), "unfused-attention").fix == warning.fix
+    flags = "--set rules.attention.gpu=cudnn --set data.packing=stream"
+    assert only(found(attention_s=0.4, config=packed, platform="gpu"), "unfused-attention").fix == flags
+    capped = dataclasses.replace(packed, model=dataclasses.replace(packed.model, attention_softcap=50.0))
+    assert found(attention_s=0.4, config=capped, platform="gpu") == ()  # nothing that could be typed would help
 
 
 @pytest.mark.parametrize(
     ("rules", "held", "fix"),
     [
         ("tp8", {}, "--set rules.attention.tpu=splash --set rules.remat=block --set rules.microbatches=2"),
-        ("fsdp", {}, "--set rules.microbatches=2"),
+        ("fsdp8", {}, "--set rules.attention.tpu=splash --set rules.microbatches=2"),
         ("tp8", {"optimizer_bytes": 20 * GB}, "--set rules.weights.embed=fsdp over more devices"),
         ("tp8", {"cache_bytes": GB}, "a smaller data.batch or data.seq"),
     ],

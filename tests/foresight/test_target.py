@@ -1,5 +1,6 @@
 """Targets: what may be written, and devices that are only compiled for."""
 
+import dataclasses
 import math
 
 import pytest
@@ -141,6 +142,9 @@ class Device:
         self.device_kind, self.platform, self.coords = kind, platform, coords
         self.process_index, self.slice_index = process, slice_index
 
+    def memory_stats(self):
+        return {"bytes_limit": 60 * 10**9} if self.process_index == 0 else None
+
 
 def test_the_target_that_real_devices_are():
     cube = [Device("TPU v5", coords=(x, y, z)) for x in range(4) for y in range(4) for z in range(4)]
@@ -149,6 +153,9 @@ def test_the_target_that_real_devices_are():
     assert target.of(flat) == target.parse("2@v6e:2x4")
     gpus = [Device("NVIDIA H100 80GB HBM3", "gpu", process=n // 8) for n in range(16)]
     assert target.of(gpus).topology == (2, 8)
-    assert target.of(gpus).chip == target.parse("h100:2x8").chip
+    known = target.parse("h100:2x8").chip
+    assert target.of(gpus).chip == dataclasses.replace(known, usable_hbm_bytes=60 * 10**9)  # what jax has taken
+    elsewhere = [Device("NVIDIA H100 80GB HBM3", "gpu", process=1)]
+    assert target.of(elsewhere).chip == known
     assert target.of([Device("cpu", "cpu")] * 8) == target.parse("cpu:8")
     assert target.of([Device("Some New GPU", "gpu")] * 2).chip is None

@@ -7,9 +7,8 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import core_yaml, rules_file
-from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import space
-from gspmd_lm.plan.space import candidates, describe
+from gspmd_lm.plan.space import describe
 from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
 
@@ -103,10 +102,15 @@ def test_slices_are_crossed_by_data_or_fsdp_and_never_by_tensor(llama, space_of)
 
 
 def test_a_kernel_is_chosen_where_it_can_do_what_the_config_asks(llama, space_of):
-    assert space_of(llama, "v5e:2x4").kernel == {"attention": {"tpu": "splash"}}
+    layout = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
+    space = space_of(llama, "v5e:2x4")
+    assert space.fused and space.rules(layout).attention == {"tpu": "splash"} and space.notes == ["attention: splash"]
     short = configs.load("llama3_8b", ["data.batch=8", "data.seq=100"])
-    assert space_of(short, "v5e:2x4").kernel == {}
-    assert not any("attention" in raw for raw in candidates(short, targets.parse("v5e:2x4")))
+    space = space_of(short, "v5e:2x4")
+    assert not space.fused and space.rules(layout).attention == {"tpu": "xla"}
+    assert space.notes == ["attention: xla, since splash on v5e does not support data.seq: 100 (only multiples of 128)"]
+    assert space_of(llama, "h100:8").rules(layout).attention == {"gpu": "cudnn"}  # no library of CUDA is asked
+    assert not any("attention" in raw for raw in space)
 
 
 def test_names_to_keep_are_those_of_the_model(llama, space_of, mixer):

@@ -8,6 +8,7 @@ import re
 from gspmd_lm.chips import Chip
 from gspmd_lm.foresight.cost import attention, flops, memory_traffic
 from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.names import read
 from gspmd_lm.units import bits
 
 # Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which
@@ -52,7 +53,8 @@ _BY_BYTES = {
     "scatter", "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "slice",
     "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "transpose", "xor", "cbrt", "real", "imag", "complex",
 }  # fmt: skip
-_SCORES = re.compile(r"BN?K?G?TS\b")  # an einsum of attention without a kernel
+# An einsum of attention without a kernel: in models of one's own, jax.nn.dot_product_attention has it.
+_SCORES = re.compile(r"BN?K?G?TS\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: fl
         peak = max(_peak(module, multiplied, chip), chip.peak_bf16_flops_per_s)
         if operations <= estimated_s * peak:  # otherwise the estimate is faster than the chip
             seconds = _slowdown(module, chip) * estimated_s
-    return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "matmul")
+    return Price(seconds, "attention" if _attends(module, instruction) else "matmul")
 
 
 def _slowdown(module: Module, chip: Chip) -> float:
@@ -166,7 +168,30 @@ def _moving(module: Module, instruction: Instruction, chip: Chip) -> Price:
     seconds = _memory_s(module, instruction, chip)
     if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
-    return Price(seconds, "attention" if _SCORES.search(instruction.op_name) else "other")
+    return Price(seconds, "attention" if _attends(module, instruction) else "other")
+
+
+def _attends(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction is a part of attention without a kernel of its own: scores, their softmax, or a product
+    with them. XLA loses the names of some products on GPUs; what they read, or what reads their result, has one."""
+    names = [instruction.op_name] if instruction.op_name else _beside(module, instruction)
+    return any(read(name).kind == "attention" or _SCORES.search(name) for name in names)
+
+
+def _beside(module: Module, instruction: Instruction) -> list[str]:
+    """The names of what an instruction reads and of what reads its result."""
+    reads = module.operands(instruction)
+    while again := [one for one in reads if one.opcode in ("get-tuple-element", "bitcast")]:
+        reads = [one for one in reads if one not in again] + [module.operand(one) for one in again]
+    results, names = {instruction.name}, [one.op_name for one in reads]
+    for other in module.siblings(instruction).values():  # each after what it reads
+        if results.isdisjoint(other.operands):
+            continue
+        if other.opcode in ("get-tuple-element", "bitcast"):
+            results.add(other.name)
+        elif other.op_name:
+            names.append(other.op_name)
+    return names
 
 
 def _only_scalars(module: Module, instruction: Instruction) -> bool:

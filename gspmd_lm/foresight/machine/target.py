@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gspmd_lm.chips import CHIPS, Chip, chip_of, gpu_target_config
+from gspmd_lm.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config
 from gspmd_lm.errors import InputError, did_you_mean
 
 # Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
@@ -44,6 +44,13 @@ class Target:
         """How many jax devices the target has; a tpu7x chip is two."""
         per_chip = self.chip.devices_per_chip if self.chip else 1
         return self.slices * math.prod(self.topology) * per_chip
+
+    @property
+    def processor(self) -> Processor:
+        """What decides which kernels the target can run."""
+        gpu = self.chip and self.chip.gpu
+        capability = gpu.compute_capability if gpu else ()
+        return Processor(self.platform, self.chip.name if self.chip else self.platform, capability)
 
     @property
     def hardware(self) -> str:
@@ -179,6 +186,8 @@ def of(devices: Sequence[Any]) -> Target:
     """The target that real or simulated `devices` form. Its chip is None if theirs is not known."""
     first, count = devices[0], len(devices)
     chip = chip_of(first.device_kind)
+    if chip and chip.gpu and (limit_bytes := _limit_bytes(devices)):
+        chip = dataclasses.replace(chip, usable_hbm_bytes=limit_bytes)
     if first.platform == "cpu" or chip is None:
         return Target(f"{first.platform}:{count}", first.platform, None, (count,))
     if chip.platform == "gpu":
@@ -189,6 +198,14 @@ def of(devices: Sequence[Any]) -> Target:
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
     text = f"{chip.name}:{'x'.join(map(str, topology))}"
     return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
+
+
+def _limit_bytes(devices: Sequence[Any]) -> int | None:
+    """The memory of a GPU that jax has taken for this process, or None."""
+    import jax
+
+    here = next((device for device in devices if device.process_index == jax.process_index()), None)
+    return (here.memory_stats() or {}).get("bytes_limit") if here else None
 
 
 def places(mesh: Any) -> dict[str, tuple[Any, ...]]:

@@ -127,6 +127,7 @@ def _layout(report: Report, number: int, heading: str) -> str:
         f"{figures.parameters(report)} and {human_count(report.tokens)} tokens per step "
         f"{known_as('counted')}; phase {text(report.phase)}."
     )
+    about += f" Attention: {text(report.attention)}." if report.attention else ""
     return (
         f'<article class="layout" id="layout-{number}">{name}<p class="about">{about}</p>'
         f'<p class="verdict">{text(figures.verdict(report))}</p>{_facts(report)}{sections}</article>'

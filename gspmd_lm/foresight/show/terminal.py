@@ -83,6 +83,7 @@ def _header(report: Report) -> Text:
         f" on {target}\n",
         f"mesh {figures.mesh(report.mesh)}; counted {figures.parameters(report)}, "
         f"{human_count(report.tokens)} tokens per step",
+        f"\nattention: {report.attention}" if report.attention else "",
     )
 
 
