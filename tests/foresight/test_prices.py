@@ -4,16 +4,19 @@
 import dataclasses
 import math
 
+import jax
 import pytest
 import sample
 from saved_programs import saved
 
+from gspmd_lm import config as configs
 from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.cost import flops, prices, schedule
 from gspmd_lm.foresight.hlo.instruction import bits
 from gspmd_lm.kernels import grouped
+from gspmd_lm.kernels.attention import attend
 
 V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))
 X, W, COUNTS = "bf16[4096,1024]{1,0}", "bf16[8,1024,2048]{2,1,0}", "s32[8]{0}"
@@ -273,3 +276,38 @@ def test_matmuls_of_programs_that_offload_are_slower():
         assert price(module, V5E).seconds == pytest.approx(2 * 4096**3 / (prices.MATMUL_SHARE["tpu"] * 197e12))
     assert found["S(1)"] == found[""] < found["S(5)"]
     assert found["S(5)"] == pytest.approx(V6E.offloading_slowdown * found[""])
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 30.0}])
+def test_scores_and_their_softmax_are_attention_forward_and_backward(changes):
+    """Whatever the compiler makes of them: an array as large as the scores is no other compute."""
+    cfg = dataclasses.replace(configs.load("tiny").model, **changes)
+    B, T, N, K, H = 2, 48, cfg.heads, cfg.kv_heads, cfg.head_dim
+    q, kv = (jax.ShapeDtypeStruct((B, T, heads, H), "float32") for heads in (N, K))
+
+    def loss(q, k, v):
+        return attend(q, k, v, None, cfg).sum()
+
+    module = hlo.parse(jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv).compile().as_text())
+    priced = [(step.instruction, prices.price(module, step.instruction, V5E)) for step in module.steps()]
+    sizes = {one: max((array.elements for array in one.shape.arrays), default=0) for one, _ in priced}
+    large = [(one, found) for one, found in priced if found.seconds and sizes[one] == B * N * T * T]
+    assert len(large) >= 3
+    assert {one.op_name: found.kind for one, found in large if found.kind != "attention"} == {}
+
+
+def test_a_product_whose_name_is_lost_is_what_reads_it():
+    gemm = 'custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}'
+    text = """HloModule test
+
+ENTRY %main (a: bf16[16,64,32]) -> f32[16,64,64] {
+  %a = bf16[16,64,32]{2,1,0} parameter(0)
+  %b = bf16[16,32,64]{2,1,0} parameter(1)
+  %gemm = (f32[16,64,64]{2,1,0}, s8[8]{0}) GEMM
+  %get = f32[16,64,64]{2,1,0} get-tuple-element(%gemm), index=0
+  ROOT %exp = f32[16,64,64]{2,1,0} exponential(%get), metadata={op_name="jit(f)/jvp(D)/layers/SCOPE/exp"}
+}
+""".replace("GEMM", gemm)
+    for scope, kind in (("attention/kind.attention", "attention"), ("mlp", "matmul")):
+        module = hlo.parse(text.replace("SCOPE", scope))
+        assert prices.price(module, module.entry.instructions["gemm"], H100).kind == kind
