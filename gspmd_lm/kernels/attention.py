@@ -26,7 +26,6 @@ AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's
 # have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
 # cuDNN 9.23 on later GPUs have one for heads of 256 too).
 HOPPER = 9, 0
-AMPERE = 8, 0  # the compute capability from which cuDNN has fused attention. Source: the same
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 
@@ -136,6 +135,8 @@ def unsupported(
         most = 128 if capability and capability[0] != HOPPER[0] else 256
         if model.head_dim % 8 or model.head_dim > most:
             return f"model.head_dim: {model.head_dim} (only multiples of 8 up to {most})"
+        if seq == 1:
+            return "data.seq: 1 (only 2 and more)"
     if kernel == "splash" and seq % LANES:
         return f"data.seq: {seq} (only multiples of {LANES})"
     return None

@@ -31,7 +31,7 @@ LOOKED_UP = ("embedding", "position_embedding")
 
 def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
           notes=(), config=CONFIG, mesh=None, microbatches=1, platform="tpu", attention_s=0.0, unpriced=None,
-          missing=0.0, phase="train", chip=LLAMA.chip, **changes):  # fmt: skip
+          missing=0.0, phase="train", chip=LLAMA.chip, capability=(), **changes):  # fmt: skip
     loaded = dataclasses.replace(rules_file.load(rules), **changes)
     predicted = dataclasses.replace(
         PREDICTION, attention_s=attention_s, step_time_s=1.0, unpriced=unpriced or {},
@@ -40,7 +40,8 @@ def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=F
     loaded = dataclasses.replace(loaded, mesh=mesh or loaded.mesh, microbatches=microbatches)
     report = dataclasses.replace(LLAMA, arrays=arrays, collectives=moved, floor=floor, memory=memory,
                                  prediction=predicted, phase=phase, warnings=(), chip=chip)  # fmt: skip
-    return advice.warnings(report, config, loaded, Processor(platform, platform), problems, LOOKED_UP, module, notes)
+    on = Processor(platform, platform, capability)
+    return advice.warnings(report, config, loaded, on, problems, LOOKED_UP, module, notes)
 
 
 def only(warnings, code):
@@ -87,8 +88,12 @@ def test_attention_without_its_fused_kernel():
     assert found(attention_s=0.4, attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"}) == ()
     packed = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, packing="documents"))
     assert only(found(attention_s=0.4, config=packed), "unfused-attention").fix == warning.fix
-    flags = "--set rules.attention.gpu=cudnn --set data.packing=stream"
-    assert only(found(attention_s=0.4, config=packed, platform="gpu"), "unfused-attention").fix == flags
+    flags = "--set rules.attention.gpu=cudnn"
+    for capability, more in (((9, 0), ""), ((8, 0), " --set data.packing=stream")):  # documents need Hopper
+        warning = only(
+            found(attention_s=0.4, config=packed, platform="gpu", capability=capability), "unfused-attention"
+        )
+        assert warning.fix == flags + more
     capped = dataclasses.replace(packed, model=dataclasses.replace(packed.model, attention_softcap=50.0))
     assert found(attention_s=0.4, config=capped, platform="gpu") == ()  # nothing that could be typed would help
 

@@ -92,6 +92,7 @@ def test_a_large_softcap_is_none(qkv, segments):
         ("cudnn", {"head_dim": 136, "capability": (8, 9)}, "head_dim: 136 (only multiples of 8 up to 128)"),
         ("cudnn", {"head_dim": 256, "capability": (10, 0)}, "head_dim: 256 (only multiples of 8 up to 128)"),
         ("cudnn", {"head_dim": 100}, "head_dim: 100"),
+        ("cudnn", {"seq": 1}, "data.seq: 1 (only 2 and more)"),
         ("cudnn", {"capability": (7, 5)}, "compute capability 7.5 (only 8.0 and newer)"),
         ("cudnn", {"positions": "alibi"}, "positions: alibi"),
         ("cudnn", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
