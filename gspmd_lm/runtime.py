@@ -77,7 +77,6 @@ FUSES_ON_ALL = 0, 0, 42  # the last libtpu that is known to take the options of 
 # Parameters of glibc's mallopt, with their numbers in malloc.h: one heap for all threads, all memory from it, and at
 # most 2 GiB of it free.
 MALLOC = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
-
 MEMORY_SHARES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jax's, and its older name
 
 _log = logging.getLogger(__name__)
@@ -399,6 +398,3 @@ def _free_bytes() -> int | None:
         used = int((group / "memory.current").read_text()) - int(held["inactive_file"])  # which the system reclaims
         free = min(free, int((group / "memory.max").read_text()) - used)
     return free
-
-
-# Requests to stop
