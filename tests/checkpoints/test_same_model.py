@@ -27,14 +27,17 @@ OTHER = {
     "activation_slope": 1.7, "mlp_limit": 7.0, "mlp_up_offset": 1.0, "experts": 16, "experts_per_token": 3,
     "expert_mlp": 48, "shared_mlp": 32, "shared_gate": True, "dense_layers": 1, "routing": "sigmoid",
     "normalized_weights": False, "expert_scale": 2.0, "expert_groups": 4, "groups_per_token": 2, "router_bias": True,
-    "balance": "bias",
+    "balance": "bias", "sparse_step": 2, "router_jitter": 0.02, "weighted_input": True, "attention_chunk": 4,
+    "linear_attention": config.LinearAttention(key_heads=2, value_heads=2, head_dim=8), "attention_gate": True,
+    "attention_temperature": config.AttentionTemperature(),
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
     "weight_dtype": "bfloat16", "matmul_precision": "default", "attention_scores_dtype": "bfloat16",
     "balance_weight": 0.1, "balance_rate": 0.1, "router_z_loss": 0.1, "capacity_factor": 2.0,
 }  # fmt: skip
-OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized")
+OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized", "sparse_",
+              "weighted_")  # fmt: skip
 MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "expert_groups": 2}
 
 
