@@ -32,7 +32,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
         "name": "x",
         "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}},
         "data": {},
-        "optimizer": {},
+        "optimizer": {"learning_rate": 3e-4},  # by default, adapters have another one
         "train": {},
     }
     sizes = dict.fromkeys(["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"], 8)
