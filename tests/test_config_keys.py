@@ -33,7 +33,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
         "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}, "attention_temperature": {},
                   "linear_attention": {"key_heads": 1, "value_heads": 1, "head_dim": 4}},
         "data": {},
-        "optimizer": {},
+        "optimizer": {"learning_rate": 3e-4},  # by default, adapters have another one
         "train": {},
     }  # fmt: skip
     sizes = dict.fromkeys(["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"], 8)

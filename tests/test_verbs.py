@@ -185,12 +185,13 @@ def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
     assert "learning_rate" not in plain["optimizer"]
     settings = ["data.seq=16", "data.batch=8", "data.source=random:64", "train.steps=2", f"train.init_from={workdir}",
                 "train.trackers=[]", "train.checkpoint_every=1", "train.samples={prompts: [a b], tokens: 5}",
+                "optimizer.learning_rate=3e-3",
                 ]  # fmt: skip
     code, out, err = verb("train", f"--config={workdir / 'config.yaml'}", f"--workdir={tmp_path / 'run'}", *PLACE,
                           *(f"--set={setting}" for setting in settings))  # fmt: skip
     assert code == 0, err
     assert "step 1/2  loss 5.5" in out and "\nsample: a b" in out
-    assert f"\nfine-tuning of {workdir}: learning rate up to 2e-05\n" in out
+    assert f"\nfine-tuning of {workdir}: learning rate up to 0.003; usual is 2e-05: --set " in out
 
     # Not only its last step can be evaluated.
     last = re.search(r"^step 2: held-out loss (\S+),", out, re.M)

@@ -20,7 +20,6 @@ from gspmd_lm.train import state
 from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes
 
-DOES_NOT_FIT = "does-not-fit"  # the code of a finding
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
 LARGE_SHARE = 0.02  # of the chip's memory, where that is more
 ABOVE_FLOOR = 1.05
@@ -182,7 +181,7 @@ def _too_large(memory: Memory) -> Iterator[Finding]:
     """plan/fits.py finds a better fix for a train step."""
     if not memory.fits and memory.limit_bytes is not None:
         yield Finding(
-            DOES_NOT_FIT,
+            "does-not-fit",
             f"{human_bytes(memory.peak_bytes)} per device at the peak, {human_bytes(memory.limit_bytes)} are there",
             "a smaller data.batch or data.seq, or weights that are split over more devices",
         )

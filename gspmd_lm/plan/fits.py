@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Sequence
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import advice
 from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.plan.price import Pricer
@@ -31,9 +30,7 @@ def with_fixes(
         warnings = report.warnings
         if not report.memory.fits and report.phase == "train":
             fix = _fix(report, rules.fill(target.devices), target, Pricer(config, target, traces))
-            warnings = [
-                dataclasses.replace(one, fix=fix) if one.code == advice.DOES_NOT_FIT else one for one in warnings
-            ]
+            warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
         found.append(dataclasses.replace(report, warnings=tuple(warnings)))
     return found
 
