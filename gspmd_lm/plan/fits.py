@@ -11,6 +11,7 @@ from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.traces import Traces
 from gspmd_lm.rules import Remat, Rules
 from gspmd_lm.task import Task
+from gspmd_lm.train.state import settled
 from gspmd_lm.units import human_bytes
 
 SURE = 0.95  # the share of a chip's memory up to which an estimate is said to fit
@@ -29,7 +30,8 @@ def with_fixes(
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
         if not report.memory.fits and report.phase == "train":
-            fix = _fix(report, rules.fill(target.devices), target, Pricer(config, target, traces))
+            filled = settled(config, rules.fill(target.devices), target.processor)
+            fix = _fix(report, filled, target, Pricer(config, target, traces))
             warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
         found.append(dataclasses.replace(report, warnings=tuple(warnings)))
     return found
