@@ -10,7 +10,7 @@ from collections.abc import Iterator
 _DEVICE_FILES = {
     "cpu": ("/",),
     "gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"),
-    "tpu": ("/dev/accel*", "/dev/vfio/[0-9]*"),
+    "tpu": ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*"),
 }
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import dataclasses
-import glob
 import importlib.util
 import logging
 import mmap
@@ -170,7 +169,7 @@ def _choose_platform(asked: str | None) -> str:
         if any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins")):
             return "gpu"
         _log.warning("an NVIDIA GPU is here, but jax's plugin is not installed: pip install 'gspmd_lm[cuda]' to use it")
-    if glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*") and not importlib.util.find_spec("libtpu"):
+    if quiet.is_there("tpu") and not importlib.util.find_spec("libtpu"):
         _log.warning("this may be a TPU host, but libtpu is not installed: pip install 'gspmd_lm[tpu]' to use it")
     return "cpu"
 

@@ -31,7 +31,7 @@ def rules(raw):
 def test_a_model_that_reads_and_writes_a_stream_and_pools_it_is_priced_on_every_layout():
     target = targets.parse("v5e:2x4")
     space = Space(own_models.POOLED, target)
-    found = search.priced(space, Pricer(own_models.POOLED, target, space.traces))
+    found = search.priced(space)
     assert len(found) > 100 and all(one.price.step_time_s > 0 for one in found)
 
 

@@ -147,7 +147,7 @@ def test_the_platform_is_what_was_asked_for_or_is_there(undetermined, caplog):
     choose = runtime._choose_platform
     assert choose(None) == "cpu"
     assert not caplog.records
-    undetermined.setattr(runtime.os.path, "exists", lambda path: path == "/dev/nvidia0")
+    undetermined.setattr(runtime.quiet, "is_there", lambda platform: platform == "gpu")
     undetermined.setattr(runtime, "entry_points", lambda group: [])
     assert choose(None) == "cpu"
     assert "gspmd_lm[cuda]" in caplog.text
