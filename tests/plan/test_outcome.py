@@ -107,7 +107,7 @@ def test_the_front_has_no_layout_that_another_beats_in_both(found):
 def test_the_written_file_is_the_layout(found):
     config = configs.load("tiny")
     raws = [*RAWS, *space.candidates(config, targets.parse("2@v6e:2x4"))]
-    assert len(raws) > 100
+    assert len(raws) > 40
     for raw in raws:
         assert core_yaml.parse(written.yaml(raw), "file") == raw
     first, *_ = written.rules_file(found.plan, found.plan.best, "python main.py plan --target=h100:8").splitlines()
