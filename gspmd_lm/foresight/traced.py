@@ -373,11 +373,16 @@ def _keeping(equation: Any, function: Any) -> Any:
     """
     if not (least := _all_flops(function)):
         return None
+<<<<<<< HEAD
     given: list[Any] = [core.Var(var.aval) for var in function.invars]
+=======
+    avals: list[Any] = [var.aval for var in function.invars]
+    given = [core.Var(aval) for aval in avals]
+>>>>>>> plan
     call = equation.replace(invars=given)
     one = core.Jaxpr((), given, equation.outvars, [call], debug_info=function.debug_info)
     alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))
-    like = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in given]
+    like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     # The leaves of a vjp function are what it keeps.
     found = jax.make_jaxpr(lambda *given: jax.tree.leaves(jax.vjp(alone, *given)))(*like).jaxpr
     return found if _all_flops(found) == least else None
