@@ -151,6 +151,8 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
     configs.append(config.load("tiny_experts", ROUTED))
     configs.append(config.load("tiny", ["model.embedding_width=64", "model.attention_sinks=true"]))
+    linear = "model.linear_attention={key_heads: 2, value_heads: 4, head_dim: 8}"
+    configs.append(config.load("tiny", [linear, "model.layer_pattern=[linear, full]", "model.attention_gate=true"]))
     seen, one = set(), rules_file.load("single")
     for cfg in configs:
         arrays = state.arrays(cfg)

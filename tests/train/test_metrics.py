@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from gspmd_lm.train.metrics import keys_seen
+
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import sys
@@ -34,3 +38,12 @@ def test_tensorboard_gets_scalars_and_does_not_import_torch(tmp_path):
     assert done.stdout == "found afterwards\n"
     (events,) = (tmp_path / "run" / "tensorboard").iterdir()
     assert b"\n\x04loss" in events.read_bytes() and b"\x15\x00\x00\x80>" in events.read_bytes()  # tag, 0.25 as a float
+
+
+@pytest.mark.parametrize("seq", [3, 8, 20])
+def test_the_keys_that_tokens_see(small, seq):
+    """In a window, in a chunk, and before a token; counted one by one."""
+    model = small(layers=3, layer_pattern=("sliding", "chunked", "nope"), sliding_window=5, attention_chunk=8).model
+    seen = [[min(t + 1, 5), t % 8 + 1, t + 1] for t in range(seq)]
+    assert keys_seen(model, seq) == pytest.approx(sum(map(sum, seen)) / seq)
+    assert keys_seen(model, seq, last=True) == sum(seen[-1])
