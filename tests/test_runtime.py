@@ -54,8 +54,7 @@ def undetermined(monkeypatch):
     before: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_platforms", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(runtime.os.path, "exists", lambda path: False)
-    monkeypatch.setattr(runtime.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(runtime.quiet, "is_there", lambda platform: False)
     yield monkeypatch
     jax.config.update("jax_platforms", before)
 
@@ -161,7 +160,7 @@ def test_the_platform_is_what_was_asked_for_or_is_there(undetermined, caplog):
 
 
 def test_a_tpu_host_without_libtpu_is_pointed_out(undetermined, caplog):
-    undetermined.setattr(runtime.glob, "glob", lambda pattern: ["/dev/vfio/0"] if "vfio" in pattern else [])
+    undetermined.setattr(runtime.quiet, "is_there", lambda platform: platform == "tpu")
     undetermined.setattr(runtime.importlib.util, "find_spec", lambda name: None)
     assert runtime._choose_platform(None) == "cpu"
     assert "gspmd_lm[tpu]" in caplog.text

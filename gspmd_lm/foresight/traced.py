@@ -373,12 +373,8 @@ def _keeping(equation: Any, function: Any) -> Any:
     """
     if not (least := _all_flops(function)):
         return None
-<<<<<<< HEAD
-    given: list[Any] = [core.Var(var.aval) for var in function.invars]
-=======
     avals: list[Any] = [var.aval for var in function.invars]
     given = [core.Var(aval) for aval in avals]
->>>>>>> plan
     call = equation.replace(invars=given)
     one = core.Jaxpr((), given, equation.outvars, [call], debug_info=function.debug_info)
     alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))

@@ -36,8 +36,8 @@ SAME = {
     "weight_dtype": "bfloat16", "matmul_precision": "default", "attention_scores_dtype": "bfloat16",
     "balance_weight": 0.1, "balance_rate": 0.1, "router_z_loss": 0.1, "capacity_factor": 2.0,
 }  # fmt: skip
-OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized", "sparse_",
-              "weighted_")  # fmt: skip
+OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized",
+              "sparse_", "weighted_")  # fmt: skip
 MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "expert_groups": 2}
 
 
