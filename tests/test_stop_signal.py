@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: a run saves and ends, and the third Ctrl-C ends a process that waits."""
 
+import os
 import signal
 
 import pytest
@@ -18,6 +19,21 @@ def test_sigterm_only_ever_asks_and_the_handlers_come_back():
         signal.raise_signal(signal.SIGTERM)
         assert len(asked) == 2
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_file_that_python_tells_of_signals_comes_back():
+    """An event loop has one, as in notebooks."""
+    reading, written = os.pipe()
+    os.set_blocking(written, False)
+    before = signal.set_wakeup_fd(written)
+    try:
+        with StopSignal(lambda: None):
+            pass
+        assert signal.set_wakeup_fd(before) == written
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(written)
 
 
 def test_the_handler_of_a_library_comes_back():
