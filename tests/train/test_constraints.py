@@ -87,7 +87,8 @@ def test_the_dimensions_of_activations(sized):
     arrays = state.arrays(config)
     found = state.activations(config, arrays, 1, one)
     found["cache"] = programs.activations(config, arrays, programs.whole_context(config), one)["prefill"]["cache"]
-    assert found.keys() == ARRAYS.keys() == axes.ACTIVATIONS.keys() - {"embedded", "routing", "state"}  # of other models
+    of_others = {"embedded", "routing", "state"}
+    assert found.keys() == ARRAYS.keys() == axes.ACTIVATIONS.keys() - of_others
     for name, (names, shape) in found.items():
         assert names == tuple(ARRAYS[name].split()), name
         assert shape == tuple(SIZES[axis] for axis in names), name
