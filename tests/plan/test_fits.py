@@ -28,12 +28,13 @@ def target():
 
 @pytest.mark.parametrize("more", [1.0, 1.3])
 def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, more):
-    layout, sets = rules_file.load("fsdp8", overrides=["rules.remat=none"]), []
-    pricer = Pricer(llama, target)
+    layout = rules_file.load("fsdp8", overrides=["rules.remat=none"])
+    twice = dataclasses.replace(llama, data=dataclasses.replace(llama.data, batch=2 * llama.data.batch))
+    pricer = Pricer(twice, target)
     peak_bytes = pricer.price(layout.fill(8)).peak_bytes
     limit_bytes = target.chip.usable_hbm_bytes
     assert peak_bytes > limit_bytes
-    (found,) = fits.with_fixes(llama, [report_of(round(more * peak_bytes))], [layout], target)
+    (found,) = fits.with_fixes(twice, [report_of(round(more * peak_bytes))], [layout], target)
     kept, fixed = found.warnings
     assert kept.fix == "none"
     sets = re.findall(r"--set (rules\.\S+?),? ", fixed.fix)
