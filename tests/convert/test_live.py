@@ -40,7 +40,8 @@ def computed(case):
 def test_the_golden_file_is_what_transformers_computes(case, computed):
     golden, model, weights, _ = case
     logits, loss, gradients = computed
-    np.testing.assert_allclose(logits, golden.logits, rtol=0, atol=1e-5)
+    # Processors round differently. Norm scales about two, as those of Gemma, enlarge that: two differed by 2.6e-5.
+    np.testing.assert_allclose(logits, golden.logits, rtol=0, atol=references.MOST_ROUNDING)
     assert loss == pytest.approx(golden.about["loss"], rel=1e-6)
     by_disk = references.on_disk(model, weights, gradients)
     norms = [np.linalg.norm(by_disk[name]) for name in golden.tensors]
