@@ -136,7 +136,8 @@ class Agrees:
         for setting in self.settings:
             default = _DEFAULTS[setting]
             value = values.get(setting, default)
-            if given != value and not (given is True and value != default) and (given or value != default):
+            is_set = value != default and default is not dataclasses.MISSING  # a size that every model has is no switch
+            if given != value and not (given is True and is_set) and (given or value != default):
                 source.refuse(self.name, given, f"contradicts this family, where model.{setting} is {value}")
                 return
 

@@ -48,6 +48,7 @@ def test_notes_of_tools_change_nothing(name):
         ("llama-2", {"use_sliding_window": True}, "sliding_window is 0"),
         ("gpt2", {"use_bias": False}, "qkv_bias is True"),
         ("gpt2", {"head_dim": 128}, "head_dim is 64"),
+        ("gpt2", {"head_dim": True}, "head_dim is 64"),
         ("qwen2.5", {"attention_bias": True}, "attention_out_bias is False"),
         ("gpt-oss", {"n_routed_experts": 64}, "experts is 128"),
     ],
