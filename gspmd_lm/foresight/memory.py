@@ -129,8 +129,8 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def _source(text: str) -> str:
-    found = re.search(r'source_file="[^"]*?(gspmd_lm/[^"]*)" source_line=(\d+)', text)
-    return f"{found[1]}:{found[2]}" if found else ""
+    found = re.search(r'source_file="([^"]*)" source_line=(\d+)', text)
+    return f"{own}:{found[2]}" if found and (own := hlo.in_package(found[1])) else ""
 
 
 def _op(op_name: str) -> str:

@@ -235,11 +235,16 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         assert root.source == "gspmd_lm/model/layers.py:33"
 
 
+def test_the_folder_of_a_clone_may_have_the_name_of_the_package():
+    at = {"src/gspmd_lm/gspmd_lm/model/layers.py": "gspmd_lm/model/layers.py", "src/gspmd_lm/examples/mixer.py": ""}
+    assert {file: hlo.in_package(file) for file in at} == at
+
+
 def test_source_file_in_the_metadata_itself():
     module = program(
-        '  ROOT %p = f32[8] parameter(0), metadata={op_name="a/b" source_file="x/gspmd_lm/a.py" source_line=4}'
+        '  ROOT %p = f32[8] parameter(0), metadata={op_name="a/b" source_file="x/gspmd_lm/api.py" source_line=4}'
     )
-    assert module.entry.root.source == "gspmd_lm/a.py:4" and module.entry.root.op_name == "a/b"
+    assert module.entry.root.source == "gspmd_lm/api.py:4" and module.entry.root.op_name == "a/b"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.units import bits
@@ -24,7 +25,17 @@ _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _INSTALLED = ("site-packages/", "dist-packages/", "/lib/python")  # in the paths of libraries, whose lines tell little
+_PACKAGE = frozenset(entry.name for entry in Path(__file__).parents[2].iterdir())  # its folders and files
 HOST_SPACE = 5  # the memory space of the host in layouts of TPU programs
+
+
+def in_package(file: str) -> str:
+    """The path of a file of this package, from its root; '' for other files, such as an example in a clone.
+
+    The folder of a clone may have the package's name too.
+    """
+    rest = file.rpartition("gspmd_lm/")[2]
+    return f"gspmd_lm/{rest}" if rest != file and rest.split("/")[0] in _PACKAGE else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +182,8 @@ class Instruction:
         """file:line of the frames of this package, from its root, and of models of one's own; innermost first."""
         found = []
         for file, line in self.frames:
-            _, package, rest = file.rpartition("gspmd_lm/")
-            if package:
-                found.append(f"{package}{rest}:{line}")
+            if own := in_package(file):
+                found.append(f"{own}:{line}")
             elif not any(folder in file for folder in _INSTALLED):
                 found.append(f"{'/'.join(file.split('/')[-2:])}:{line}")
         return tuple(found)
