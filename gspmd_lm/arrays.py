@@ -21,7 +21,6 @@ from gspmd_lm.vocabulary import Vocabulary
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
 
-
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 
 

@@ -165,10 +165,8 @@ def masked(
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
     attention = cheap(functools.partial(_xla, cfg=cfg))
-    with (
-        sees(cfg),
-        jax.softmax_custom_jvp(True),
-    ):  # its derivative needs the weights alone, not also what they are made of
+    # The derivative of this softmax needs the weights alone, not also what they are made of.
+    with sees(cfg), jax.softmax_custom_jvp(True):
         at_BS = keys.places_BT if rounded else keys.at_BT
         return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
 

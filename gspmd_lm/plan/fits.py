@@ -26,6 +26,8 @@ def with_fixes(
     Tried are fewer kept activations and more microbatches. Of those that are estimated to fit, the fix is the fastest
     by its price. Nothing is compiled.
     """
+    if all(report.memory.fits or report.phase != "train" for report in reports):
+        return list(reports)  # without tracing the model once more
     traces, found = Traces(config), []
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
