@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import layouts, measure
-from gspmd_lm import config, rules_file, runtime
+from gspmd_lm import compiler, config, rules_file, runtime
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.machine import target
 from gspmd_lm.kernels import attention
@@ -161,11 +161,11 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     device = jax.devices()[0]
     arrays, problems = state.checked(cfg, layout, device.platform)
     built = step.build(cfg, layout, arrays, [device])
-    options = runtime.compiler_options(device.platform, layout.compiler_options, layout.path, device.device_kind)
+    options = compiler.options(device.platform, layout.compiler_options, layout.path, device.device_kind)
     began = time.perf_counter()
     lowered = built.lower_train()
     traced = time.perf_counter()
-    compiled = runtime.compile(lowered, options, device.platform, layout.path)
+    compiled = compiler.compile(lowered, options, device.platform, layout.path)
     here = target.of([device])
     ready = measure.Ours(built, compiled, time.perf_counter() - began)
     program = compile.described(built, compiled, options, here, traced - began, time.perf_counter() - traced)

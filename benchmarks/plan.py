@@ -376,7 +376,7 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
             "row": row.name,
             "theirs_priced_s": round(theirs.step_time_s, 4),
             "theirs_compiled_s": told[number]["predicted_s"],
-            "theirs_fits": told[number]["fits"],
+            "theirs_fits": told[number].get("fits"),
             "plan_priced_s": round(best.price.step_time_s, 4),
             "plan_compiled_s": report and report.prediction and round(report.prediction.step_time_s, 4),
             "plan_fits": report and report.memory.fits,

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspmd_lm import compiler, core_yaml, paths, rules_file
 from gspmd_lm import config as configs
-from gspmd_lm import core_yaml, paths, rules_file, runtime
 from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Config
 from gspmd_lm.rules import Rules
@@ -37,7 +37,7 @@ _KERNELS = {"splash": "splash", "flash": "splash", "unfused": "xla", "cudnn": "c
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "more vmem": {"xla_tpu_scoped_vmem_limit_kib": 98304},
-    "2023": dict.fromkeys(runtime.DEFAULT_OPTIONS["tpu 3d"]),  # of later years
+    "2023": dict.fromkeys(compiler.DEFAULT_OPTIONS["tpu 3d"]),  # of later years
     "trillium": {
         "xla_tpu_scoped_vmem_limit_kib": 98304,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from gspmd_lm import compiler
 from gspmd_lm import mesh as meshes
-from gspmd_lm import runtime
 from gspmd_lm.arrays import Arrays, Pass, kernel_said
 from gspmd_lm.config import Config
 from gspmd_lm.placement import MeshPlacement
@@ -75,10 +75,10 @@ class Program:
         """
         platform, devices = meshes.platform(self.mesh), list(self.mesh.devices.flat)
         rows, path = self.rules.compiler_options, self.rules.path
-        options = runtime.compiler_options(platform, rows, path, devices[0].device_kind)
-        program = runtime.compile(lowered, options, platform, path)
+        options = compiler.options(platform, rows, path, devices[0].device_kind)
+        program = compiler.compile(lowered, options, platform, path)
         if what:
-            runtime.check_room(program, devices, what, fix)
+            compiler.check_room(program, devices, what, fix)
         return program
 
 

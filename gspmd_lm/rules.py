@@ -116,6 +116,11 @@ class Rules:
         """How many devices the mesh has; -1 while one of its sizes is -1."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
 
+    @property
+    def compiled_for(self) -> tuple[str, ...]:
+        """What a training step under these rules has compiler options of its own for."""
+        return ("offload",) if self.remat.offload else ()
+
     def kernel(self, platform: str) -> str:
         """The attention kernel of a platform; XLA's own where none is chosen."""
         return self.attention.get(platform, "xla")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gspmd_lm import runtime
+from gspmd_lm import compiler
 from gspmd_lm.chips import CHIPS, chip_of, gpu_target_config
 
 GPUS = [chip for chip in CHIPS.values() if chip.platform == "gpu"]
@@ -32,8 +32,8 @@ def test_a_chip_is_found_by_the_kind_of_its_devices(device_kind, name, peak_flop
 
 
 def test_three_dimensional_tori_get_the_compiler_options_for_them():
-    name = next(iter(runtime.DEFAULT_OPTIONS["tpu 3d"]))
-    told = [kind for chip in TPUS for kind in chip.kinds if name in runtime.compiler_options("tpu", {}, "a.yaml", kind)]
+    name = next(iter(compiler.DEFAULT_OPTIONS["tpu 3d"]))
+    told = [kind for chip in TPUS for kind in chip.kinds if name in compiler.options("tpu", {}, "a.yaml", kind)]
     assert told == ["TPU v4", "TPU v5p", "TPU v5", "TPU7x", "TPU v7x"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspmd_lm import axes, chips, errors, rules_file, runtime
+from gspmd_lm import axes, chips, compiler, errors, rules_file
 from gspmd_lm import config as configs
 from gspmd_lm.foresight.machine import target
 from gspmd_lm.rules import MESH_AXES
@@ -30,8 +30,8 @@ def test_axes_and_arrays():
 
 
 def test_compiler_options():
-    listed = re.findall(r"^\| (cpu|cpu once|gpu|tpu|tpu fusion|tpu 3d) \| `(\w+)` \| `(\w+)` \| .+ \|$", RULES, re.M)
-    wanted = [(platform, *row) for platform, rows in runtime.DEFAULT_OPTIONS.items() for row in rows.items()]
+    listed = re.findall(r"^\| (cpu|cpu once|gpu|gpu offload|tpu|tpu fusion|tpu 3d) \| `(\w+)` \| `(\w+)` \| .+ \|$", RULES, re.M)
+    wanted = [(platform, *row) for platform, rows in compiler.DEFAULT_OPTIONS.items() for row in rows.items()]
     assert [(platform, name, yaml.safe_load(value)) for platform, name, value in listed] == wanted
 
 

@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "rules_file": "axes vocabulary core_yaml rules",
     "quiet": "",
     "runtime": "chips rules processes versions config quiet",
+    "compiler": "chips versions",
     "stop_signal": "processes",
     "agreement": "processes",
     "mesh": "rules config chips",
@@ -59,19 +60,19 @@ MAY_IMPORT = {
     "dispatch": "exchange kernels products placing",
     "model": "dispatch kernels products placing axes config",
     "arrays": "kernels placement rules vocabulary config chips",
-    "program": "arrays placement placing runtime mesh rules config",
+    "program": "arrays placement placing compiler mesh rules config",
     "data": "files config_data config json_text",
     "verdicts": "files json_text",
     "orbax_folder": "files trees config",
     "same_model": "config",
     "checkpoint": "same_model orbax_folder verdicts processes files trees config json_text",
-    "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data runtime stop_signal "
+    "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data compiler runtime stop_signal "
     "agreement compile_cache processes files versions core_yaml config json_text chips",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config json_text",
     "convert": "arrays model placement checkpoint rules axes data files config json_text",
-    "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data runtime files "
+    "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data compiler runtime files "
     "versions config json_text",
-    "plan": "chips foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
+    "plan": "chips compiler foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "runs": "foresight train files core_yaml json_text",
     "verbs": "chips runs plan foresight train infer convert arrays model placement mesh rules rules_file axes "
     "checkpoint data runtime compile_cache processes lock files versions core_yaml config quiet",
@@ -350,4 +351,4 @@ def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():
              for name in found) if path.exists()}  # fmt: skip
     outside = {file for file in files if not any(file == name or file.startswith(f"{name}/") for name in covered)}
     # They wait, find and tell, and compute nothing.
-    assert outside == {f"gspmd_lm/{name}.py" for name in (*FOR_ALL, "processes", "quiet", "versions")}
+    assert outside == {f"gspmd_lm/{name}.py" for name in (*FOR_ALL, "versions")}

@@ -41,7 +41,7 @@ TOTAL = """
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm import mesh, rules_file, runtime
+from gspmd_lm import compiler, mesh, rules_file, runtime
 from gspmd_lm.foresight.machine import target
 from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.placing import Spec, Split
@@ -49,7 +49,7 @@ from gspmd_lm.placing import Spec, Split
 devices = target.devices(target.parse("v5p:2x2x2"))
 rules = rules_file.from_dict({"mesh": {"fsdp": 8}, "optimizer": {"embed": "fsdp"}}, "here.yaml")
 placement = MeshPlacement(rules, mesh.build(rules, devices))
-options = runtime.compiler_options("tpu", {}, "here.yaml", devices[0].device_kind)
+options = compiler.options("tpu", {}, "here.yaml", devices[0].device_kind)
 sums = jax.sharding.NamedSharding(placement.mesh, jax.sharding.PartitionSpec("fsdp"))
 for axes, rows, columns in CASES:
     home = Spec("w_down", axes, "optimizer")

@@ -47,8 +47,8 @@ PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("config.py", "config_data.py", "config_model.py", "config_types.py", "core_yaml.py", "axes.py",
             "chips.py", "vocabulary.py", "placing.py", "products.py", "exchange.py", "dispatch.py", "rules.py",
-            "mesh.py", "placement.py", "task.py", "arrays.py", "program.py", "runtime.py", "kernels", "model", "train",
-            "infer", "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
+            "mesh.py", "placement.py", "task.py", "arrays.py", "program.py", "compiler.py", "runtime.py", "kernels",
+            "model", "train", "infer", "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin",)}
 
 Progress = Callable[[str], None]
@@ -263,7 +263,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     """Writes program.txt.gz and facts.json into `folder`."""
     import jax
 
-    from gspmd_lm import runtime
+    from gspmd_lm import compiler, runtime
     from gspmd_lm.infer import programs as generation
     from gspmd_lm.train import state, step
 
@@ -282,7 +282,8 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         arrays, _ = generation.checked(config, rules, target.platform, whole)
         built = generation.build(config, rules, arrays, devices, whole)
         lower = built.lower_prefill if request.phase == "prefill" else built.lower_decode
-    options = runtime.compiler_options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind)
+    also = rules.compiled_for if request.phase == "train" else ()
+    options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
         _answer_for(target.chip.gpu)
@@ -290,7 +291,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     lowered = lower()
     traced = time.monotonic()
     try:
-        compiled = runtime.compile(lowered, options, target.platform, rules.path)
+        compiled = compiler.compile(lowered, options, target.platform, rules.path)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

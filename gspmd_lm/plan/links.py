@@ -21,20 +21,22 @@ from gspmd_lm.rules import Rules
 # The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
 # pass, gradients, and activations in both.
 HIDING = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
-# The share that is exposed however long compute takes, of weights and gradients.
-NEVER_HIDDEN = {"tpu": 0.3, "gpu": 0.0}
+# The share that is exposed however long compute takes, of weights in the forward and in the backward pass, and of
+# gradients. On GPUs the first weights of a turn are gathered together, and its products wait for them.
+NEVER_HIDDEN = {"tpu": (0.3, 0.3, 0.3), "gpu": (0.5, 0.6, 0.1)}
+# The same on GPUs of gradients that are also added up between hosts which hold the same weights: those of a layer are
+# sent together, late in its turn.
+REPLICAS_EXPOSED = 0.55
 # The same of gradients that are reduced within slices, or over an axis over which weights are gathered: on a torus of
 # two dimensions their reductions end a turn of the loop, and nothing runs beside them.
-GRADIENTS_EXPOSED = {2: 1.0, 3: 0.3, 0: 0.0}
+GRADIENTS_EXPOSED = {2: 1.0, 3: 0.3}
 # The same of activations that are reduced, that are gathered where the sequence is split, and that are gathered again
 # for what is computed again.
 ACTIVATIONS_EXPOSED = {2: (0.6, 0.8, 0.8), 3: (0.7, 0.6, 0.6), 0: (0.3, 0.45, 0.65)}
 # The share that is exposed of weights that are gathered across slices, beside which libtpu runs little.
 SLICES_EXPOSED = 0.8
-# The bytes of weights that are gathered before the first product of a layer, which waits for them.
-AT_ONCE_BYTES = {"tpu": 0.0, "gpu": 128e6}
 # The share that is exposed of what is sent outside of loops.
-OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.5}
+OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.8}
 _NOWHERE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
@@ -65,6 +67,8 @@ class Links:
         platform = network.chip.platform
         moves = list(moves)
         gathered = {name for move in moves if move.what == "weights" for name in move.axes.split("+")}
+        reduced = {name for move in moves if move.what == "gradients" and move.looped for name in move.axes.split("+")}
+        replicas = reduced - gathered
         exposed: dict[str, float] = collections.defaultdict(float)
         # Weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
         parts: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
@@ -81,13 +85,15 @@ class Links:
                 exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
             elif what == "weights":
                 across = network.link(groups[axes]) == "dcn"
-                never = SLICES_EXPOSED if across else NEVER_HIDDEN[platform]
-                first = min(1.0, AT_ONCE_BYTES[platform] / size_bytes)
-                _add(parts[0], surely[0], axes, seconds / 2, max(never, first))
-                _add(parts[1], surely[1], axes, seconds / 2, never)
+                for passed, never in enumerate(NEVER_HIDDEN[platform][:2]):
+                    _add(parts[passed], surely[passed], axes, seconds / 2, SLICES_EXPOSED if across else never)
             else:
                 within = not gathered.isdisjoint(axes.split("+")) or network.link(groups[axes]) == "ici"
-                never = GRADIENTS_EXPOSED[network.chip.torus_dimensions] if within else NEVER_HIDDEN[platform]
+                never = NEVER_HIDDEN[platform][2]
+                if replicas and network.link(groups[axes]) == "network":
+                    never = REPLICAS_EXPOSED
+                elif within and platform == "tpu":
+                    never = GRADIENTS_EXPOSED[network.chip.torus_dimensions]
                 _add(parts[2], surely[2], axes, seconds, never)
         computed_s = (loops[0], loops[1], loops[1], sum(loops))
         for sent, least, share, compute_s in zip(parts, surely, HIDING[platform], computed_s, strict=True):

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspmd_lm import rules_file
+from gspmd_lm import compiler, rules_file
 from gspmd_lm.arrays import kernel_said
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.machine.target import Target
@@ -34,7 +34,8 @@ from gspmd_lm.task import Task
 from gspmd_lm.train.state import asked, settled
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
-# better behind compute where a layer's weights are small. The sizes are those of published runs on two hosts.
+# better behind compute where a layer's weights are small; the sizes are those of published runs on two hosts. And what
+# overlaps may take more memory where that is nearly full.
 OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "gpu": (
         {
@@ -42,6 +43,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
             "xla_gpu_all_reduce_combine_threshold_bytes": 64 * 2**20,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 64 * 2**20,
         },
+        {"xla_gpu_memory_limit_slop_factor": 130},
     ),
 }
 MOST_TENSOR = 16  # pieces of a matrix: beyond that, products are thin on every chip
@@ -114,8 +116,10 @@ class Space:
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout under other compiler options whose effect is known."""
         platform = self.target.platform
+        own = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
         for options in OPTIONS.get(platform, ()):
-            yield {**raw, "compiler_options": {platform: options}}
+            if all(rows.keys().isdisjoint(options) for rows in own):  # what offloads has its own limit of memory
+                yield {**raw, "compiler_options": {platform: options}}
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
         """The rules of plain values, filled, with the attention kernel that they would run with."""

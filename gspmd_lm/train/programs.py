@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gspmd_lm import compile_cache, processes, runtime
+from gspmd_lm import compile_cache, compiler, processes, runtime
 from gspmd_lm.train.step import Step
 
 
@@ -59,9 +59,8 @@ class Programs:
         if name not in self.compiled:
             rules = self.step.rules
             machine, train = self.machine, name == "train step"
-            options = runtime.compiler_options(
-                machine.platform, rules.compiler_options, rules.path, machine.device_kind, once=name == "initial state"
-            )
+            also = ("once",) if name == "initial state" else rules.compiled_for
+            options = compiler.options(machine.platform, rules.compiler_options, rules.path, machine.device_kind, also)
             began = time.perf_counter()
             ready, foresee = (self.executable, self.foresee) if train else (None, None)
             traced = began
@@ -70,14 +69,14 @@ class Programs:
                     compiled = ready
                 else:
                     lowered, traced = lower(), time.perf_counter()
-                    compiled = runtime.compile(lowered, options, self.machine.platform, rules.path)
+                    compiled = compiler.compile(lowered, options, self.machine.platform, rules.path)
             except jax.errors.JaxRuntimeError as error:
                 if foresee and "RESOURCE_EXHAUSTED" in str(error):
                     foresee(str(error), options, traced - began, time.perf_counter() - traced)
                 raise
             if train and machine.simulated:
                 fix = "a smaller data.batch, remat: block, or a smaller model"
-                runtime.check_room(compiled, list(self.step.mesh.devices.flat), "the train step", fix)
+                compiler.check_room(compiled, list(self.step.mesh.devices.flat), "the train step", fix)
             if foresee:
                 self.foreseen = foresee(compiled, options, traced - began, time.perf_counter() - traced)
             self.compiled[name] = compiled

@@ -9,7 +9,7 @@ import pytest
 from recorded import shapes_once  # noqa: F401  a fixture
 
 from benchmarks import foresight, foresight_memory, measure, published_errors, step_times
-from gspmd_lm import runtime
+from gspmd_lm import compiler
 from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.known_errors import Kind
@@ -166,7 +166,7 @@ def test_rows_are_built_as_they_ran():
         assert (model.block == "parallel" and model.shared_norm) == row.model.endswith("2023")
         assert rules.attention[CHIPS[row.chip].platform] == kernels[row.attention]
     old, new = ROWS[4], dataclasses.replace(ROWS[4], options="")
-    three = runtime.DEFAULT_OPTIONS["tpu 3d"]
+    three = compiler.DEFAULT_OPTIONS["tpu 3d"]
     assert old.chip == "v5p" and not set(three) & set(options(old)) and set(three) <= set(options(new))
     assert options(ROWS[7])["xla_tpu_scoped_vmem_limit_kib"] == "65536"
     assert options(ROWS[0])["xla_tpu_scoped_vmem_limit_kib"] == "98304"
@@ -175,7 +175,7 @@ def test_rows_are_built_as_they_ran():
 def options(row):
     """What the compiler is told for a row."""
     kind = CHIPS[row.chip].kinds[0]
-    return runtime.compiler_options("tpu", row.rules().compiler_options, "", kind)
+    return compiler.options("tpu", row.rules().compiler_options, "", kind)
 
 
 def test_a_row_that_is_compiled_anew_replaces_its_own_alone(monkeypatch):

@@ -17,8 +17,8 @@ import pytest
 from etils import epath
 from rich.console import Console
 
+from gspmd_lm import compiler, runtime, versions
 from gspmd_lm import config as configs
-from gspmd_lm import runtime, versions
 from gspmd_lm.agreement import Agreement
 from gspmd_lm.checkpoint import Checkpoints
 from gspmd_lm.data import loader
@@ -92,9 +92,9 @@ def same(a, b):
 def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(layout, built, tmp_path, monkeypatch):
     config, traced, options = configs.load("tiny"), [], []
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, init_std=0.02 + len(layout) / 1e4))
-    trace, compile_ = Decoder.init, runtime.compile
+    trace, compile_ = Decoder.init, compiler.compile
     monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
-    monkeypatch.setattr(runtime, "compile", lambda *given: options.append(given[1]) or compile_(*given))
+    monkeypatch.setattr(compiler, "compile", lambda *given: options.append(given[1]) or compile_(*given))
     step = built(config, layout)
     state = Programs(step, CPU, print).initial_state()()
     assert len(traced) == 1
