@@ -258,8 +258,9 @@ def describe(raw: Mapping[str, Any]) -> str:
         parts.append(f"{microbatches} microbatches")
     if "unroll" in raw:
         parts.append(f"unroll {raw['unroll']}")
-    if "compiler_options" in raw:
-        parts.append("compiler options")
+    count = sum(map(len, raw.get("compiler_options", {}).values()))
+    if count:
+        parts.append(f"{count} compiler option{'s' * (count > 1)}")
     return ", ".join(parts)
 
 
