@@ -320,7 +320,9 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
         elif letter:
             (x, a), (y, b) = _cut(x, a, letter, over, piece), _cut(y, b, letter, over, piece)
             out = f"{piece}{out}" if letter in out else out
-    found = jnp.einsum(f"{a},{b}->{out}", x, y)  # with pieces first, so that the result needs no transposition
+    # Pieces are first, so that the result needs no transposition. H is h here: jnp.einsum sums over axes in alphabetical
+    # order, and CPUs transpose arrays whose summed axes do not stand in that order, as heads and H in them.
+    found = jnp.einsum(f"{a},{b}->{out}".replace("H", "h"), x, y)
     for piece, (letter, over) in cuts.items():
         if over.pieces > 1 and letter and letter in out:
             at, out = out.index(piece), out.replace(piece, "")
