@@ -128,16 +128,14 @@ def start(
         raise InputError(f"--devices={simulated_devices}: at least 1 device is needed\n  fix   --devices=8")
     chosen = _choose_platform(platform)
     jax.config.update("jax_platforms", JAX_PLATFORMS[chosen])
+    if not jax.distributed.is_initialized():
+        _join(chosen, coordinator, num_processes, process_id)
     if chosen == "cpu":
         prepare_cpu(simulated_devices)
         if keep_memory:
             _keep_freed_memory()
     elif chosen == "gpu":
         _take_memory()
-    if not jax.distributed.is_initialized():
-        _join(chosen, coordinator, num_processes, process_id)
-    if chosen == "cpu" and jax.distributed.is_initialized():
-        _spare_threads(simulated_devices)
     with quiet.unless_there(chosen):
         try:
             devices = jax.devices()
@@ -178,8 +176,12 @@ def _choose_platform(asked: str | None) -> str:
 
 def prepare_cpu(device_count: int) -> None:
     """Sets up `device_count` simulated devices, before the first one is touched."""
-    if device_count > 1:
-        _spare_threads(device_count)
+    # XLA:CPU gives a process as many threads as there are cores or devices. All of them can then block in collectives
+    # over different mesh axes and wait for devices that no thread is left to run. Spare threads prevent this. A device
+    # that has no others to wait for would only have its work cut finer (benchmarks/README.md).
+    if device_count > 1 or jax.distributed.is_initialized():
+        for name in ("PJRT_NPROC", "NPROC"):
+            os.environ.setdefault(name, str(max(32, 4 * device_count)))
     given = os.environ.get("XLA_FLAGS", "")
     more = [f"--{name}={value}" for name, value in PATIENT_FLAGS.items() if name not in given and _xla_knows(name)]
     os.environ["XLA_FLAGS"] = " ".join([given, *more]).strip()
@@ -189,18 +191,6 @@ def prepare_cpu(device_count: int) -> None:
     except RuntimeError as error:  # a device was touched before
         if jax.local_device_count() < device_count:
             raise InputError(_too_late(jax.local_device_count(), device_count)) from error
-
-
-def _spare_threads(device_count: int) -> None:
-    """Has XLA:CPU take more threads than there are cores, before the first device is touched.
-
-    It takes as many as there are cores or devices. All of them can then block in collectives over different mesh axes
-    and wait for devices that no thread is left to run. A device that has no others to wait for does without: there,
-    products cut for 32 threads cost a step 7% of its CPU time on one core and 12% on two (benchmarks/README.md).
-    """
-    threads = str(max(32, 4 * device_count))
-    os.environ.setdefault("PJRT_NPROC", threads)
-    os.environ.setdefault("NPROC", threads)
 
 
 def _keep_freed_memory() -> None:
