@@ -14,7 +14,7 @@ from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
 FORESIGHT = (ROOT / "docs/foresight.md").read_text()
-RULES = (ROOT / "docs/rules.md").read_text()
+RULES = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("rules", "rules_reference"))
 MESSAGES = RULES[RULES.index("## What wrong files say") : RULES.index("## What the model does with the rules")]
 WRONG = re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```\n\n```text\n(.*?)\n```", MESSAGES, re.DOTALL)
 COMMANDS = re.findall(r"--config=(\w+) --rules=(\w+) --dry_run`:[^`]*```text\n(.*?)\n```", MESSAGES, re.DOTALL)
@@ -101,11 +101,11 @@ def headings(page):
 
 
 def test_links_are_found():
-    """The page about rules begins with links to its own headings, the README links to every other page."""
+    """The reference of rules begins with links to its own headings, the README links to every other page."""
     assert {"README", "CHANGELOG", "CONTRIBUTING", "rules", "pods"} <= {page.stem for page in PAGES}
     text = (ROOT / "README.md").read_text()
     assert {page.stem for page in PAGES} - {"README"} <= set(re.findall(r"(\w+)\.md\)", text))
-    assert len(re.findall(r"\]\(#", RULES)) >= 8
+    assert len(re.findall(r"\]\(#", RULES)) >= 5
 
 
 def test_the_changelog_has_one_line_for_each_change():

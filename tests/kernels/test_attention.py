@@ -140,7 +140,7 @@ def test_the_table_of_what_fused_kernels_can_do_is_in_the_documents():
     lines = [["asked", *KERNELS], ["---"] * (len(KERNELS) + 1)]
     lines += [[asked, *(can(*kernel, changes) for kernel in KERNELS.values())] for asked, changes in ASKED.items()]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| ---", "|---").replace("--- |", "---|")
-    text = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "rules_reference.md").read_text(encoding="utf-8")
     assert table in text, table
 
 
