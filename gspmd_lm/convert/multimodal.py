@@ -20,6 +20,10 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
     }),
+    "gemma3n": ("gemma3n_text", {
+        "vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35, "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }),
     "llama4": ("llama4_text", {
         "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
         "num_key_value_heads": 8,
@@ -40,7 +44,9 @@ LATER_TOKENS = "num_nextn_predict_layers"  # how many layers behind the last one
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _TEXT = re.compile(r"^(?:language_model\.model\.|model\.language_model\.)")
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
-_OTHERS = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|visual)\.")
+_OTHERS = re.compile(
+    r"^(?:model\.)?(?:vision_tower|vision_model|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\."
+)
 
 
 def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:

@@ -37,16 +37,16 @@ class Place:
     path: str  # "layers.attention.wq"
     weight: str  # within a layer: "attention.wq"
     layers: tuple[int, ...]  # the layers whose weights it holds; () for an array outside the layers
-    lead: tuple[int, ...]  # the sizes of its first dimensions, along which tensors are stacked: layers, experts
+    lead: tuple[int, ...]  # the sizes of its first dimensions, along which tensors are stacked: layers, then experts
     letters: str  # the letters of its other dimensions: "DNH"
     shape: tuple[int, ...]
     dtype: Any
     tensor: Tensor
 
     def names(self) -> list[str]:
-        """The names of the tensors, one for each layer, or for each expert of each layer."""
-        experts = range(self.lead[-1] if "{expert}" in self.tensor.name else 1)
-        return [self.tensor.name.format(layer, expert=e) for layer in self.layers or ("",) for e in experts]
+        """The names of the tensors, one for each layer, or for each expert of each layer, or for each stream."""
+        several = range(self.lead[-1] if self.tensor.is_one_of_several else 1)
+        return [self.tensor.name.format(layer, expert=i, stream=i) for layer in self.layers or ("",) for i in several]
 
 
 def places(row: Family, model: config.Model) -> Any:
@@ -65,7 +65,7 @@ def places(row: Family, model: config.Model) -> Any:
         if not (tensor := held.get((weight, "expert" in leaf.axes))):
             lacking.append(weight)
             return None
-        ahead = stacked + ("{expert}" in tensor.name)
+        ahead = stacked + tensor.is_one_of_several
         letters = "".join(LETTERS[axis] for axis in leaf.axes[ahead:])
         return Place(leaf.path, weight, layers, like.shape[:ahead], letters, like.shape, like.dtype, tensor)
 
@@ -257,7 +257,7 @@ def _checked(
         name = given if given in wanted or row.prefix + given not in wanted else row.prefix + given
         if name in wanted and name not in files:
             files[name] = where
-        elif not row.is_no_weight(given) and not (model.tied_embeddings and given == head):
+        elif not row.is_no_weight(given, model) and not (model.tied_embeddings and given == head):
             unexpected.append(given)
     missing = [name for name in wanted if name not in files]
     shapes = {name: (where.shape, wanted[name]) for name, where in files.items() if where.shape != wanted[name]}
