@@ -117,14 +117,11 @@ class Model:
     # one brings the output of the last layer back (OPT-350m).
     embedding_width: Count = 0
     residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
-    # So many residual streams stand side by side. A block reads and writes the first one. Before it, a small matrix
-    # predicts all streams from each other; after it, each is corrected (AltUp, arXiv 2301.13310).
+    # Residual streams side by side, of which a block reads the first. A small matrix predicts all of them from each
+    # other before the block, and corrects all of them after it (AltUp, arXiv 2301.13310).
     residual_streams: Size = 1
-    # The rank of a product that adds the normed input of attention, normed again, to the residual stream; 0 means none
-    # (LAuReL, arXiv 2411.07501).
-    laurel_rank: Count = 0
-    # The width of an embedding that each layer has of each token, which enters the other residual streams after the
-    # block; 0 means none (Gemma 3n).
+    laurel_rank: Count = 0  # the rank of a product beside attention; 0 means none (LAuReL, arXiv 2411.07501)
+    # The width of a token's embedding for each layer, which enters the other residual streams; 0 means none (Gemma 3n).
     layer_embed: Count = 0
     layer_vocab: Count = 0  # tokens with such embeddings; those after them have the first token's; 0 means vocab
     qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
@@ -138,8 +135,8 @@ class Model:
     activation_slope: Positive = 1.0  # silu is x * sigmoid(slope x) (gpt-oss: 1.702)
     mlp_limit: NotNegative = 0.0  # x w_gate is cut off above it, and x w_up beyond it on both sides; 0 means neither
     mlp_up_offset: float = 0.0  # added to x w_up of a gated MLP (gpt-oss: 1)
-    # About this share of x w_gate is cut off below: all that is less than this quantile of a normal distribution with
-    # the mean and deviation of a token's x w_gate (arXiv 2506.06644). 0 means none.
+    # x w_gate is cut off below this quantile of a normal distribution with a token's mean and deviation, so that about
+    # this share of it is zero (arXiv 2506.06644). 0 means none.
     activation_sparsity: BelowOne = 0.0
     sparse_layers: Count = 0  # how many layers have it, the first ones; 0 means all
     experts: Count = 0  # routed experts of a layer, in place of one feed-forward network; 0 means none
@@ -250,39 +247,34 @@ class Model:
             )
         if self.activation_slope != 1 and self.activation != "silu":
             wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
-        wrong += self._wrong_streams()
         if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
             wrong.append(f"attention_sinks does not go with positions: {self.positions}")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
-        wrong += self._wrong_experts()
+        wrong += self._wrong_streams() + self._wrong_experts()
         if wrong:
             raise ValueError("\n".join(wrong))
 
     def _wrong_streams(self) -> list[str]:
         """What is wrong with the keys of residual streams, and of layers that differ by their place."""
-        wrong, own = [], self.layers - self.shared_kv_layers
-        if self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms):
-            wrong.append("laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false")
-        if self.layer_embed and self.residual_streams == 1:
-            wrong.append(f"layer_embed={self.layer_embed} enters other residual streams: set residual_streams")
-        if self.vocab and self.layer_vocab > self.vocab:
-            wrong.append(f"layer_vocab={self.layer_vocab} is above vocab={self.vocab}")
-        if self.activation_sparsity and self.mlp_kind == "plain":
-            wrong.append("activation_sparsity goes with mlp_kind: gated")
-        if self.sparse_layers > (self.layers if self.activation_sparsity else 0):
-            wrong.append(
-                f"sparse_layers={self.sparse_layers}: set activation_sparsity, and at most layers={self.layers}"
-            )
-        if self.experts and (self.activation_sparsity or self.shared_kv_layers):
-            wrong.append("experts do not go with activation_sparsity and shared_kv_layers")
-        kinds = self.kind_of_each_layer
-        if self.shared_kv_layers and (lacking := {*kinds[max(own, 0) :]} - {*kinds[: max(own, 0)]}):
-            kind = ", ".join(sorted(lacking))
-            wrong.append(f"shared_kv_layers={self.shared_kv_layers}: no layer before them is of kind {kind}")
-        if self.shared_kv_layers and (other := {*kinds} - {"sliding", "full"}):
-            wrong.append(f"shared_kv_layers does not go with layers of kind {', '.join(sorted(other))}")
-        return wrong
+        own, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
+        lacking = ", ".join(sorted({*kinds[own:]} - {*kinds[:own]}))
+        found = {
+            "laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false":
+                self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms),
+            "layer_embed enters more residual streams: set residual_streams":
+                self.layer_embed and self.residual_streams == 1,
+            f"layer_vocab={self.layer_vocab} is above vocab={self.vocab}": 0 < self.vocab < self.layer_vocab,
+            "activation_sparsity goes with mlp_kind: gated": self.activation_sparsity and self.mlp_kind == "plain",
+            f"sparse_layers={self.sparse_layers}: set activation_sparsity, and at most layers={self.layers}":
+                self.sparse_layers > (self.layers if self.activation_sparsity else 0),
+            "experts do not go with shared_kv_layers": self.experts and self.shared_kv_layers,
+            "experts do not go with activation_sparsity": self.experts and self.activation_sparsity,
+            f"shared_kv_layers={self.shared_kv_layers}: no layer before them is of kind {lacking}": lacking,
+            "shared_kv_layers goes with layers of kind sliding and full":
+                self.shared_kv_layers and {*kinds} - {"sliding", "full"},
+        }  # fmt: skip
+        return [message for message, is_wrong in found.items() if is_wrong]
 
     def _wrong_experts(self) -> list[str]:
         """What is wrong with the keys of experts."""
@@ -316,8 +308,7 @@ class Model:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order, in stacks whose layers repeat: the first ones may be dense or sparse, the last ones may
-        share keys."""
+        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys."""
         ends = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,

@@ -7,7 +7,6 @@ from gspmd_lm import config
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Always, Only, Part, Same, Switch
 from gspmd_lm.convert.layout import Tensor
 
-
 _KEYS = re.compile(r"^(?:model\.)?layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 
 

@@ -17,7 +17,6 @@ from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.placing import Weight, remat, shard, unroll, use
 from gspmd_lm.products import einsum, look_up, read, write
 
-
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
 Carried = tuple[jax.Array, Cache | None, Kept | None]
 
@@ -108,7 +107,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
+        self, batch: dict[str, Any], dropout_key: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Weight, Weight | None, Cache | None, Routed | None]:
         """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
         did, [L, ...] for the layers with experts.
