@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +72,7 @@ def activated(cfg: config.Model, first: jax.Array, *rest: jax.Array) -> jax.Arra
     if cfg.mlp_up_offset:
         rest = tuple(x + jnp.asarray(cfg.mlp_up_offset, x.dtype) for x in rest)
     if cfg.activation_sparsity:
-        first = _sparse(first, statistics.NormalDist().inv_cdf(cfg.activation_sparsity))
+        first = _sparse(first, cfg.activation_sparsity)
     slope = cfg.activation_slope
     gated = ACTIVATIONS[cfg.activation](first) if slope == 1 else first * jax.nn.sigmoid(slope * first)
     return math.prod(rest, start=gated)
@@ -84,11 +83,12 @@ def root(x: jax.Array, least: float = 0.0) -> jax.Array:
     return jnp.sqrt(jnp.maximum(x, max(least, jnp.finfo(x.dtype).tiny)))
 
 
-def _sparse(x_BTF: jax.Array, deviations: float) -> jax.Array:
-    """What of `x_BTF` is above a token's mean by more than so many standard deviations."""
+def _sparse(x_BTF: jax.Array, share: float) -> jax.Array:
+    """What of `x_BTF` is above the quantile `share` of a normal distribution with a token's mean and deviation."""
     exact_BTF = x_BTF.astype(jnp.float32)
     spread_BT1 = root(jnp.var(exact_BTF, axis=-1, keepdims=True))
-    return jax.nn.relu(exact_BTF - exact_BTF.mean(-1, keepdims=True) - deviations * spread_BT1).astype(x_BTF.dtype)
+    least_BT1 = exact_BTF.mean(-1, keepdims=True) + jax.scipy.special.ndtri(share) * spread_BT1
+    return jax.nn.relu(exact_BTF - least_BT1).astype(x_BTF.dtype)
 
 
 class Mlp(nn.Module):
