@@ -3,11 +3,8 @@
 import dataclasses
 import re
 
-from gspmd_lm import config
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Always, Only, Part, Same, Switch
 from gspmd_lm.convert.layout import Tensor
-
-_KEYS = re.compile(r"^(?:model\.)?layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +20,7 @@ class Family:
     no_weights: tuple[str, ...] = ()  # patterns of names that files may hold although they are not weights
     irrelevant: tuple[str, ...] = ()  # further fields of config.json that change nothing, besides IRRELEVANT
 
-    def is_no_weight(self, name: str, model: config.Model | None = None) -> bool:
-        """Whether a tensor is no weight, or is of keys that a layer of the model shares and so does not read."""
-        if model and (found := _KEYS.match(name)) and 0 < model.layers - int(found[1]) <= model.shared_kv_layers:
-            return True
+    def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
 
     def keeps_float32(self, name: str) -> bool:

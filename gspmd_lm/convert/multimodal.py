@@ -42,6 +42,7 @@ _DROPPED = ("architectures", "vision_config", "image_token_id", "video_token_id"
 _MROPE = ("mrope_section", "mrope_interleaved")
 LATER_TOKENS = "num_nextn_predict_layers"  # how many layers behind the last one predict later tokens
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_KEYS = re.compile(r"^model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 _TEXT = re.compile(r"^(?:language_model\.model\.|model\.language_model\.)")
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 _OTHERS = re.compile(
@@ -83,12 +84,21 @@ def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def without_later_tokens(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors without those of layers behind the last one that predict later tokens."""
-    layers, later = (raw.get(name) for name in ("num_hidden_layers", LATER_TOKENS))
-    if not isinstance(layers, int) or not isinstance(later, int):
+    return _without(stored, raw, LATER_TOKENS, _LAYER, behind=True)
+
+
+def without_shared_keys(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors without those of keys and values in layers that read the keys and values of another layer."""
+    return _without(stored, raw, "num_kv_shared_layers", _KEYS, behind=False)
+
+
+def _without(
+    stored: Mapping[str, Stored], raw: Mapping[str, Any], field: str, pattern: re.Pattern[str], behind: bool
+) -> dict[str, Stored]:
+    """The tensors without those of a pattern in as many layers as a field says: those behind the last, or the last."""
+    layers, count = (raw.get(name) for name in ("num_hidden_layers", field))
+    if not isinstance(layers, int) or not isinstance(count, int):
         return dict(stored)
-
-    def is_later(name: str) -> bool:
-        found = _LAYER.match(name)
-        return found is not None and layers <= int(found[1]) < layers + later
-
-    return {name: where for name, where in stored.items() if not is_later(name)}
+    left_out = range(layers, layers + count) if behind else range(layers - count, layers)
+    numbers = {name: int(found[1]) for name in stored if (found := pattern.match(name))}
+    return {name: where for name, where in stored.items() if numbers.get(name) not in left_out}

@@ -204,6 +204,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     left_out = len(every) - len(stored)
     if quantised:
         stored = dequantise.tensors(stored, quantised, str(folder))
+    with_shared, stored = len(stored), multimodal.without_shared_keys(stored, raw)
     with_later, stored = len(stored), multimodal.without_later_tokens(stored, raw)
     tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
@@ -225,7 +226,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         like["architectures"] = [row.architecture]
     if len(stored) < with_later:
         like[multimodal.LATER_TOKENS] = 0
-    left_out += with_later - len(stored)
+    left_out += with_shared - len(stored)
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 
@@ -257,7 +258,7 @@ def _checked(
         name = given if given in wanted or row.prefix + given not in wanted else row.prefix + given
         if name in wanted and name not in files:
             files[name] = where
-        elif not row.is_no_weight(given, model) and not (model.tied_embeddings and given == head):
+        elif not row.is_no_weight(given) and not (model.tied_embeddings and given == head):
             unexpected.append(given)
     missing = [name for name in wanted if name not in files]
     shapes = {name: (where.shape, wanted[name]) for name, where in files.items() if where.shape != wanted[name]}
