@@ -63,8 +63,9 @@ LLAMA4_SCOUT = {
 
 GEMMA3N_E4B = {
     "architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {"hidden_size": 1536},
-    "audio_token_id": 262273, "boa_token_id": 256000, "eoa_token_id": 262272, "model_type": "gemma3n", "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 2048}, "vision_soft_tokens_per_image": 256, "text_config": {
+    "audio_token_id": 262273, "boa_token_id": 256000, "eoa_token_id": 262272, "model_type": "gemma3n",
+    "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 2048}, "vision_soft_tokens_per_image": 256,
+    "text_config": {
         "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "altup_active_idx": 0, "altup_coef_clip": 120.0,
         "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
         "attention_dropout": 0.0, "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2048,
