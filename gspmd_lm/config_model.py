@@ -135,8 +135,8 @@ class Model:
     activation_slope: Positive = 1.0  # silu is x * sigmoid(slope x) (gpt-oss: 1.702)
     mlp_limit: NotNegative = 0.0  # x w_gate is cut off above it, and x w_up beyond it on both sides; 0 means neither
     mlp_up_offset: float = 0.0  # added to x w_up of a gated MLP (gpt-oss: 1)
-    # x w_gate is cut off below this quantile of a normal distribution with a token's mean and deviation, so that about
-    # this share of it is zero (arXiv 2506.06644). 0 means none.
+    # About the share of x w_gate that is cut off below: what is under this quantile of a normal distribution with the
+    # mean and deviation of a token's x w_gate (arXiv 2506.06644). 0 means none.
     activation_sparsity: BelowOne = 0.0
     sparse_layers: Count = 0  # how many layers have it, the first ones; 0 means all
     experts: Count = 0  # routed experts of a layer, in place of one feed-forward network; 0 means none
