@@ -117,6 +117,13 @@ class Model:
     # one brings the output of the last layer back (OPT-350m).
     embedding_width: Count = 0
     residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
+    # Residual streams side by side, of which a block reads the first. A small matrix predicts all of them from each
+    # other before the block, and corrects all of them after it (AltUp, arXiv 2301.13310).
+    residual_streams: Size = 1
+    laurel_rank: Count = 0  # the rank of a product beside attention; 0 means none (LAuReL, arXiv 2411.07501)
+    # The width of a token's embedding for each layer, which enters the other residual streams; 0 means none (Gemma 3n).
+    layer_embed: Count = 0
+    layer_vocab: Count = 0  # tokens with such embeddings; those after them have the first token's; 0 means vocab
     qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
     # shared: each head by itself, all with one scale. per_head: each by itself, with a scale of its own and no bias
     # (Cohere). joint: all heads together (OLMo 2). unscaled: each by itself, without a scale, and only in layers with
@@ -128,6 +135,10 @@ class Model:
     activation_slope: Positive = 1.0  # silu is x * sigmoid(slope x) (gpt-oss: 1.702)
     mlp_limit: NotNegative = 0.0  # x w_gate is cut off above it, and x w_up beyond it on both sides; 0 means neither
     mlp_up_offset: float = 0.0  # added to x w_up of a gated MLP (gpt-oss: 1)
+    # About the share of x w_gate that is cut off below: what is under this quantile of a normal distribution with the
+    # mean and deviation of a token's x w_gate (arXiv 2506.06644). 0 means none.
+    activation_sparsity: BelowOne = 0.0
+    sparse_layers: Count = 0  # how many layers have it, the first ones; 0 means all
     experts: Count = 0  # routed experts of a layer, in place of one feed-forward network; 0 means none
     experts_per_token: Count = 0  # how many of them compute each token: those with the highest scores
     expert_mlp: Count = 0  # the hidden width of one expert; 0 means mlp
@@ -171,6 +182,9 @@ class Model:
     # all layers. A layer of kind nope has none of them, and no positions.
     layer_pattern: tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...] = ()
     linear_attention: LinearAttention | None = None  # of layers of kind linear
+    # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
+    shared_kv_layers: Count = 0
+    value_norm: bool = False  # whether values go through a norm without a scale (Gemma 3n)
     attention_gate: bool = False  # the output of attention is multiplied by sigmoid(x w), before wo (Qwen3-Next)
     attention_temperature: AttentionTemperature | None = None  # queries that grow with their position
     query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
@@ -237,9 +251,30 @@ class Model:
             wrong.append(f"attention_sinks does not go with positions: {self.positions}")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
-        wrong += self._wrong_experts()
+        wrong += self._wrong_streams() + self._wrong_experts()
         if wrong:
             raise ValueError("\n".join(wrong))
+
+    def _wrong_streams(self) -> list[str]:
+        """What is wrong with the keys of residual streams, and of layers that differ by their place."""
+        own, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
+        lacking = ", ".join(sorted({*kinds[own:]} - {*kinds[:own]}))
+        found = {
+            "laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false":
+                self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms),
+            "layer_embed enters more residual streams: set residual_streams":
+                self.layer_embed and self.residual_streams == 1,
+            f"layer_vocab={self.layer_vocab} is above vocab={self.vocab}": 0 < self.vocab < self.layer_vocab,
+            "activation_sparsity goes with mlp_kind: gated": self.activation_sparsity and self.mlp_kind == "plain",
+            f"sparse_layers={self.sparse_layers}: set activation_sparsity, and at most layers={self.layers}":
+                self.sparse_layers > (self.layers if self.activation_sparsity else 0),
+            "experts do not go with shared_kv_layers": self.experts and self.shared_kv_layers,
+            "experts do not go with activation_sparsity": self.experts and self.activation_sparsity,
+            f"shared_kv_layers={self.shared_kv_layers}: no layer before them is of kind {lacking}": lacking,
+            "shared_kv_layers goes with layers of kind sliding and full":
+                self.shared_kv_layers and {*kinds} - {"sliding", "full"},
+        }  # fmt: skip
+        return [message for message, is_wrong in found.items() if is_wrong]
 
     def _wrong_experts(self) -> list[str]:
         """What is wrong with the keys of experts."""
@@ -273,14 +308,18 @@ class Model:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order: the dense ones of a model with experts, if it has any, and all others."""
-        dense, kinds = self.dense_layers, self.layer_kinds
-        if not dense:
-            return (Stack("layers", 0, self.layers, kinds),)
-        turned = (*kinds[dense % len(kinds) :], *kinds[: dense % len(kinds)])
-        rest = Stack("layers", dense, self.layers - dense, turned[: self.layers - dense])
-        plain = tuple(dataclasses.replace(kind, **_EXPERTS) for kind in kinds[:dense])
-        return Stack("dense_layers", 0, dense, plain), rest
+        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys."""
+        ends = {
+            "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
+            "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
+        }  # fmt: skip
+        turn, first, found = math.lcm(len(self.layer_pattern) or 1, self.sparse_step), 0, []
+        for name in sorted(ends, key=ends.__getitem__):
+            if (count := ends[name] - first) > 0:
+                kinds = tuple(self._of_layer(first + i) for i in range(min(turn, count)))
+                found.append(Stack(name, first, count, kinds))
+                first += count
+        return tuple(found)
 
     @property
     def each_layer(self) -> tuple["Model", ...]:
@@ -305,9 +344,8 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple["Model", ...]:
-        """The settings of the first layers, which repeat over the depth; a single one if all layers are alike."""
-        turn = min(math.lcm(len(self.layer_pattern) or 1, self.sparse_step), self.layers)
-        return tuple(self._of_layer(i) for i in range(turn))
+        """The settings of the layers of one turn of each stack: of all kinds of layers there are."""
+        return tuple(kind for stack in self.stacks for kind in stack.kinds)
 
     @property
     def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...]:
@@ -318,7 +356,11 @@ class Model:
 
     def _of_layer(self, number: int) -> "Model":
         """The settings of one layer, of whose kind all layers are."""
-        kind, own = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1)
+        kind, own = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1, sparse_layers=0)
+        if number < self.layers - self.shared_kv_layers:
+            own["shared_kv_layers"] = 0
+        if number >= (self.sparse_layers or self.layers):
+            own["activation_sparsity"] = 0.0
         if kind != "sliding":
             own["sliding_window"] = 0
         elif self.sliding_rope_theta:
@@ -331,7 +373,7 @@ class Model:
             own |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":
             own["attention_temperature"] = None
-        if (number + 1) % self.sparse_step:
+        if number < self.dense_layers or (number + 1) % self.sparse_step:
             own |= _EXPERTS
         return dataclasses.replace(self, **own)
 

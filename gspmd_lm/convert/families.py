@@ -74,8 +74,6 @@ EVERY_FAMILY: tuple[Part, ...] = (
 LEFT_OUT = {
     "deepseek_v2": "its keys and values are made from a smaller vector, which is not supported",
     "deepseek_v3": "its keys and values are made from a smaller vector, which is not supported",
-    "gemma3n": "it has several residual streams, and layers that share keys, which is not supported",
-    "gemma3n_text": "it has several residual streams, and layers that share keys, which is not supported",
     "kimi_k2": "its keys and values are made from a smaller vector, which is not supported",
     "RefinedWeb": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
     "RefinedWebModel": "it is Falcon's older own code; directories of transformers' format are model_type falcon",

@@ -29,7 +29,8 @@ _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X"}
 class Tensor:
     """One tensor of a published checkpoint, and the weights in it."""
 
-    # "model.layers.{}.self_attn.q_proj.weight"; {} is the number of the layer. A tensor of one expert has {expert}.
+    # "model.layers.{}.self_attn.q_proj.weight"; {} is the number of the layer. A tensor of one expert has {expert}, and
+    # one of a residual stream, the first aside, has {stream}.
     name: str
     axes: str  # "(N H) D": axes in brackets share one dimension of the file
     weights: tuple[str, ...]  # our weights: "attention.wq"; within a layer if the name has {}
@@ -39,9 +40,15 @@ class Tensor:
     interleaved_gate: bool = False  # gate and up in one tensor (J) take turns; otherwise up follows gate
     linear: bool = False  # its heads are those of linear attention
     mlp: str = "mlp"  # the setting of the model that is the size of F
+    others: Callable[[config.Model], Mapping[str, int]] = lambda model: {}  # sizes that differ from those of a model
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
     float32: bool = False  # whether files have it in float32, whatever the dtype of the others
     is_of: Callable[[config.Model], bool] = lambda model: True  # whether a model has this tensor
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether a weight is an array of several such tensors, besides those of several layers."""
+        return "{expert}" in self.name or "{stream}" in self.name
 
     @property
     def has_experts(self) -> bool:
@@ -115,7 +122,8 @@ class Tensor:
         return {
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "P": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
-            "R": R, "C": model.experts, "1": 1,
+            "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
+            "Y": model.layer_embed, **self.others(model),
         }  # fmt: skip
 
 

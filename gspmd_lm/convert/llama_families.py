@@ -21,12 +21,14 @@ from gspmd_lm.convert.family import (
     Family,
 )
 from gspmd_lm.convert.fields import Activation, Always, Cap, Divisor, Equal, Only, QueryScale, Same, Switch
+from gspmd_lm.convert.layer_fields import EachLayer, SparseActivation
 from gspmd_lm.convert.layer_kinds import LayerTypes, NoRopeLayers, Window, every_second
 from gspmd_lm.convert.names import (
     COHERE,
     ERNIE,
     GEMMA2,
     GEMMA3,
+    GEMMA3N,
     GLM,
     GLM4,
     INV_FREQ,
@@ -66,7 +68,6 @@ def _pattern_length(model):
 
 _QWEN_LAYERS = LayerTypes(4096, _window_layers, "use_sliding_window", _first_window_layer)
 _GEMMA = (
-    Always("norm_offset", 1.0),
     Always("embedding_scale", lambda values: math.sqrt(values["embed"])),
     Same("head_dim", "head_dim", 256),
     ATTENTION_BIAS,
@@ -74,6 +75,7 @@ _GEMMA = (
     TIED,
 )
 _GEMMA_CAPS = (
+    Always("norm_offset", 1.0),
     QueryScale(),
     Always("post_norms", True),
     Activation("hidden_activation hidden_act", "gelu_pytorch_tanh", TANH),
@@ -121,7 +123,7 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma", "gemma", "GemmaForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, Rope(),
+            *LLAMA_SIZES, EPS, *_GEMMA, Always("norm_offset", 1.0), Rope(),
             Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),)),
         ),
         LLAMA, INV_FREQ,
@@ -145,6 +147,26 @@ LLAMA_FAMILIES = (
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
         GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
+    ),
+    Family(
+        "Gemma 3n", "gemma3n_text", "Gemma3nForCausalLM", "model.",
+        (
+            *LLAMA_SIZES[:5], EachLayer("intermediate_size", "mlp", 16384),
+            Same("max_position_embeddings", "context", 32768), EPS, *_GEMMA,
+            Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), LayerTypes(512, _all_but_every(5, "")),
+            Activation("hidden_activation", "gelu_pytorch_tanh", TANH), Always("post_norms", True),
+            Always("qk_norm", True), Always("value_norm", True), Always("query_scale", 1.0),
+            Cap("final_logit_softcapping", "logit_softcap", 30.0),
+            Same("num_kv_shared_layers", "shared_kv_layers", 15, none=True), SparseActivation(),
+            Same("altup_num_inputs", "residual_streams", 4), Same("laurel_rank", "laurel_rank", 64),
+            Same("hidden_size_per_layer_input", "layer_embed", 256),
+            Same("vocab_size_per_layer_input", "layer_vocab", 262144),
+            Only("altup_active_idx", 0, "makes another stream than the first one the block's, which is not supported"),
+            Only("altup_correct_scale", True, "leaves a scale out, which is not supported"),
+        ),
+        # altup_coef_clip is of training: transformers cuts off coefficients above it, which no published model reaches.
+        # transformers does not read the others.
+        GEMMA3N, INV_FREQ, ("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"),
     ),
     Family(
         "Ministral 3", "ministral3", "Ministral3ForCausalLM", "model.",

@@ -20,6 +20,10 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
     }),
+    "gemma3n": ("gemma3n_text", {
+        "vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35, "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }),
     "llama4": ("llama4_text", {
         "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
         "num_key_value_heads": 8,
@@ -38,9 +42,12 @@ _DROPPED = ("architectures", "vision_config", "image_token_id", "video_token_id"
 _MROPE = ("mrope_section", "mrope_interleaved")
 LATER_TOKENS = "num_nextn_predict_layers"  # how many layers behind the last one predict later tokens
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_KEYS = re.compile(r"^model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 _TEXT = re.compile(r"^(?:language_model\.model\.|model\.language_model\.)")
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
-_OTHERS = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|visual)\.")
+_OTHERS = re.compile(
+    r"^(?:model\.)?(?:vision_tower|vision_model|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\."
+)
 
 
 def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:
@@ -77,12 +84,21 @@ def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def without_later_tokens(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors without those of layers behind the last one that predict later tokens."""
-    layers, later = (raw.get(name) for name in ("num_hidden_layers", LATER_TOKENS))
-    if not isinstance(layers, int) or not isinstance(later, int):
+    return _without(stored, raw, LATER_TOKENS, _LAYER, behind=True)
+
+
+def without_shared_keys(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors without those of keys and values in layers that read the keys and values of another layer."""
+    return _without(stored, raw, "num_kv_shared_layers", _KEYS, behind=False)
+
+
+def _without(
+    stored: Mapping[str, Stored], raw: Mapping[str, Any], field: str, pattern: re.Pattern[str], behind: bool
+) -> dict[str, Stored]:
+    """The tensors without those of a pattern in as many layers as a field says: those behind the last, or the last."""
+    layers, count = (raw.get(name) for name in ("num_hidden_layers", field))
+    if not isinstance(layers, int) or not isinstance(count, int):
         return dict(stored)
-
-    def is_later(name: str) -> bool:
-        found = _LAYER.match(name)
-        return found is not None and layers <= int(found[1]) < layers + later
-
-    return {name: where for name, where in stored.items() if not is_later(name)}
+    left_out = range(layers, layers + count) if behind else range(layers - count, layers)
+    numbers = {name: int(found[1]) for name in stored if (found := pattern.match(name))}
+    return {name: where for name, where in stored.items() if numbers.get(name) not in left_out}

@@ -109,6 +109,39 @@ LLAMA_QK = _llama(more=_qk_norm())
 _GEMMA2_POST = _post_norms("post_attention_layernorm", "post_feedforward_layernorm")
 GEMMA2 = _llama(mlp_norm="pre_feedforward_layernorm", more=_GEMMA2_POST)
 GEMMA3 = _llama(mlp_norm="pre_feedforward_layernorm", more=(*_GEMMA2_POST, *_qk_norm()))
+_ALTUP, _LAUREL = "model.layers.{}.altup", "model.layers.{}.laurel"
+
+
+def _streams(name: str, ours: str) -> Tensor:
+    return Tensor(f"model.{name}.{{stream}}.weight", "O D", (f"streams.{ours}",))
+
+
+GEMMA3N = _llama(
+    mlp_norm="pre_feedforward_layernorm",
+    more=(
+        *_GEMMA2_POST, *_qk_norm(), _streams("altup_projections", "streams_in"),
+        _streams("altup_unembed_projections", "streams_out"),
+        Tensor("model.embed_tokens_per_layer.weight", "V D", ("per_layer_inputs.layer_table",),
+               others=lambda model: {"V": model.layer_vocab or model.vocab, "D": model.layers * model.layer_embed}),
+        Tensor("model.per_layer_model_projection.weight", "(L Y) D", ("per_layer_inputs.layer_in",)),
+        *_norm("model.per_layer_projection_norm", "per_layer_inputs.norm", axis="Y"),
+        Tensor(f"{_ALTUP}.modality_router.weight", "M D", ("altup.altup_router",)),
+        *_norm(f"{_ALTUP}.router_norm", "altup.router_norm"),
+        Tensor(f"{_ALTUP}.prediction_coefs.weight", "U M", ("altup.altup_predict",),
+               others=lambda model: {"U": model.residual_streams**2}),
+        Tensor(f"{_ALTUP}.correction_coefs.weight", "U M", ("altup.altup_correct",),
+               others=lambda model: {"U": model.residual_streams}),
+        Tensor(f"{_ALTUP}.correct_output_scale", "D", ("altup.altup_scale",)),
+        Tensor("model.layers.{}.per_layer_input_gate.weight", "Y D", ("altup.layer_gate",)),
+        Tensor("model.layers.{}.per_layer_projection.weight", "D Y", ("altup.layer_out",)),
+        *_norm("model.layers.{}.post_per_layer_input_norm", "altup.layer_norm"),
+        Tensor(f"{_LAUREL}.linear_left.weight", "R D", ("laurel.laurel_in",),
+               others=lambda model: {"R": model.laurel_rank}),
+        Tensor(f"{_LAUREL}.linear_right.weight", "D R", ("laurel.laurel_out",),
+               others=lambda model: {"R": model.laurel_rank}),
+        *_norm(f"{_LAUREL}.post_laurel_norm", "laurel.norm"),
+    ),
+)  # fmt: skip
 GLM = _llama(interleaved_rope=True, fused="gate_up")
 GLM4 = _llama(
     interleaved_rope=True, fused="gate_up", more=_post_norms("post_self_attn_layernorm", "post_mlp_layernorm")

@@ -37,16 +37,16 @@ class Place:
     path: str  # "layers.attention.wq"
     weight: str  # within a layer: "attention.wq"
     layers: tuple[int, ...]  # the layers whose weights it holds; () for an array outside the layers
-    lead: tuple[int, ...]  # the sizes of its first dimensions, along which tensors are stacked: layers, experts
+    lead: tuple[int, ...]  # the sizes of its first dimensions, along which tensors are stacked: layers, then experts
     letters: str  # the letters of its other dimensions: "DNH"
     shape: tuple[int, ...]
     dtype: Any
     tensor: Tensor
 
     def names(self) -> list[str]:
-        """The names of the tensors, one for each layer, or for each expert of each layer."""
-        experts = range(self.lead[-1] if "{expert}" in self.tensor.name else 1)
-        return [self.tensor.name.format(layer, expert=e) for layer in self.layers or ("",) for e in experts]
+        """The names of the tensors, one for each layer, or for each expert of each layer, or for each stream."""
+        several = range(self.lead[-1] if self.tensor.is_one_of_several else 1)
+        return [self.tensor.name.format(layer, expert=i, stream=i) for layer in self.layers or ("",) for i in several]
 
 
 def places(row: Family, model: config.Model) -> Any:
@@ -65,7 +65,7 @@ def places(row: Family, model: config.Model) -> Any:
         if not (tensor := held.get((weight, "expert" in leaf.axes))):
             lacking.append(weight)
             return None
-        ahead = stacked + ("{expert}" in tensor.name)
+        ahead = stacked + tensor.is_one_of_several
         letters = "".join(LETTERS[axis] for axis in leaf.axes[ahead:])
         return Place(leaf.path, weight, layers, like.shape[:ahead], letters, like.shape, like.dtype, tensor)
 
@@ -204,6 +204,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     left_out = len(every) - len(stored)
     if quantised:
         stored = dequantise.tensors(stored, quantised, str(folder))
+    with_shared, stored = len(stored), multimodal.without_shared_keys(stored, raw)
     with_later, stored = len(stored), multimodal.without_later_tokens(stored, raw)
     tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
@@ -225,7 +226,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         like["architectures"] = [row.architecture]
     if len(stored) < with_later:
         like[multimodal.LATER_TOKENS] = 0
-    left_out += with_later - len(stored)
+    left_out += with_shared - len(stored)
     return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 

@@ -17,6 +17,7 @@ from gspmd_lm.placing import like, shard
 from gspmd_lm.products import einsum
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
+Kept = dict[str, tuple[jax.Array, ...]]  # kind of layer -> keys and values of the last one of that kind
 
 
 class Cache(NamedTuple):
@@ -59,46 +60,56 @@ class Attention(nn.Module):
         cfg = self.cfg
         D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
         wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
-        wk = matrix(self, "wk", "embed kv_heads head_dim", (D, K, H), cfg)
-        wv = matrix(self, "wv", "embed kv_heads head_dim", (D, K, H), cfg)
+        own = "" if cfg.shared_kv_layers else "kv"  # a layer that shares keys and values makes none
+        w_keys = [matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in own]
         wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
         self.wg = matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg) if cfg.attention_gate else None
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
-            self.bk = bias(self, "bk", "kv_heads head_dim", (K, H), cfg)
-            self.bv = bias(self, "bv", "kv_heads head_dim", (K, H), cfg)
+            self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in own]
         self.sinks = bias(self, "sinks", "heads", (N,), cfg) if cfg.attention_sinks else None
         if cfg.attention_out_bias:
             self.bo = bias(self, "bo", "embed", (D,), cfg)
+        plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
+        self.value_norm = Norm(plain) if cfg.value_norm else None
         if cfg.qk_norm and cfg.qk_norm_kind == "shared":
             self.q_norm, self.k_norm = Norm(cfg, "head_dim"), Norm(cfg, "head_dim")
         elif cfg.qk_norm and cfg.qk_norm_kind == "unscaled":
-            plain = dataclasses.replace(cfg, norm_scale=False, norm_bias=False)
             self.q_norm, self.k_norm = Norm(plain), Norm(plain)
         elif cfg.qk_norm:
             unbiased, joint = dataclasses.replace(cfg, norm_bias=False), cfg.qk_norm_kind == "joint"
             self.q_norm = Norm(unbiased, "heads head_dim", cfg.heads * joint)
             self.k_norm = Norm(unbiased, "kv_heads head_dim", cfg.kv_heads * joint)
-        self.wq, self.wk, self.wv, self.wo = (adapted(self, w, cfg) for w in (wq, wk, wv, wo))
+        self.wq, self.wo, *self.w_keys = (adapted(self, w, cfg) for w in (wq, wo, *w_keys))
 
     def __call__(
-        self, x_BTD: Any, batch: dict[str, jax.Array], cache: Cache | None = None, layer: jax.Array | int = 0
-    ) -> tuple[Any, Cache | None]:
-        """The output of attention, still to be passed to `write`, and the cache. `x_BTD` comes from `read`.
+        self,
+        x_BTD: Any,
+        batch: dict[str, Any],
+        cache: Cache | None = None,
+        layer: jax.Array | int = 0,
+        kept: Kept | None = None,
+    ) -> tuple[Any, Cache | None, Kept | None]:
+        """The output of attention, still to be passed to `write`, the cache, and `kept` with the keys and values of
+        this layer. `x_BTD` comes from `read`.
 
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
-        it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other.
+        it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
+        that shares keys and values writes none. It has those that were kept, which stand in the batch.
         """
-        cfg = self.cfg
+        cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
+        own = not cfg.shared_kv_layers
         q = project("BTD,DNH->BTNH", x_BTD, self.wq)
-        k = project("BTD,DKH->BTKH", x_BTD, self.wk)
-        v = project("BTD,DKH->BTKH", x_BTD, self.wv)
+        k, v = (project("BTD,DKH->BTKH", x_BTD, w) for w in self.w_keys) if own else batch["shared_kv"][kind]
         if cfg.qkv_bias:
-            q, k, v = q + self.bq, k + self.bk, v + self.bv
+            q = q + self.bq
+            k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own else (k, v)
         K = keys_spec("k")
         q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, keys_spec("v"))
         if cfg.qk_norm:
-            q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
+            q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH) if own else k_BSKH
+        if self.value_norm and own:
+            v_BSKH = self.value_norm(v_BSKH)
         if cfg.attention_temperature:
             q_BTNH = shard(q_BTNH * _temperature(batch["positions"], cfg.attention_temperature).astype(q.dtype), Q)
         if cfg.attention_chunk:
@@ -107,8 +118,10 @@ class Attention(nn.Module):
             # Both are named again, so that a remat policy that saves them saves the inputs of attention.
             length = cache.k_LBSKH.shape[2] if cache else q.shape[1]
             q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg, length), Q)
-            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), K)
-        if cache:
+            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), K) if own else k_BSKH
+        if kept is not None:
+            kept = kept | {kind: (k_BSKH, v_BSKH)}
+        if cache and own:
             cache = cache.written(k_BSKH, v_BSKH, batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
@@ -128,7 +141,14 @@ class Attention(nn.Module):
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
         y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)
-        return y_BTD + self.bo if cfg.attention_out_bias else y_BTD, cache
+        return y_BTD + self.bo if cfg.attention_out_bias else y_BTD, cache, kept
+
+
+def no_keys(cfg: config.Model, rows: int, length: int) -> Kept:
+    """The keys and values that layers keep for later ones, [B, T, K, H], before the first layer."""
+    shape = rows, length, cfg.kv_head_rows, cfg.head_dim
+    none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]
+    return {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}
 
 
 def _temperature(positions_BT: jax.Array, tuned: config.AttentionTemperature) -> jax.Array:

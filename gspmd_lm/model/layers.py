@@ -71,9 +71,24 @@ def activated(cfg: config.Model, first: jax.Array, *rest: jax.Array) -> jax.Arra
         first, rest = jnp.minimum(first, cfg.mlp_limit), tuple(jnp.clip(x, -cfg.mlp_limit, cfg.mlp_limit) for x in rest)
     if cfg.mlp_up_offset:
         rest = tuple(x + jnp.asarray(cfg.mlp_up_offset, x.dtype) for x in rest)
+    if cfg.activation_sparsity:
+        first = _sparse(first, cfg.activation_sparsity)
     slope = cfg.activation_slope
     gated = ACTIVATIONS[cfg.activation](first) if slope == 1 else first * jax.nn.sigmoid(slope * first)
     return math.prod(rest, start=gated)
+
+
+def root(x: jax.Array, least: float = 0.0) -> jax.Array:
+    """The square root of `x`, and at least that of `least`. At zero, its gradient is zero."""
+    return jnp.sqrt(jnp.maximum(x, max(least, jnp.finfo(x.dtype).tiny)))
+
+
+def _sparse(x_BTF: jax.Array, share: float) -> jax.Array:
+    """What of `x_BTF` is above the quantile `share` of a normal distribution with a token's mean and deviation."""
+    exact_BTF = x_BTF.astype(jnp.float32)
+    spread_BT1 = root(jnp.var(exact_BTF, axis=-1, keepdims=True))
+    least_BT1 = exact_BTF.mean(-1, keepdims=True) + jax.scipy.special.ndtri(share) * spread_BT1
+    return jax.nn.relu(exact_BTF - least_BT1).astype(x_BTF.dtype)
 
 
 class Mlp(nn.Module):

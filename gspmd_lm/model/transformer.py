@@ -8,13 +8,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.model.attention import CACHE, Attention, Cache
+from gspmd_lm.model.altup import AltUp, Laurel, LayerInputs, Streams
+from gspmd_lm.model.attention import CACHE, Attention, Cache, Kept, no_keys
 from gspmd_lm.model.delta import GatedDeltaNet, empty_state
 from gspmd_lm.model.experts import Experts, Routed
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.placing import Weight, remat, shard, unroll, use
 from gspmd_lm.products import einsum, look_up, read, write
+
+# From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
+Carried = tuple[jax.Array, Cache | None, Kept | None]
 
 
 class Block(nn.Module):
@@ -25,21 +29,27 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        carried: tuple[jax.Array, Cache | None],
+        carried: Carried,
         layer: jax.Array | int,
-        batch: dict[str, jax.Array],
+        input_BTY: jax.Array | None,
+        batch: dict[str, Any],
         keys_BT: jax.Array | None,
-    ):
+    ) -> tuple[Carried, Routed | None]:
         cfg = self.cfg
-        x_BTD, cache = carried
+        x_BTD, cache, kept = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
+        altup, streams_MBTD = None, x_BTD
+        if cfg.residual_streams > 1:
+            altup = AltUp(cfg, name="altup")
+            streams_MBTD = altup.before(x_BTD)
+            x_BTD = streams_MBTD[0]
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
 
-        def normed(x_BTD: jax.Array, name: str) -> Any:
-            return read(Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD, RESIDUAL, BLOCK_INPUT)
+        def normed(x_BTD: jax.Array, name: str) -> jax.Array:
+            return Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD
 
         def added(x_BTD: jax.Array, y: Any, site: int, name: str) -> jax.Array:
             y_BTD = write(y, BLOCK_INPUT, RESIDUAL)
@@ -53,21 +63,26 @@ class Block(nn.Module):
         def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
             return mlp(read_BTD) if isinstance(mlp, Experts) else (mlp(read_BTD), None)
 
-        def mixed(read_BTD: Any) -> tuple[Any, Cache | None]:
+        def mixed(read_BTD: Any) -> tuple[Any, Cache | None, Kept | None]:
             place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
             if not cfg.linear_attention:
-                return Attention(cfg, name="attention")(read_BTD, batch, cache, place)
+                return Attention(cfg, name="attention")(read_BTD, batch, cache, place, kept)
             found, state = GatedDeltaNet(cfg, name="linear_attention")(read_BTD, batch, cache and cache.linear, place)
-            return found, cache and cache._replace(linear=state)
+            return found, cache and cache._replace(linear=state), kept
 
-        read_BTD = normed(x_BTD, "attention")
-        y, cache = mixed(read_BTD)
+        normed_BTD = normed(x_BTD, "attention")
+        read_BTD = read(normed_BTD, RESIDUAL, BLOCK_INPUT)
+        y, cache, kept = mixed(read_BTD)
         if cfg.block == "parallel":
-            y_mlp, routed = fed(read_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
-            return (added(x_BTD, y + y_mlp, 0, "attention_mlp"), cache), routed
-        x_BTD = added(x_BTD, y, 0, "attention")
-        y, routed = fed(normed(x_BTD, "mlp"))
-        return (added(x_BTD, y, 1, "mlp"), cache), routed
+            y_mlp, routed = fed(read_BTD if cfg.shared_norm else read(normed(x_BTD, "mlp"), RESIDUAL, BLOCK_INPUT))
+            x_BTD = added(x_BTD, y + y_mlp, 0, "attention_mlp")
+        else:
+            x_BTD = added(x_BTD, y, 0, "attention")
+            if cfg.laurel_rank:
+                x_BTD = (x_BTD + Laurel(cfg, name="laurel")(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
+            y, routed = fed(read(normed(x_BTD, "mlp"), RESIDUAL, BLOCK_INPUT))
+            x_BTD = added(x_BTD, y, 1, "mlp")
+        return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
 
 
 class Pattern(nn.Module):
@@ -76,10 +91,11 @@ class Pattern(nn.Module):
     kinds: tuple[config.Model, ...]
 
     @nn.compact
-    def __call__(self, carried: tuple[jax.Array, Cache | None], first: jax.Array, *rest: Any):
+    def __call__(self, carried: Carried, first: jax.Array, inputs: jax.Array | None, *rest: Any):
         routed = []
         for i, kind in enumerate(self.kinds):
-            carried, found = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, *rest)
+            own = None if inputs is None else inputs[i]
+            carried, found = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, own, *rest)
             routed += [found] if found else []
         return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed) if routed else None
 
@@ -91,7 +107,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache | None = None
+        self, batch: dict[str, Any], dropout_key: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Weight, Weight | None, Cache | None, Routed | None]:
         """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
         did, [L, ...] for the layers with experts.
@@ -105,8 +121,8 @@ class Decoder(nn.Module):
         """
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
-        if cache and cache.linear:
-            batch = batch | {"cache_layer": jnp.array(_among_their_kind(cfg))}
+        if cache and (cache.linear or cfg.shared_kv_layers):
+            batch = batch | {"cache_layer": jnp.array(_in_cache(cfg))}
         home, read_as = table_specs(cfg)
         width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
         embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
@@ -133,12 +149,24 @@ class Decoder(nn.Module):
             keys_B = jax.vmap(jax.random.fold_in, (None, 0))(dropout_key, batch["row"])
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_B, places_BT)
             x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
-        carried = shard(x_BTD, RESIDUAL), cache
+        inputs, streams, kept = None, None, None
+        if cfg.layer_embed:
+            inputs = LayerInputs(cfg, name="per_layer_inputs")(x_BTD, batch["tokens"])
+        if cfg.residual_streams > 1:
+            streams = Streams(cfg, name="streams")
+            x_BTD = streams.apart(x_BTD)
+        else:
+            x_BTD = shard(x_BTD, RESIDUAL)
+        if cfg.shared_kv_layers:
+            kept = no_keys(cfg, *batch["tokens"].shape)
         routed: list[Routed] = []
         for stack in cfg.stacks:
-            carried, found = self._stack(stack, carried, batch, keys_BT)
+            if stack.kinds[0].shared_kv_layers and kept:
+                batch, kept = batch | {"shared_kv": kept}, None
+            (x_BTD, cache, kept), found = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
             routed += found
-        x_BTD, cache = carried
+        if streams:
+            x_BTD = streams.together(x_BTD)
         if cfg.final_norm:
             x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         if cfg.embedding_width:
@@ -155,8 +183,13 @@ class Decoder(nn.Module):
         return x_BTD, unembedding, unembedding_bias, cache, every
 
     def _stack(
-        self, stack: config.Stack, carried: Any, batch: dict[str, jax.Array], keys_BT: jax.Array | None
-    ) -> tuple[Any, list[Routed]]:
+        self,
+        stack: config.Stack,
+        carried: Carried,
+        inputs_LBTY: jax.Array | None,
+        batch: dict[str, Any],
+        keys_BT: jax.Array | None,
+    ) -> tuple[Carried, list[Routed]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
         turns = stack.scanned // length
@@ -165,17 +198,22 @@ class Decoder(nn.Module):
             "variable_axes": {"params": 0},
             "split_rngs": {"params": True},
             "length": turns,
-            "in_axes": (0, nn.broadcast, nn.broadcast),
+            "in_axes": (0, 0, nn.broadcast, nn.broadcast),
             "metadata_params": {nn.PARTITION_NAME: "layers"},
             "unroll": beside,
         }
         one = nn.scan(_block(alone=beside == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
         layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
-        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), batch, keys_BT)
+        own = None
+        if inputs_LBTY is not None:
+            own = inputs_LBTY[stack.first : stack.first + stack.scanned]
+            own = own if length == 1 else own.reshape(turns, length, *own.shape[1:])
+        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), own, batch, keys_BT)
         found = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
         for i, kind in enumerate(kinds[: stack.layers - stack.scanned]):
             layer = stack.first + stack.scanned + i
-            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, batch, keys_BT)
+            own = None if inputs_LBTY is None else inputs_LBTY[layer]
+            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, own, batch, keys_BT)
             found.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in found if each is not None]
 
@@ -218,15 +256,19 @@ def extend(
 def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:
     """An empty cache for `rows` rows of up to `slots` tokens."""
     linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
-    shape = (cfg.layers - linear, rows, slots, cfg.kv_head_rows, cfg.head_dim)
+    own = cfg.layers - linear - cfg.shared_kv_layers
+    shape = (own, rows, slots, cfg.kv_head_rows, cfg.head_dim)
     k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
     return Cache(k, v, empty_state(cfg, linear, rows) if linear else None)
 
 
-def _among_their_kind(cfg: config.Model) -> list[int]:
-    """The number of each layer among those with linear attention, or among the others."""
-    linear = [layer.linear_attention is not None for layer in cfg.each_layer]
-    return [linear[:i].count(kind) for i, kind in enumerate(linear)]
+def _in_cache(cfg: config.Model) -> list[int]:
+    """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
+    that shares keys has the place of the layer whose keys it has."""
+    kinds, own = cfg.kind_of_each_layer, cfg.layers - cfg.shared_kv_layers
+    linear = [kind == "linear" for kind in kinds]
+    of = [i if i < own else max(j for j in range(own) if kinds[j] == kinds[i]) for i in range(cfg.layers)]
+    return [linear[:i].count(linear[i]) for i in of]
 
 
 def init(cfg: config.Model, key: jax.Array) -> Any:

@@ -13,6 +13,7 @@ from gspmd_lm.placing import Adapted, Weight, parameter, use
 from gspmd_lm.products import einsum, read
 
 LOW_RANK = "low_rank: batch seq rank"
+LOOPS = [(name,) for name in ("layers", "dense_layers", "sparse_layers", "shared_kv_layers")]  # see config.Model.stacks
 
 
 def weight(
@@ -25,7 +26,7 @@ def weight(
 ) -> Weight:
     """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters."""
     found = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
-    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] in (("layers",), ("dense_layers",))
+    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] in LOOPS
     array = jax.lax.stop_gradient(found.array) if frozen else found.array
     return dataclasses.replace(found, array=array, frozen=frozen, scanned=scanned)
 
@@ -33,7 +34,7 @@ def weight(
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
     """A matrix drawn from a normal distribution. Matrices that write to the residual stream start smaller in a deeper
     model."""
-    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down", "linear_out") else 1.0
+    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down", "linear_out", "laurel_out") else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 

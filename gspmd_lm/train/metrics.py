@@ -24,6 +24,7 @@ def flops_per_token(
     looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
     if model.positions == "learned":
         looked_up += model.context * model.embed
+    looked_up += model.vocab_rows * model.layers * model.layer_embed
     multiplied = parameter_count - looked_up
     gradients = multiplied if trained_count is None or model.lora is None else trained_count
     return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.heads * model.head_dim * keys_seen(model, seq, last=last)

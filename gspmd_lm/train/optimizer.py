@@ -18,9 +18,9 @@ from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.placement import Named
 
-STACKED = ("layers", "expert")  # axes along which matrices stand side by side; they are the first ones
+STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
-HIDDEN = {"heads", "kv_heads", "mlp", "rank"}  # the far side of a matrix inside a block
+HIDDEN = {"heads", "kv_heads", "mlp", "rank", "layer_embed"}  # the far side of a matrix inside a block
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:

@@ -29,7 +29,8 @@ OTHER = {
     "normalized_weights": False, "expert_scale": 2.0, "expert_groups": 4, "groups_per_token": 2, "router_bias": True,
     "balance": "bias", "sparse_step": 2, "router_jitter": 0.02, "weighted_input": True, "attention_chunk": 4,
     "linear_attention": config.LinearAttention(key_heads=2, value_heads=2, head_dim=8), "attention_gate": True,
-    "attention_temperature": config.AttentionTemperature(),
+    "attention_temperature": config.AttentionTemperature(), "residual_streams": 3, "laurel_rank": 4, "layer_embed": 8,
+    "layer_vocab": 50, "activation_sparsity": 0.9, "sparse_layers": 1, "shared_kv_layers": 1, "value_norm": True,
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
@@ -38,20 +39,23 @@ SAME = {
 }  # fmt: skip
 OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized",
               "sparse_", "weighted_")  # fmt: skip
+OF_STREAMS = ("layer_embed", "sparse_layers")  # which have no effect alone
+STREAMS = {"residual_streams": 2, "activation_sparsity": 0.5}
 MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "expert_groups": 2}
 
 
 def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.Model))
     weights = {"params": {"w": jnp.ones(3)}}
-    dense, mixture = small(), small(**MIXTURE)
-    for folder, base in (("dense", dense), ("mixture", mixture)):
+    bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS)}
+    for folder, base in bases.items():
         with checkpoint.of_run(tmp_path / folder, base) as checkpoints:
             checkpoints.save(1, weights, {})
     every = [*(OTHER | SAME).items(), ("balance", "batch")]
     for name, value in every:
         of_experts = any(word in name for word in OF_EXPERTS)
-        folder, base = (tmp_path / "mixture", mixture) if of_experts else (tmp_path / "dense", dense)
+        base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
+        folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value
         model = config.Model(**{**vars(base.model), name: value})
         with checkpoint.of_run(folder, dataclasses.replace(base, model=model)) as checkpoints:

@@ -312,6 +312,26 @@ PUBLISHED = {
             "norm_offset": 1.0, "experts": 512, "shared_mlp": 512, "shared_gate": True, "sparse_step": 1,
         },
     ),
+    "gemma-3n-e2b": (
+        {
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "altup_active_idx": 0, "altup_coef_clip": 120.0,
+            "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
+            "attention_dropout": 0.0, "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2048,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "initializer_range": 0.02,
+            "intermediate_size": [8192] * 30, "laurel_rank": 64, "max_position_embeddings": 32768,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6, "model_type": "gemma3n_text",
+            "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 2, "num_kv_shared_layers": 10,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0,
+            "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512, "use_cache": True,
+            "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+        },
+        {
+            "mlp": 8192, "residual_streams": 4, "laurel_rank": 64, "layer_embed": 256, "layer_vocab": 262144,
+            "shared_kv_layers": 10, "activation_sparsity": 0.95, "sparse_layers": 10, "query_scale": 1.0,
+            "layer_pattern": ("sliding", "sliding", "sliding", "sliding", "full"), "sliding_rope_theta": 10000.0,
+            "value_norm": True, "norm_offset": 0.0, "logit_softcap": 30.0, "sliding_window": 512,
+        },
+    ),
     "llama-4-maverick": (
         {
             "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
@@ -649,7 +669,7 @@ DEFAULTS = {
     "ministral3": (1e-5, 1e6, False, "silu", 128),
     "phimoe": (1e-5, 1e6, False, "silu", 128), "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
     "glm4_moe": (1e-5, 1e4, False, "silu", 128), "llama4_text": (1e-5, 5e5, False, "silu", 128),
-    "qwen3_next": (1e-6, 1e4, False, "silu", 256),
+    "qwen3_next": (1e-6, 1e4, False, "silu", 256), "gemma3n_text": (1e-6, 1e6, True, "gelu_tanh", 256),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),
     "gptj": (1e-5, 1e4, False, "gelu_tanh", 256), "gpt_neox": (1e-5, 1e4, False, "gelu", 64),

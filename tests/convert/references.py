@@ -227,6 +227,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "linear_key_head_dim": 6, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3,
     }),
+    # Sparse layers, layers that share keys with one of each kind before them, and tokens without embeddings for layers.
+    # transformers gives the token of padding no gradient.
+    "gemma3n": ("gemma3n_text", _LLAMA | {
+        "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 6, "num_hidden_layers": 8, "pad_token_id": 1,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2,
+        "num_kv_shared_layers": 3, "activation_sparsity_pattern": [0.8] * 3 + [0.0] * 5, "altup_num_inputs": 3,
+        "laurel_rank": 6, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 80,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
     "opt-350m": ("opt", _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
     "opt-no-last-norm": ("opt", _WIDTHS | {"ffn_dim": 64, "_remove_final_layer_norm": True}),
 }  # fmt: skip

@@ -61,9 +61,29 @@ LLAMA4_SCOUT = {
 }  # fmt: skip
 
 
+GEMMA3N_E4B = {
+    "architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {"hidden_size": 1536},
+    "audio_token_id": 262273, "boa_token_id": 256000, "eoa_token_id": 262272, "model_type": "gemma3n",
+    "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 2048}, "vision_soft_tokens_per_image": 256,
+    "text_config": {
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "altup_active_idx": 0, "altup_coef_clip": 120.0,
+        "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
+        "attention_dropout": 0.0, "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2048,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "initializer_range": 0.02,
+        "intermediate_size": [16384] * 35, "laurel_rank": 64, "max_position_embeddings": 32768,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "model_type": "gemma3n_text",
+        "num_attention_heads": 8, "num_hidden_layers": 35, "num_key_value_heads": 2, "num_kv_shared_layers": 15,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0, "rope_scaling": None,
+        "rope_theta": 1000000.0, "sliding_window": 512, "use_cache": True, "vocab_size": 262400,
+        "vocab_size_per_layer_input": 262144,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("raw", "family", "wanted"),
     [
+        (GEMMA3N_E4B, "gemma3n_text", {"shared_kv_layers": 15, "sparse_layers": 10, "tied_embeddings": True}),
         (GEMMA3_27B, "gemma3_text", {"vocab": 262208, "context": 131072, "tied_embeddings": True, "kv_heads": 16}),
         (QWEN25_VL_7B, "qwen2", {"rope_scaling": None, "tied_embeddings": False, "rope_theta": 1e6}),
         (LLAMA4_SCOUT, "llama4_text", {"context": 10485760, "sparse_step": 1, "qk_norm": True, "experts": 16}),
@@ -95,6 +115,7 @@ def test_a_quantised_or_broken_whole_is_refused():
     ("case", "kind", "renamed", "image"),
     [
         ("gemma3", "gemma3", "language_model.model.", "vision_tower.vision_model.post_layernorm.weight"),
+        ("gemma3n", "gemma3n", "model.language_model.", "model.audio_tower.conformer.0.norm.weight"),
         ("mistral", "mistral3", "model.language_model.", "model.multi_modal_projector.linear_1.weight"),
         ("llama4", "llama4", "language_model.model.", "vision_model.class_embedding"),
         ("qwen2", "qwen2_5_vl", "model.", "visual.patch_embed.proj.weight"),
@@ -125,9 +146,9 @@ def test_the_text_part_is_read_and_written_as_a_model_of_text(case, kind, rename
 def test_a_tensor_of_no_known_part_is_told(tmp_path):
     golden = references.load("mistral")
     golden.folder(tmp_path / "plain")
-    weights = ours.tensors(tmp_path / "plain") | {"audio_tower.conv.weight": np.ones((3,), np.float32)}
+    weights = ours.tensors(tmp_path / "plain") | {"speech_tower.conv.weight": np.ones((3,), np.float32)}
     references.save(tmp_path / "whole", {"model_type": "mistral3", "text_config": golden.about["config"]}, weights)
-    with pytest.raises(InputError, match=r"unexpected   audio_tower.conv.weight"):
+    with pytest.raises(InputError, match=r"unexpected   speech_tower.conv.weight"):
         ours.pretrained.read(tmp_path / "whole")
 
 
@@ -137,6 +158,23 @@ def test_a_text_part_of_another_family_is_refused(tmp_path):
     whole["text_config"] = whole["text_config"] | {"model_type": "mistral4"}
     with pytest.raises(InputError, match=r"x: text_config.model_type: 'mistral4' is not supported in mistral3\n  fix "):
         architecture.multimodal.text_config(whole, "x")
+
+
+def test_keys_that_a_layer_shares_are_left_out(tmp_path):
+    """Published files have weights for them, which no layer reads."""
+    golden = references.load("gemma3n")
+    plain = ours.read(golden, tmp_path / "plain")
+    weights = ours.tensors(tmp_path / "plain")
+    unread = {name.replace(".3.", f".{layer}."): array for name, array in weights.items() for layer in (5, 7)
+              if ".layers.3.self_attn.k_" in name or ".layers.3.self_attn.v_" in name}  # fmt: skip
+    assert len(unread) == 6 and not unread.keys() & weights.keys()
+    references.save(tmp_path / "more", golden.about["config"], weights | unread)
+    found = ours.pretrained.read(tmp_path / "more", [ours.EXACT])
+    assert (found.config.model, found.left_out) == (plain.config.model, len(unread))
+    beyond = {"model.layers.8.self_attn.k_norm.weight": np.ones((8,), np.float32)}
+    references.save(tmp_path / "wrong", golden.about["config"], weights | beyond)
+    with pytest.raises(InputError, match=r"unexpected   model.layers.8.self_attn.k_norm.weight"):
+        ours.pretrained.read(tmp_path / "wrong")
 
 
 def test_layers_that_predict_later_tokens_are_left_out(tmp_path):

@@ -35,6 +35,8 @@ FAMILIES = {
                "logit_scale": 0.25, "residual_scale": 0.2, "activation": "relu2"},
     "opt": {"pre_norms": False, "sum_norms": True, "final_norm": False, "embedding_width": 24, "norm": "layernorm",
             "tied_embeddings": True, "mlp_kind": "plain", "positions": "learned", **BIASES},
+    "gemma3n": {"residual_streams": 2, "laurel_rank": 4, "layer_embed": 8, "activation_sparsity": 0.5,
+                "shared_kv_layers": 1, "value_norm": True, "tied_embeddings": True, "kv_heads": 4},
     "mixtral": {"experts": 8, "experts_per_token": 2, "kv_heads": 2, "balance": "batch"},
     "qwen2_moe": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "shared_gate": True, "dense_layers": 1,
                   "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3},

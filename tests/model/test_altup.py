@@ -1,0 +1,115 @@
+"""Several residual streams, keys that layers share, embeddings of tokens for each layer, and sparse activations."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm.model.layers import activated
+from gspmd_lm.model.transformer import decode, empty_cache, extend, init
+
+# Layers: 0 sliding, 1 full, 2 sliding, and 3 full and 4 sliding with the keys of 1 and 2. The last one stands alone.
+KINDS = {"layers": 5, "layer_pattern": ("sliding", "full"), "sliding_window": 4, "shared_kv_layers": 2}
+STREAMS = {"residual_streams": 2, "laurel_rank": 4, "layer_embed": 8, "layer_vocab": 50, "value_norm": True}
+
+
+@pytest.fixture(scope="module")
+def model(small):
+    cfg = small(**KINDS, **STREAMS).model
+    shapes = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
+    drawn = np.random.default_rng(0)  # faster than the model's own weights, which would be compiled
+    return cfg, jax.tree.map(lambda like: jnp.asarray(0.3 * drawn.standard_normal(like.shape, np.float32)), shapes)
+
+
+def rows(cfg, length):
+    tokens = jax.random.randint(jax.random.key(1), (2, length), 0, cfg.layer_vocab)
+    return {"tokens": tokens, "positions": jnp.arange(length)[None].repeat(2, 0), "row": jnp.arange(2)}
+
+
+def test_layers_that_share_keys_make_none(model):
+    """So they have no weights for keys, and no place in the cache."""
+    cfg, params = model
+    assert not {"wk", "wv"} & params["shared_kv_layers"]["block_0"]["attention"].keys()
+    assert [len(stack.kinds) for stack in cfg.stacks] == [2, 2]
+    assert [layer.shared_kv_layers > 0 for layer in cfg.each_layer] == [False] * 3 + [True] * 2
+    cache = jax.eval_shape(lambda: empty_cache(cfg, 2, 8))
+    assert cache.k_LBSKH.shape[0] == 3
+
+
+def test_tokens_one_by_one_give_what_whole_rows_do(model):
+    """Through the cache, in which layers that share keys have no place. Prompts with padding before them."""
+    cfg, params = model
+    T, new, starts = 8, 2, jnp.array([0, 5])
+    batch = rows(cfg, T + new)
+    ahead = jnp.arange(T + new)[None] - starts[:, None]
+    batch |= {"positions": jnp.maximum(ahead, 0), "segment_ids": (ahead >= 0).astype(jnp.int32)}
+    whole = jax.jit(lambda: decode(cfg, params, batch)[0])()
+
+    def piece(first, last):
+        found = {name: batch[name][:, first:last] for name in ("tokens", "positions")}
+        return found | {"slot": jnp.array(first), "start": starts, "row": batch["row"]}
+
+    @jax.jit
+    def in_pieces():
+        prompts = piece(0, T) | {"segment_ids": batch["segment_ids"][:, :T]}
+        first, *_, cache = extend(cfg, params, prompts, empty_cache(cfg, 2, T + new))
+        found = [first[:, -1:]]
+        for at in range(T, T + new):
+            x, *_, cache = extend(cfg, params, piece(at, at + 1), cache)
+            found.append(x)
+        return jnp.concatenate(found, 1)
+
+    np.testing.assert_allclose(in_pieces(), whole[:, T - 1 :], atol=2e-5)
+
+
+def test_tokens_beyond_the_table_have_the_first_ones_embeddings(model):
+    """Their embeddings for layers, not those at the beginning."""
+    cfg, params = model
+    batch = rows(cfg, 8)
+
+    @jax.jit
+    def slopes(tokens):
+        def total(table):
+            own = params["per_layer_inputs"] | {"layer_table": table}
+            return jnp.square(decode(cfg, params | {"per_layer_inputs": own}, batch | {"tokens": tokens})[0]).sum()
+
+        return jnp.abs(jax.grad(total)(params["per_layer_inputs"]["layer_table"])).sum(1)
+
+    beyond = slopes(batch["tokens"].at[:, -1].set(cfg.vocab - 1).at[:, :-1].set(7))
+    assert set(np.flatnonzero(beyond)) == {0, 7}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_the_share_of_a_gate_that_is_cut_off(small, share):
+    """Of normal numbers, whatever their mean and their size."""
+    cfg = small(activation_sparsity=share, activation="relu").model
+    gate = 3 + 5 * jax.random.normal(jax.random.key(0), (4, 20_000))
+    hidden = activated(cfg, gate, jnp.ones_like(gate))
+    np.testing.assert_allclose((hidden == 0).mean(-1), share, atol=0.01)
+
+
+def test_a_gate_of_equal_numbers_has_a_gradient(small):
+    cfg = small(activation_sparsity=0.9).model
+    slope = jax.grad(lambda gate: activated(cfg, gate, jnp.ones_like(gate)).sum())(jnp.zeros((1, 4)))
+    assert np.isfinite(slope).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"laurel_rank": 4, "block": "parallel"}, "laurel_rank goes with block: sequential"),
+        ({"layer_embed": 4}, "set residual_streams"),
+        ({"layer_vocab": 62}, "layer_vocab=62 is above vocab=61"),
+        ({"activation_sparsity": 0.5, "mlp_kind": "plain"}, "mlp_kind: gated"),
+        ({"sparse_layers": 1}, "sparse_layers=1: set activation_sparsity"),
+        ({"sparse_layers": 3, "activation_sparsity": 0.5}, "at most layers=2"),
+        ({"shared_kv_layers": 1, "experts": 8, "experts_per_token": 2}, "experts do not go with shared_kv_layers"),
+        ({"shared_kv_layers": 2}, "no layer before them is of kind full"),
+        ({"shared_kv_layers": 1, "layer_pattern": ("full", "sliding"), "sliding_window": 4}, "is of kind sliding"),
+        ({"shared_kv_layers": 1, "attention_chunk": 4}, "kind sliding and full"),
+    ],
+)
+def test_what_does_not_go_together(small, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        small(**wrong)
