@@ -82,6 +82,8 @@ _OPTIONS["a3 ultra"] |= {
     "xla_gpu_enable_while_loop_double_buffering": True,
     "xla_disable_hlo_passes": "rematerialization",
 }
+for _name in ("cublas", "a3 of 2", "a3 of 8", "a3 ultra", "pax"):
+    _OPTIONS[_name]["xla_gpu_memory_limit_slop_factor"] = None  # XLA's own
 JAX_FRAMEWORKS = ("MaxText", "Pax")
 
 

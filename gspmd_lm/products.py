@@ -218,10 +218,7 @@ def _total(sum_: Sum, home: Spec, spec: Spec, addends: jax.Array) -> jax.Array:
     return sum_.made(addends, home)
 
 
-_total.defvjp(
-    lambda *given: (_total(*given), None),
-    lambda sum_, home, spec, _, dy: (sum_.copies(dy, spec),),
-)
+_total.defvjp(lambda *given: (_total(*given), None), lambda sum_, home, spec, _, dy: (sum_.copies(dy, spec),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -229,10 +226,7 @@ def _copied(sum_: Sum, home: Spec, spec: Spec, x: jax.Array) -> jax.Array:
     return sum_.copies(x, spec)
 
 
-_copied.defvjp(
-    lambda *given: (_copied(*given), None),
-    lambda sum_, home, spec, _, dx: (sum_.made(dx, home),),
-)
+_copied.defvjp(lambda *given: (_copied(*given), None), lambda sum_, home, spec, _, dx: (sum_.made(dx, home),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -320,7 +314,16 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
         elif letter:
             (x, a), (y, b) = _cut(x, a, letter, over, piece), _cut(y, b, letter, over, piece)
             out = f"{piece}{out}" if letter in out else out
-    found = jnp.einsum(f"{a},{b}->{out}", x, y)  # with pieces first, so that the result needs no transposition
+    if _place().platform == "cpu" and "B" not in out and x.size > y.size:
+        # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
+        # compiler would not turn the result but the product.
+        turned = "".join(sorted(out, key=lambda letter: (letter not in a) + 2 * (letter not in b)))
+        product = jax.lax.optimization_barrier(jnp.einsum(f"{b},{a}->{turned}", y, x))
+        found = jnp.einsum(f"{turned}->{out}", product)
+    else:
+        # With pieces first, the result needs no transposition. H is h, since jnp.einsum sums over axes in alphabetical
+        # order, and CPUs transpose arrays in which they stand in another, as heads do before H.
+        found = jnp.einsum(f"{a},{b}->{out}".replace("H", "h"), x, y)
     for piece, (letter, over) in cuts.items():
         if over.pieces > 1 and letter and letter in out:
             at, out = out.index(piece), out.replace(piece, "")

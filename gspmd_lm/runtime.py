@@ -84,14 +84,14 @@ def start(
         raise InputError(f"--devices={simulated_devices}: at least 1 device is needed\n  fix   --devices=8")
     chosen = _choose_platform(platform)
     jax.config.update("jax_platforms", JAX_PLATFORMS[chosen])
+    if not jax.distributed.is_initialized():
+        _join(chosen, coordinator, num_processes, process_id)
     if chosen == "cpu":
         prepare_cpu(simulated_devices)
         if keep_memory:
             _keep_freed_memory()
     elif chosen == "gpu":
         _take_memory()
-    if not jax.distributed.is_initialized():
-        _join(chosen, coordinator, num_processes, process_id)
     with quiet.unless_there(chosen):
         try:
             devices = jax.devices()
@@ -133,10 +133,11 @@ def _choose_platform(asked: str | None) -> str:
 def prepare_cpu(device_count: int) -> None:
     """Sets up `device_count` simulated devices, before the first one is touched."""
     # XLA:CPU gives a process as many threads as there are cores or devices. All of them can then block in collectives
-    # over different mesh axes and wait for devices that no thread is left to run. Spare threads prevent this.
-    threads = str(max(32, 4 * device_count))
-    os.environ.setdefault("PJRT_NPROC", threads)
-    os.environ.setdefault("NPROC", threads)
+    # over different mesh axes and wait for devices that no thread is left to run. Spare threads prevent this. A device
+    # that has no others to wait for would only have its work cut finer (benchmarks/README.md).
+    if device_count > 1 or jax.distributed.is_initialized():
+        for name in ("PJRT_NPROC", "NPROC"):
+            os.environ.setdefault(name, str(max(32, 4 * device_count)))
     given = os.environ.get("XLA_FLAGS", "")
     more = [f"--{name}={value}" for name, value in PATIENT_FLAGS.items() if name not in given and _xla_knows(name)]
     os.environ["XLA_FLAGS"] = " ".join([given, *more]).strip()

@@ -81,6 +81,15 @@ print(os.environ["PJRT_NPROC"], os.environ["NPROC"], jax.config.jax_platforms)
     assert [line for line in err.splitlines() if not any(word in line for word in noise)] == []
 
 
+@pytest.mark.parametrize(("devices", "joined", "threads"), [(1, False, None), (1, True, "32"), (8, False, "32")])
+def test_only_a_device_that_may_wait_for_others_gets_spare_threads(monkeypatch, devices, joined, threads):
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)
+    runtime.prepare_cpu(devices)
+    assert [os.environ.get(name) for name in ("PJRT_NPROC", "NPROC")] == [threads, threads]
+
+
 def test_starting_again_needs_no_more_devices():
     here = runtime.start(platform="cpu", simulated_devices=8)
     assert (here.device_count, here.simulated, here.is_main) == (8, True, True)

@@ -35,6 +35,10 @@ class Name:
         return bool(self.of or self.sums or self.array or self.modules)
 
 
+# Axes are capital letters in the model. What products.py writes beside them: pieces of weights and rows, and H as h.
+_WRITTEN = str.maketrans({"z": None, "r": None, "h": "H"})
+
+
 @functools.lru_cache(maxsize=65536)
 def read(op_name: str) -> Name:
     """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.mlp.w_down/sum.layers.mlp.w_down.mlp/...' in parts."""
@@ -48,7 +52,7 @@ def read(op_name: str) -> Name:
         elif dot and role in TABLES:
             table, array = role, rest
         elif "->" in word:
-            einsum = word.replace("z", "").replace("r", "")  # pieces of weights and rows (products.py)
+            einsum = word if word.islower() else word.translate(_WRITTEN)
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     of = tuple(filter(None, scopes.get("of", "").split("+")))

@@ -184,11 +184,13 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
         keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
         bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
     dtype = jnp.dtype(cfg.attention_scores_dtype)
-    if dtype == jnp.float32 and not cfg.attention_softcap and not cfg.attention_sinks:
+    plain = dtype == jnp.float32 and not cfg.attention_softcap and not cfg.attention_sinks
+    if plain and q_BTNH.dtype != jnp.float32:  # its derivative multiplies in the dtype of q, too
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
-    # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them.
-    q_BTKGH = rearrange(q_BTNH, "B T (K G) H -> B T K G H", K=k_BSKH.shape[2])
-    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=dtype) * scale
+    # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them. In float32 it
+    # multiplies the values with the weights, not the weights with the values, which CPUs have to transpose for that.
+    q_BKGTH = rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
+    scores_BKGTS = jnp.einsum("BKGTH,BSKH->BKGTS", q_BKGTH, k_BSKH, preferred_element_type=dtype) * scale
     if cfg.attention_softcap:
         scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
     if bias is not None:
@@ -199,7 +201,7 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
         sinks_KG11 = rearrange(heads_N.astype(jnp.float32), "(K G) -> K G 1 1", K=k_BSKH.shape[2])
         weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(masked_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
     weights_BKGTS = weights_BKGTS.astype(q_BTNH.dtype)
-    return rearrange(jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH), "B T K G H -> B T (K G) H")
+    return rearrange(jnp.einsum("BKGTS,BSKH->BKGTH", weights_BKGTS, v_BSKH), "B K G T H -> B T (K G) H")
 
 
 def scores_scale(cfg: config.Model) -> float:
