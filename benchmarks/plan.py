@@ -356,7 +356,6 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
 
     A published layout ran, so memory for it is taken to be there whatever the estimate says, and for others as well.
     """
-    told = {row["number"]: row for row in measure.read("foresight_times")}
     for number, row in enumerate(step_times.rows()):
         if numbers and number not in numbers:
             continue
@@ -375,8 +374,6 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
             "number": number,
             "row": row.name,
             "theirs_priced_s": round(theirs.step_time_s, 4),
-            "theirs_compiled_s": told[number]["predicted_s"],
-            "theirs_fits": told[number].get("fits"),
             "plan_priced_s": round(best.price.step_time_s, 4),
             "plan_compiled_s": report and report.prediction and round(report.prediction.step_time_s, 4),
             "plan_fits": report and report.memory.fits,
@@ -391,13 +388,23 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
 
 
 def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
+    """The table of docs/plan.md, with the latest compiled prediction of each published layout."""
+    theirs = {row["number"]: row for row in measure.read("foresight_times")}
+    print(
+        "| row | published run | its layout: priced, s | compiled, s | plan's best: priced, s | compiled, s | layout |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
-        ran = "" if row["theirs_fits"] else ", which does not fit"
-        theirs_s, plan_s = row["theirs_compiled_s"], row["plan_compiled_s"]
-        more = f"; compiled {theirs_s:.3f} and {plan_s:.3f} s ({plan_s / theirs_s - 1:+.1%})" if plan_s else ""
-        print(f"{row['number']:3} {row['row']:45} published {row['theirs_priced_s']:8.3f} s{ran}, the plan's best "
-              f"{row['plan_priced_s']:8.3f} s ({row['plan_priced_s'] / row['theirs_priced_s'] - 1:+.1%}){more}: "
-              f"{describe(row['rules'])}", flush=True)  # fmt: skip
+        told = theirs[row["number"]]
+        compiled_s, plan_s = told["predicted_s"], row["plan_compiled_s"]
+        fits = {True: "", False: ", does not fit", None: "no compiler"}[told.get("fits")]
+        ours = "not compiled" if not plan_s else f"{plan_s:.3f}" + ("" if row["plan_fits"] else ", does not fit")
+        if plan_s and compiled_s:
+            ours += f" ({plan_s / compiled_s - 1:+.1%})"
+        print(f"| {row['number']} | {row['row']} | {row['theirs_priced_s']:.3f} | "
+              f"{f'{compiled_s:.3f}' if compiled_s else ''}{fits} | "
+              f"{row['plan_priced_s']:.3f} ({row['plan_priced_s'] / row['theirs_priced_s'] - 1:+.1%}) | {ours} | "
+              f"{describe(row['rules'])} |", flush=True)  # fmt: skip
 
 
 def main() -> None:
