@@ -384,15 +384,14 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
         }
         others = [one for one in kept("plan_prices") if one["number"] != number]
         measure.write("plan_prices", sorted([*others, found], key=lambda one: one["number"]))
-        show_published_prices([found])
+    show_published_prices(row for row in kept("plan_prices") if not numbers or row["number"] in numbers)
 
 
 def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
     """The table of docs/plan.md, with the latest compiled prediction of each published layout."""
     theirs = {row["number"]: row for row in measure.read("foresight_times")}
-    print(
-        "| row | published run | its layout: priced, s | compiled, s | plan's best: priced, s | compiled, s | layout |"
-    )
+    errors: dict[str, list[float]] = collections.defaultdict(list)
+    print("| row | published run | priced, s | compiled, s | best of all: priced, s | compiled, s | its layout |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         told = theirs[row["number"]]
@@ -405,6 +404,13 @@ def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
               f"{f'{compiled_s:.3f}' if compiled_s else ''}{fits} | "
               f"{row['plan_priced_s']:.3f} ({row['plan_priced_s'] / row['theirs_priced_s'] - 1:+.1%}) | {ours} | "
               f"{describe(row['rules'])} |", flush=True)  # fmt: skip
+        for name, seconds in ("theirs_priced_s", compiled_s), ("plan_priced_s", plan_s):
+            if seconds:
+                platform = targets.parse(step_times.rows()[row["number"]].target).platform
+                errors[platform].append(float(np.log(row[name] / seconds)))
+    for platform, found in errors.items():
+        print(f"{platform}: prices miss {len(found)} compiled layouts by {np.mean(found):+.1%} in the mean, "
+              f"spread {np.std(found):.1%}")  # fmt: skip
 
 
 def main() -> None:
