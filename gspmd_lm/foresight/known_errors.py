@@ -52,8 +52,8 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 # How far the prices of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts tell it, and
 # the mean error as a share. `python -m benchmarks.plan show` makes them of benchmarks/results/plan_rank.json.
 PRICES: Mapping[tuple[str, bool], tuple[int, float]] = {
-    ("h100", False): (32, 0.072),
-    ("h100", True): (16, 0.148),
+    ("h100", False): (32, 0.058),
+    ("h100", True): (16, 0.119),
     ("v5p", False): (31, 0.054),
     ("v6e", False): (15, 0.051),
     ("v6e", True): (15, 0.059),
