@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test in this process, and small configs, steps and batches to test with.
+"""Eight simulated devices for every test in this process, and small configs, steps, batches and runs to test with.
 
 SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
 """
@@ -7,6 +7,9 @@ import dataclasses
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# LLVM optimizes nothing, which halves the time of a compilation. The last bits of results are then others: both sides
+# of a comparison have this level. What is recorded is compiled by processes that do not inherit it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax  # it reads the environment
 import numpy as np
@@ -15,6 +18,7 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file, runtime
 from gspmd_lm.train import state, step
+from tests import courses
 
 runtime.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 
@@ -85,3 +89,9 @@ def batch_of():
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def course(built, batch_of):
+    """A function that trains a config under rules, each once: course(config, "tp8", steps=2, microbatches=4)."""
+    return courses.once(built, batch_of)
