@@ -5,6 +5,7 @@ SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
 
 import dataclasses
 import os
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # LLVM optimizes nothing, which halves the time of a compilation. The last bits of results are then others: both sides
@@ -21,6 +22,31 @@ from gspmd_lm.train import state, step
 from tests import courses
 
 runtime.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
+
+# The files that take longest, the longest first: workers take whole files in this order, and end together.
+LONGEST = (
+    "convert/test_families.py",
+    "foresight/test_explain.py",
+    "train/test_promise.py",
+    "test_jobs.py",
+    "test_processes.py",
+    "train/test_loop.py",
+    "train/test_collectives.py",
+    "checkpoints/test_failures.py",
+    "data/test_trained.py",
+    "test_cli.py",
+    "test_products.py",
+    "infer/test_generate.py",
+    "infer/test_references.py",
+    "train/test_context_layouts.py",
+    "train/test_lora.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in order)
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")

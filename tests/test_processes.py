@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gspmd_lm import cli
 from tests.launched import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,13 @@ def finish(process, timeout_s=300):
     output, _ = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, output
     return output
+
+
+def here(*flags):
+    """Runs a command in this process, which has eight devices."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", *flags])
+    assert not end.value.code
 
 
 def losses(workdir):
@@ -65,13 +73,13 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
     first, second = (finish(process) for process in together)
     assert "step 4/4" in first
     assert "step" not in re.sub(r"\[Gloo\].*", "", second)  # only the first process speaks
-    finish(start(*flags, f"--workdir={tmp_path}/one"))
+    here(*flags, f"--workdir={tmp_path}/one")
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert len(two) == len(one) == 4
     assert max(abs(a - b) for a, b in zip(two, one, strict=True)) < 1e-5
 
     # What two processes saved, one goes on with.
-    finish(start(*flags[:-2], "--rules=tp8", "--steps=6", f"--workdir={tmp_path}/two"))
+    here(*flags[:-2], "--rules=tp8", "--steps=6", f"--workdir={tmp_path}/two")
     assert len(losses(tmp_path / "two")) == 6
 
 
