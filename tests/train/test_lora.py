@@ -11,7 +11,7 @@ import optax
 import pytest
 import yaml
 from etils import epath
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 from benchmarks.collectives import count
@@ -30,7 +30,7 @@ from gspmd_lm.train import state as states
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.metrics import flops_per_token
 from gspmd_lm.train.programs import Programs
-from tests.courses import agree
+from tests.courses import agree, drawn
 
 B, T, D, L, R = 32, 16, 32, 2, 2
 LORA = Lora(rank=R, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))
@@ -46,28 +46,10 @@ def is_adapter(path):
     return path.rpartition(".")[2] in ADAPTERS
 
 
-def drawn(abstract):
-    """Random parameters on the host; adapters that have learned something."""
-    rng = np.random.default_rng(0)
-
-    def draw(path, x):
-        found = np.ones(x.shape) if path[-1] == "scale" else 0.1 * rng.standard_normal(x.shape)
-        return found.astype(x.dtype)
-
-    return unflatten_dict({path: draw(path, x) for path, x in sorted(flatten_dict(abstract).items())})
-
-
 def without_kv_heads(layout):
     """The layout with key heads replicated."""
     loaded = rules_file.load(layout)
     return dataclasses.replace(loaded, rows=tuple(row for row in loaded.rows if row.axis != "kv_heads"))
-
-
-def begun(step):
-    """The state at the first step, of `drawn` parameters."""
-    before, zero = drawn(step.arrays.params), np.int32(0)
-    optimizer = step.arrays.transform.init(lora.adapters(before))
-    return states.State(zero, before, optimizer, jax.random.key(1), zero, zero)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +59,7 @@ def trained(small, course):
     def run(rules, microbatches=1, **model):
         config = small(optimizer=UNCLIPPED, layers=L, lora=LORA, **model)
         # A loop over layers: written out, the first layer has no gradient of its input, which nothing trained reads.
-        return course(config, rules, 3, begun, microbatches=microbatches, unroll=1)
+        return course(config, rules, 3, microbatches=microbatches, unroll=1)
 
     return run
 
