@@ -61,10 +61,8 @@ def undetermined(monkeypatch):
 
 
 def test_a_fresh_process_simulates_in_silence_and_importing_does_nothing():
-    """Half a Slurm environment means one process."""
     out, err = output(
-        launch(
-            """
+        launch("""
 import os
 before = dict(os.environ)
 from gspmd_lm import runtime
@@ -73,9 +71,7 @@ assert dict(os.environ).items() - before.items() <= {("TPU_SKIP_MDS_QUERY", "1")
 assert jax.config.jax_platforms is None
 print(runtime.start(platform="cpu", simulated_devices=12))
 print(os.environ["PJRT_NPROC"], os.environ["NPROC"], jax.config.jax_platforms)
-""",
-            SLURM_NTASKS="4",
-        )
+""")
     )
     assert out.splitlines() == [
         "Runtime(platform='cpu', device_kind='cpu', device_count=12, process_index=0, process_count=1)",
@@ -133,16 +129,15 @@ def test_a_platform_that_is_not_there(monkeypatch):
         jax.config.update("jax_platforms", before)
     code = """
 from gspmd_lm import InputError, runtime
-for platform in ("gpu", "tpu"):
-    try:
-        runtime.start(platform=platform)
-    except InputError as error:
-        print(error)
+try:
+    runtime.start(platform="{}")
+except InputError as error:
+    print(error)
 """
-    out, err = launch(code).communicate(timeout=300)
-    first, _, second, _ = out.splitlines()
-    assert first.startswith("platform gpu cannot be used: ") and second.startswith("platform tpu cannot be used: ")
-    assert "Traceback" not in err and "jax" not in err and "TPU" not in err  # plugins write of their own accord
+    for platform in ("gpu", "tpu"):
+        out, err = launch(code.format(platform)).communicate(timeout=300)
+        assert out.startswith(f"platform {platform} cannot be used: ") and out.count("\n") == 2
+        assert "Traceback" not in err and "jax" not in err and "TPU" not in err  # plugins write of their own accord
 
 
 @pytest.mark.parametrize("asked, error", [("gpuu", "did you mean gpu"), ("metal", "--platform=metal: unknown")])
@@ -168,7 +163,7 @@ def test_the_platform_is_what_was_asked_for_or_is_there(undetermined, caplog):
     undetermined.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose(None) == "cpu"
     jax.config.update("jax_platforms", "tpu,cpu")  # what jax does on a TPU host when it is imported
-    assert choose(None) == "tpu"
+    assert (choose(None), choose("cpu")) == ("tpu", "cpu")
 
 
 def test_a_tpu_host_without_libtpu_is_pointed_out(undetermined, caplog):
@@ -214,8 +209,12 @@ def test_what_looks_like_one_of_several_processes(monkeypatch):
             assert runtime._launched_in_parallel("gpu") is expected
 
 
-# Processes of Slurm find each other in test_jobs.py too.
-@pytest.mark.parametrize("way", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])
+def test_half_a_slurm_environment_means_one_process():
+    code = "from gspmd_lm import runtime; print(runtime.start(platform='cpu', simulated_devices=2).process_count)"
+    assert output(launch(code, SLURM_NTASKS="4"))[0] == "1\n"
+
+
+@pytest.mark.parametrize("way", ["flags", "slurm"])
 def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
     """SIGTERM with flags, Ctrl-C under Slurm, each on the second process, which is slower than the first one."""
     port, processes = free_port(), []

@@ -51,8 +51,8 @@ def weights(cfg):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def hidden(cfg, params, batch):
-    x_BTD, *_ = Decoder(cfg).apply({"params": params}, batch)
+def hidden(cfg, params, batch, key=None):
+    x_BTD, *_ = Decoder(cfg).apply({"params": params}, batch, key)
     return x_BTD
 
 
@@ -161,7 +161,7 @@ def test_dropout_changes_training_only(small):
     params, batch = weights(cfg), rows(cfg, np.arange(T))
     plain = hidden(cfg, params, batch)
     np.testing.assert_array_equal(plain, hidden(dataclasses.replace(cfg, dropout=0.0), params, batch))
-    assert not np.allclose(plain, Decoder(cfg).apply({"params": params}, batch, jax.random.key(0))[0])
+    assert not np.allclose(plain, hidden(cfg, params, batch, jax.random.key(0)))
 
 
 def test_matrices_that_write_to_the_residual_stream_start_smaller_with_depth(small):
