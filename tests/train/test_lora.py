@@ -66,7 +66,11 @@ def trained(small, course):
 
 @pytest.mark.parametrize(
     ("rules", "microbatches", "model"),
-    [("tp8", 1, SEQUENTIAL), ("fsdp2_tp4", 2, SEQUENTIAL), (without_kv_heads("tp8"), 1, PARALLEL)],
+    [
+        ("tp8", 1, SEQUENTIAL),
+        ("fsdp2_tp4", 2, SEQUENTIAL),
+        pytest.param(without_kv_heads("tp8"), 1, PARALLEL, marks=pytest.mark.slow),
+    ],
     ids=["tp8", "fsdp2_tp4", "parallel"],
 )
 def test_a_layout_changes_nothing(trained, rules, microbatches, model):
