@@ -1,12 +1,17 @@
-"""Eight simulated devices for every test in this process, and small configs, steps and batches to test with.
+"""Eight simulated devices for every test in this process, and small configs, steps, batches and runs to test with.
 
 SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
 """
 
 import dataclasses
+import gc
 import os
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# LLVM optimizes nothing, which halves the time of a compilation. The last bits of results are then others: both sides
+# of a comparison have this level. What is recorded is compiled by processes that do not inherit it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax  # it reads the environment
 import numpy as np
@@ -15,8 +20,41 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file, runtime
 from gspmd_lm.train import state, step
+from tests import courses
 
 runtime.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
+
+# The files that take longest, the longest first: workers take whole files in this order, and end together.
+LONGEST = (
+    "convert/test_families.py",
+    "foresight/test_explain.py",
+    "train/test_promise.py",
+    "test_jobs.py",
+    "test_processes.py",
+    "train/test_loop.py",
+    "train/test_collectives.py",
+    "checkpoints/test_failures.py",
+    "data/test_trained.py",
+    "test_cli.py",
+    "test_products.py",
+    "infer/test_generate.py",
+    "infer/test_references.py",
+    "train/test_context_layouts.py",
+    "train/test_lora.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in order)
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_collection_finish():
+    """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="session")
@@ -85,3 +123,9 @@ def batch_of():
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def course(built, batch_of):
+    """A function that trains a config under rules, each once: course(config, "tp8", steps=2, microbatches=4)."""
+    return courses.once(built, batch_of)

@@ -12,7 +12,7 @@ import tomllib
 import pytest
 import yaml
 
-from gspmd_lm import rules_file
+from gspmd_lm import cli, rules_file
 from tests.launched import FROM_OUTSIDE, ROOT, free_port
 
 TRAIN = [
@@ -78,6 +78,7 @@ def machine(tmp_path):
         (jobs / job_of(job)).write_text(filled)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(FROM_OUTSIDE)}
         environment = clean | {
+            "XLA_FLAGS": os.environ["XLA_FLAGS"],
             "STUBS": str(stubs), "PATH": f"{stubs}:{os.environ['PATH']}", "PORT": str(free_port()),
             "GSPMD_LM_CACHE": str(tmp_path / "cache"), "WORKDIR": str(tmp_path / "runs/one"), **variables,
         }  # fmt: skip
@@ -159,9 +160,9 @@ def test_the_pods_of_a_job_set_run_a_command_that_is_taken(tmp_path):
     program, *flags = pods["containers"][0]["command"]
     (layout,) = (flag.partition("=")[2] for flag in flags if flag.startswith("--rules="))
     assert program == "gspmd-lm" and rules_file.load(layout).fill(8).problems == ()
-    own = ["--dry_run", "--platform=cpu", "--devices=8"]
-    done = subprocess.run([sys.executable, "main.py", *flags, *own], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", *flags, "--dry_run", "--platform=cpu", "--devices=8"])
+    assert not end.value.code
 
 
 def test_the_image_has_all_that_the_package_is_built_from():

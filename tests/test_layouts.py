@@ -23,6 +23,8 @@ LAYOUTS = sorted(path.stem for path in (ROOT / "rules").glob("*.yaml"))
 PODS = [("fsdp", 256), ("fsdp", 512), ("fsdp_tp", 256), ("fsdp_tp", 512)]
 PAIRS = [(name, layout, 8) for name in CONFIGS for layout in LAYOUTS]
 PAIRS += [(name, layout, devices) for name in CONFIGS for layout, devices in PODS]
+# By default each config meets every third layout, and each layout every third config.
+THIRD = [pair if i % 3 == 0 else pytest.param(*pair, marks=pytest.mark.slow) for i, pair in enumerate(PAIRS)]
 
 # One variant for every array that a rules file may name.
 PLAIN = ("model.mlp_kind=plain", "model.norm=layernorm", "model.norm_bias=true", "model.positions=learned")
@@ -48,7 +50,7 @@ def title(name, layout, devices):
     return f"{name} under {layout}" + (f" on {devices} devices" if layout in ("fsdp", "fsdp_tp") else "")
 
 
-@pytest.mark.parametrize(("name", "layout", "devices"), PAIRS)
+@pytest.mark.parametrize(("name", "layout", "devices"), THIRD)
 def test_config_under_rules(name, layout, devices):
     try:
         _, warnings = state.checked(config.load(name), filled(layout, devices), "cpu")
@@ -145,9 +147,10 @@ def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
             assert size % math.prod(found.mesh[name] for name in split) == 0, path
 
 
-def test_every_array_of_every_config_is_in_the_table_and_nothing_else():
+@pytest.mark.parametrize("names", [["tiny"], pytest.param(CONFIGS, marks=pytest.mark.slow)], ids=["tiny", "all"])
+def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     adapted = ["model.lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"]
-    configs = [config.load(name) for name in CONFIGS]
+    configs = [config.load(name) for name in names]
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
     configs.append(config.load("tiny_experts", ROUTED))
     configs.append(config.load("tiny", ["model.embedding_width=64", "model.attention_sinks=true"]))

@@ -1,6 +1,5 @@
 """Generators of small models with random weights, under any rules."""
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -12,7 +11,6 @@ from gspmd_lm import rules_file
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer.generate import Generator, plan
 from gspmd_lm.model.transformer import init
-from tests.convert import ours
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +49,7 @@ def filled():
 
     def load(rules):
         found = rules_file.load(rules) if isinstance(rules, str) else rules_file.from_dict(rules, "here.yaml")
-        return dataclasses.replace(found.fill(found.devices), compiler_options={"cpu": ours.QUICK})
+        return found.fill(found.devices)
 
     return load
 

@@ -37,11 +37,6 @@ def drawn(cfg):
     return unflatten_dict({path: draw(path, x) for path, x in sorted(flatten_dict(abstract).items())})
 
 
-def quick(function, params):
-    """The value of a function, compiled in half the time."""
-    return jax.jit(function).lower(params).compile({"xla_backend_optimization_level": 0})(params)
-
-
 def loss(params, cfg):
     tokens = jax.random.randint(jax.random.key(1), (4, 16), 0, cfg.vocab)
     positions = jnp.broadcast_to(jnp.arange(16), tokens.shape)
@@ -73,7 +68,7 @@ def test_merging_computes_the_same_and_so_do_gradients(small, fields):
     def with_merged(adapters):
         return loss(*lora.merged(lora.joined(weights, adapters), cfg))
 
-    got, want = (quick(jax.value_and_grad(f), adapters) for f in (with_adapters, with_merged))
+    got, want = (jax.jit(jax.value_and_grad(f))(adapters) for f in (with_adapters, with_merged))
     assert float(got[0]) == pytest.approx(float(want[0]), rel=1e-6)
     for (path, a), b in zip(sorted(flatten_dict(got[1]).items()), jax.tree.leaves(want[1]), strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b), path
@@ -106,7 +101,7 @@ def test_adapters_of_bfloat16_weights_are_float32(small):
 def test_a_frozen_weight_has_no_gradient(small):
     """Not even where somebody asks for it: nothing is computed for it."""
     cfg = model(small, targets=("wq",), layers=1)
-    found = flatten_dict(quick(jax.grad(lambda params: loss(params, cfg)), drawn(cfg)))
+    found = flatten_dict(jax.jit(jax.grad(lambda params: loss(params, cfg)))(drawn(cfg)))
     for path in ("layers.attention.wq", "layers.attention.wo", "layers.mlp.w_down", "unembedding"):
         assert not np.any(found[tuple(path.split("."))]), path
     assert np.any(found["layers", "attention", "wq_a"]) and np.any(found["layers", "attention", "wq_b"])

@@ -29,6 +29,7 @@ SIZES = {
     "batch": 40, "seq": 16, "kv_seq": 16, "embed": 32, "heads": 12, "kv_heads": 6, "head_dim": 10, "mlp": 64,
     "vocab": 62, "rank": 4, "layers": 2,
 }  # fmt: skip
+OTHERS = "dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp", "fsdp_tp"
 # How often a forward pass names each: the layers' body, which stands once in a program, and what is around it.
 FORWARD = {
     "tokens": 1,
@@ -146,8 +147,9 @@ def test_new_rules_are_not_mistaken_for_old_ones(small, built):
     assert '"fsdp"' in texts[1] and '"fsdp"' not in texts[0]
 
 
-def test_the_initial_weights_do_not_depend_on_the_layout(small, built):
+@pytest.mark.parametrize("layout", ["fsdp2_tp4", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_the_initial_weights_do_not_depend_on_the_layout(layout, small, built):
     config = small(tied_embeddings=False, norm="layernorm", norm_bias=True, qkv_bias=True, mlp_bias=True)
-    states = [jax.device_get(built(config, name).lower_init().compile()().params) for name in ("single", "fsdp2_tp4")]
+    states = [jax.device_get(built(config, name).lower_init().compile()().params) for name in ("single", layout)]
     # Bitwise with jax 0.10; XLA of jax 0.12 rounds the last bit by how it fuses.
     jax.tree.map(lambda a, b: np.testing.assert_array_max_ulp(a, b, 2), *states)

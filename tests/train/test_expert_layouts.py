@@ -10,6 +10,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.config import Lora
 from gspmd_lm.rules import ShardingError
 from gspmd_lm.train import state
+from tests.courses import begun
 
 SIZES = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "init_std": 0.3}
 TENSOR = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
@@ -68,17 +69,6 @@ def copies_agree(x):
         np.testing.assert_allclose(shard.data, first, rtol=1e-5, atol=1e-5)
 
 
-def learned(path, x):
-    """The parameter, or what might have become of it if it began at zero: a bias, or an adapter's second matrix."""
-    name = path[-1].key
-    if name.startswith("b_"):
-        return x + 0.1
-    if name.endswith("_b"):
-        drawn = 0.3 * np.random.default_rng(len(name)).standard_normal(x.shape)
-        return jax.device_put(drawn.astype(x.dtype), x.sharding)
-    return x
-
-
 @pytest.fixture(scope="module")
 def computed(small, built, batch_of):
     """A function that gives the sums and the gradients of a batch under rules, and the program that computes them."""
@@ -94,8 +84,7 @@ def computed(small, built, batch_of):
                     frozen, trained = step.task.partition(state.params)
                     return step._gradients(state, frozen, trained, batch, step.task.counted(batch))
 
-            start = step.lower_init().compile()()
-            given = start._replace(params=jax.tree_util.tree_map_with_path(learned, start.params)), batch_of(step)
+            given = begun(step), batch_of(step)
             program = jax.jit(gradients).lower(*given).compile()
             result = program(*given)
             jax.tree.map(copies_agree, result)

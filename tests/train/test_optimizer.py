@@ -105,17 +105,10 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
 
 # test_promise.py is about adamw
 @pytest.mark.parametrize("name", ["adafactor", "muon", pytest.param("lion", marks=pytest.mark.slow)])
-def test_layouts_agree_for_every_rule(name, small, built, batch_of):
-    losses = {}
-    for layout in ("single", "fsdp2_tp4"):
-        step = built(small(kv_heads=4, optimizer={"name": name}), layout)
-        step_state = step.lower_init().compile()()
-        program = step.lower_train().compile()
-        losses[layout] = []
-        for at in range(4):
-            step_state, values = program(step_state, batch_of(step, at))
-            losses[layout].append(float(values["loss"]))
-    np.testing.assert_allclose(losses["fsdp2_tp4"], losses["single"], rtol=0, atol=2e-5)
+def test_layouts_agree_for_every_rule(name, small, course):
+    config = small(kv_heads=4, optimizer={"name": name})
+    one, many = (course(config, layout, steps=4).losses for layout in ("single", "fsdp2_tp4"))
+    np.testing.assert_allclose(many, one, rtol=0, atol=2e-5)
 
 
 def test_schedules(small):

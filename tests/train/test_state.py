@@ -8,7 +8,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import loss
 from gspmd_lm.train import state, step
-from tests.convert.ours import QUICK
+from tests import courses
 
 MESHES = [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"context": 4, "data": 2}, {"fsdp": 2, "tensor": 2, "context": 2}]
 ROWS = [
@@ -34,7 +34,7 @@ def drawn(rng):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
 def test_what_is_accepted_can_be_built_and_what_is_refused_cannot(part, small, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", 16)
     accepted = 0
@@ -60,22 +60,18 @@ def test_what_is_accepted_can_be_built_and_what_is_refused_cannot(part, small, m
 def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(small, built, batch_of, monkeypatch):
     """Many short rows on each device, so that a chunk has fewer tokens of a row than devices would have without it."""
     monkeypatch.setattr(loss, "CHUNK_TOKENS", 64)
+    course = courses.once(built, batch_of)  # other tests have other chunks
     config = small(layers=1, optimizer={"clip_norm": 0.0, "warmup_steps": 0})
     split = {"mesh": {"context": 4, "data": 2}, "rules": {"seq": "context"}}
 
-    def course(layout, tokens):
+    def losses(layout, tokens):
         """Losses of three steps; the second and the third tell of the gradients. A chunk has `tokens` of each row."""
         one = built(config, layout)
         assert state.activations(config, one.arrays, 1, one.rules)["logits"][1] == (32, tokens, 64)
-        carried, program = (lowered.compile(QUICK) for lowered in (one.lower_init(), one.lower_train()))
-        carried, batch, losses = carried(), batch_of(one), []
-        for _ in range(3):
-            carried, values = program(carried, batch)
-            losses.append(float(values["loss"]))
-        return losses
+        return course(config, layout, 3).losses
 
-    wanted = course("single", 2)
+    wanted = losses("single", 2)
     assert wanted[2] < wanted[0] - 1e-2
     for rows, tokens in (({}, 8), ({"logits.seq": None}, 4), ({"logits.seq": "data"}, 4)):
         rules = rules_file.from_dict({**split, "rules": split["rules"] | rows}, "here.yaml")
-        assert course(rules, tokens) == pytest.approx(wanted, abs=1e-5), rows
+        assert losses(rules, tokens) == pytest.approx(wanted, abs=1e-5), rows

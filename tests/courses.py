@@ -1,0 +1,77 @@
+"""Short trainings of small models, which tests of layouts compare."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from gspmd_lm.train.state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """Some steps on one batch, and what came of them, on the host."""
+
+    program: jax.stages.Compiled
+    before: Any  # the parameters
+    after: Any
+    metrics: list[dict[str, float]]  # of each step
+    gradients: Any  # of the first step, times 1 - b1; as they are only if nothing is clipped. Of adamw alone
+
+    @property
+    def losses(self) -> list[float]:
+        return [values["loss"] for values in self.metrics]
+
+
+def agree(found: Course, wanted: Course) -> None:
+    """Fails unless two courses have the same losses and gradients, up to the rounding of float32."""
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=0, atol=1e-5)
+    for got, want in zip(jax.tree.leaves(found.gradients), jax.tree.leaves(wanted.gradients), strict=True):
+        assert np.linalg.norm(want) > 0 and np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+def drawn(abstract: Any) -> Any:
+    """Random parameters on the host. They are nowhere 0, as if the model had learned something; scales are 1."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: tuple[str, ...], x: Any) -> np.ndarray:
+        found = np.ones(x.shape) if path[-1] == "scale" else 0.1 * rng.standard_normal(x.shape)
+        return found.astype(x.dtype)
+
+    return unflatten_dict({path: draw(path, x) for path, x in sorted(flatten_dict(abstract).items())})
+
+
+def begun(step: Any) -> State:
+    """The state at the first step, of `drawn` parameters, placed for `step`. Nothing is compiled for it."""
+    zero = np.int32(0)
+    moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.arrays.optimizer)
+    state = State(zero, drawn(step.arrays.params), moments, jax.random.key(1), zero, zero)
+    return jax.device_put(state, step.state_shardings, may_alias=False)  # a step uses up what it is given
+
+
+def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..., Course]:
+    """A function that trains a config under rules for some steps. What it was asked before, it does not run again.
+
+    All layouts begin with the same weights. What each draws itself is compared in train/test_constraints.py.
+    """
+    found = {}
+
+    def run(config: Any, rules: Any, steps: int = 2, **changes: Any) -> Course:
+        step = built(config, rules, **changes)
+        key = config, repr(step.rules.facts()), steps
+        if key not in found:
+            program, state, batch = step.lower_train().compile(), begun(step), batch_of(step)
+            before, metrics, gradients = jax.device_get(state.params), [], None
+            for _ in range(steps):
+                state, values = program(state, batch)
+                metrics.append({name: float(value) for name, value in values.items()})
+                if gradients is None and config.optimizer.name == "adamw":
+                    gradients = jax.device_get(optax.tree.get(state.optimizer, "mu"))
+            found[key] = Course(program, before, jax.device_get(state.params), metrics, gradients)
+        return found[key]
+
+    return run
