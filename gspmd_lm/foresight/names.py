@@ -48,7 +48,8 @@ def read(op_name: str) -> Name:
         elif dot and role in TABLES:
             table, array = role, rest
         elif "->" in word:
-            einsum = word.replace("z", "").replace("r", "")  # pieces of weights and rows (products.py)
+            # z and r are pieces of weights and rows, and h is H, in products.py.
+            einsum = word.replace("z", "").replace("r", "").replace("h", "H")
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     of = tuple(filter(None, scopes.get("of", "").split("+")))
