@@ -67,12 +67,12 @@ MAY_IMPORT = {
     "orbax_folder": "files trees config",
     "same_model": "config",
     "checkpoint": "same_model orbax_folder verdicts processes files trees config json_text",
-    "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data compiler runtime stop_signal "
-    "agreement compile_cache processes files versions core_yaml config json_text chips",
+    "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data compiler runtime "
+    "stop_signal agreement compile_cache processes files versions core_yaml config json_text chips",
     "infer": "arrays program model kernels placement mesh rules placing axes data runtime config json_text",
     "convert": "arrays model placement checkpoint rules axes data files config json_text",
-    "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data compiler runtime files "
-    "versions config json_text",
+    "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data compiler runtime "
+    "files versions config json_text",
     "plan": "chips compiler foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
     "runs": "foresight train files core_yaml json_text",
     "verbs": "chips runs plan foresight train infer convert arrays model placement mesh rules rules_file axes "

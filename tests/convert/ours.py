@@ -1,6 +1,7 @@
 """Our model of a published folder, in the ways that tests run it."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from gspmd_lm.train import state
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 if jax.version.__version_info__ < (0, 11):
     QUICK["xla_cpu_use_fusion_emitters"] = False
+QUICK_FLAGS = tuple(f"--set=rules.compiler_options.cpu.{name}={json.dumps(value)}" for name, value in QUICK.items())
 EXACT = "model.matmul_precision=highest"
 
 

@@ -24,7 +24,7 @@ MORE_PADDED = {
 # Models that an earlier family of the table has too; only the names or the layout of its tensors differ.
 SAME_AS = {"ernie": "llama", "chatglm": "glm", "starcoder-all-heads": "gpt2", "longrope-short": "llama"}
 CASES = list(references.CASES)
-# One case of each kind of norm, bias, attention, mixture and table. `pytest -m slow` has what is said here of all others.
+# One case of each kind of norm, bias, attention, mixture and table. `pytest -m slow` has the others.
 BACKWARD = ("llama3", "gemma2", "phi3", "gpt2", "opt-350m", "bloom", "falcon-40b", "gptj", "cohere", "olmo2", "phimoe")
 SPLIT = {("llama3", "fsdp2_tp4"), ("gemma", "tp8"), ("phi3", "fsdp2_tp4"), ("glm", "tp8"), ("gpt2", "tp8"),
          ("bloom", "fsdp2_tp4"), ("falcon-40b", "tp8"), ("gptj", "fsdp2_tp4")}  # fmt: skip

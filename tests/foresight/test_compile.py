@@ -11,9 +11,10 @@ from gspmd_lm.foresight import compile
 from gspmd_lm.rules import ShardingError
 
 
+@pytest.mark.usefixtures("another_process")
 def test_a_program_is_compiled_once(request_of, cache, monkeypatch):
     before = dict(os.environ)
-    wanted, said = request_of("fsdp8"), []
+    wanted, said = request_of("fsdp8", attention={"cpu": "xla"}), []
     (first,) = compile.programs([wanted], said.append, str(cache))
     assert dict(os.environ) == before
     assert first.text.startswith("HloModule jit__train") and not first.refusal
@@ -103,6 +104,7 @@ def test_errors_of_the_other_process_reach_the_user(request_of, tmp_path):
     assert not list(tmp_path.iterdir())  # nothing half done is left
 
 
+@pytest.mark.usefixtures("another_process")
 def test_a_compiler_that_dies_is_reported(request_of, tmp_path, monkeypatch):
     monkeypatch.setattr(compile.sys, "executable", "/bin/false")
     with pytest.raises(RunFailed, match="fsdp8 for cpu:8: the compiler failed"):

@@ -9,6 +9,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.report import to_json
+from tests.convert.ours import QUICK
 
 CONFIG = configs.load(
     "tiny",
@@ -22,7 +23,7 @@ def report_of(cache):
     def make(rules, phase, where="cpu:8", config=CONFIG, **changes):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GSPMD_LM_CACHE", str(cache.parent))
-            layout = dataclasses.replace(rules_file.load(rules), **changes)
+            layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
             (found,) = explain.reports(config, [layout], target.parse(where), phase=phase)
         return found
 

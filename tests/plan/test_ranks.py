@@ -9,7 +9,6 @@ from benchmarks import plan
 from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.machine import target as targets
 
-
 CASES = [
     "1b-v6e:2x4",
     "8b-h100:8",
