@@ -15,11 +15,13 @@ from gspmd_lm.convert import beside, export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
 from gspmd_lm.verbs import convert, session, weights
+from tests.convert.ours import QUICK_FLAGS
 
 MODEL = config.Model(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
 )  # fmt: skip
-PLACE = "--rules=decode_tp8", "--compile_cache=none"
+QUICKLY = "--compile_cache=none", *QUICK_FLAGS
+PLACE = "--rules=decode_tp8", *QUICKLY
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_there_and_back_gives_the_same_bytes(verb, folder, workdir, tmp_path):
 
 
 def test_generation_by_flag_and_by_file(verb, workdir, tmp_path):
-    flags = f"--workdir={workdir}", "--max_new_tokens=6", "--compile_cache=none"
+    flags = f"--workdir={workdir}", "--max_new_tokens=6", *QUICKLY
     code, out, err = verb("generate", *flags, "--rules=dp2_tp4", "--prompt=abc")
     assert code == 0 and "first token after" in err and "a batch of 1 is padded to 2 rows" in err
     prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

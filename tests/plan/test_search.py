@@ -12,6 +12,7 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import candidate, remats, search, space, written
 from gspmd_lm.plan.search import plan
+from gspmd_lm.plan.traces import Traces
 from gspmd_lm.train import state, step
 
 SMALL = ("model.layers=4", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.head_dim=128",
@@ -26,14 +27,15 @@ def config():
 price_all = search.priced
 
 
-known = {}
+known, traces = {}, {}
 
 
 def shared(config, target):
     """The space of a config on a target, and its priced layouts, which are the same for every search."""
     key = repr((config, target, remats.FILLED))
     if key not in known:
-        one = space.Space(config, target)
+        traced = traces.setdefault(repr(config), Traces(config))
+        one = space.Space(config, target, traced)
         known[key] = one, price_all(one)
     return known[key]
 
@@ -142,7 +144,7 @@ def test_only_what_needs_no_less_than_a_like_layout_that_did_not_fit_is_dropped(
 
 
 def test_far_above_the_limit_nothing_is_compiled():
-    large = configs.load("llama3_405b", ["data.batch=8", "data.seq=1024"])
+    large = configs.load("llama3_405b", ["data.batch=2", "data.seq=1024"])
     compiler = Compiler(large)
     found = plan(large, targets.parse("h100:4"), reports=compiler)
     assert found.best is None
