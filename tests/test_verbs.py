@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from gspmd_lm import cli, config, errors, processes, runtime
+from gspmd_lm import cli, compiler, config, errors, processes
 from gspmd_lm.convert import beside, export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
@@ -172,7 +172,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
-    monkeypatch.setattr(runtime, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(compiler, "_free_bytes", lambda: 1000)
     monkeypatch.setattr(weights, "_restored", lambda *_: pytest.fail("the weights were read"))
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err

@@ -30,8 +30,13 @@ def report_of(cache):
     return make
 
 
-@pytest.mark.parametrize("rules", ["decode_tp8", "fsdp8", "fsdp2_tp4", "dp8"])
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+BY_DEFAULT = {"prefill": ("fsdp8", "dp8"), "decode": ("decode_tp8", "fsdp2_tp4")}
+
+
+@pytest.mark.parametrize(("rules", "phase"), [
+    pytest.param(rules, phase, marks=() if rules in BY_DEFAULT[phase] else pytest.mark.slow)
+    for phase in BY_DEFAULT for rules in ("decode_tp8", "fsdp8", "fsdp2_tp4", "dp8")
+])  # fmt: skip
 def test_what_is_sent_is_the_floor(report_of, rules, phase):
     found = report_of(rules, phase)
     sent = sum(one.bytes_per_device_per_step for one in found.collectives)
