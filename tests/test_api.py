@@ -9,18 +9,20 @@ import pytest
 
 import gspmd_lm as g
 from gspmd_lm import cli, results
+from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.show import page
 from gspmd_lm.runs import history
 from gspmd_lm.runs import page as run_page
 from tests.convert import references
-from tests.convert.ours import QUICK
+from tests.convert.ours import QUICK_FLAGS
+from tests.launched import compiled_here
 
 SMALL = [
     "model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
     "data.source=random:64", "data.batch=8", "data.seq=16", "train.steps=4", "train.log_every=1", "train.eval_every=0",
     "train.checkpoint_every=0", "train.trackers=[]",
 ]  # fmt: skip
-QUICKLY = [f"rules.compiler_options.cpu.{name}={json.dumps(value)}" for name, value in QUICK.items()]
+QUICKLY = [flag.removeprefix("--set=") for flag in QUICK_FLAGS]
 
 
 def config(*more):
@@ -33,7 +35,9 @@ def rules(name):
 
 @pytest.fixture(scope="module")
 def compared():
-    return g.compare(config(), [rules("dp8"), rules("tp8")], "cpu:8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_run_compiler", compiled_here)
+        return g.compare(config(), [rules("dp8"), rules("tp8")], "cpu:8")
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +200,9 @@ def test_a_published_folder_is_loaded_as_it_is(published, capsys):
     assert text.split() == [str(token) for token in golden.about["tokens"][1][:8]]
     assert model.rules.devices == 8 and g.load(folder).rules.devices == 1
     assert g.load(folder, overrides="model.padded_vocab=104").config.model.vocab_rows == 104
-    sets = [f"--set={one}" for one in QUICKLY]
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py", "generate", f"--workdir={folder}", "--rules=tp8", f"--prompt={prompt}",
-                  "--max-new-tokens=8", *sets])  # fmt: skip
+                  "--max-new-tokens=8", *QUICK_FLAGS])  # fmt: skip
     assert end.value.code == 0 and capsys.readouterr().out == f"{text}\n"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
 

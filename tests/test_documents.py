@@ -30,9 +30,8 @@ def test_axes_and_arrays():
 
 
 def test_compiler_options():
-    listed = re.findall(
-        r"^\| (cpu|cpu once|gpu|gpu offload|tpu|tpu fusion|tpu 3d) \| `(\w+)` \| `(\w+)` \| .+ \|$", RULES, re.M
-    )
+    kinds = "cpu|cpu once|gpu|gpu offload|tpu|tpu fusion|tpu 3d"
+    listed = re.findall(rf"^\| ({kinds}) \| `(\w+)` \| `(\w+)` \| .+ \|$", RULES, re.M)
     wanted = [(platform, *row) for platform, rows in compiler.DEFAULT_OPTIONS.items() for row in rows.items()]
     assert [(platform, name, yaml.safe_load(value)) for platform, name, value in listed] == wanted
 

@@ -1,6 +1,7 @@
 """Who may import whom, read from the source; and that importing anything starts nothing."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -139,9 +140,14 @@ TELLING = {
 }  # fmt: skip
 
 
-def tree(module):
+def text(module):
     path = PACKAGE.parent.joinpath(*module.split("."))
-    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree(module):
+    return ast.parse(text(module))
 
 
 def imports(nodes):
@@ -178,28 +184,43 @@ def test_the_rules_above_go_downward_only():
             assert all(order.index(name) < order.index(upper) for name in lower.split()), upper
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module)])
-def test_imports_go_downward(module):
-    allowed = {*MAY_IMPORT[room(module)].split(), *FOR_ALL, room(module)}
-    for name in imports(ast.walk(tree(module))):
-        if name.startswith("gspmd_lm"):
-            assert room(name) in allowed, f"{module} imports {name}"
+def upward(modules, allowed, level, within):
+    """'module imports name' for each import of `within` whose part at `level` is not allowed(the module's own part)."""
+    for module in modules:
+        parts = {name: name.split(".")[level] for name in imports(ast.walk(tree(module))) if name.startswith(within)}
+        yield from (f"{module} imports {name}" for name, part in parts.items() if part not in allowed(module))
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("gspmd_lm.foresight.")])
-def test_imports_inside_of_foresight_go_downward(module):
-    own = module.split(".")[2]
-    for name in imports(ast.walk(tree(module))):
-        if name.startswith("gspmd_lm.foresight."):
-            assert name.split(".")[2] in {own, *IN_FORESIGHT[own].split()}, f"{module} imports {name}"
+def test_imports_go_downward():
+    modules = [module for module in MODULES if room(module)]
+    assert len(modules) > 100
+
+    def allowed(module):
+        return {*MAY_IMPORT[room(module)].split(), *FOR_ALL, room(module)}
+
+    assert list(upward(modules, allowed, 1, "gspmd_lm.")) == []
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module) in NEVER])
-def test_libraries_that_a_room_must_not_know(module):
-    nodes = tree(module)
-    for name in imports(at_import(nodes) if room(module) in ("cli", "api") else ast.walk(nodes)):
-        for never in NEVER[room(module)]:
-            assert f"{name}.".replace("gspmd_lm.", "") != f"{never}." and not f"{name}.".startswith(f"{never}."), name
+def test_imports_inside_of_foresight_go_downward():
+    modules = [module for module in MODULES if module.startswith("gspmd_lm.foresight.")]
+    assert len(modules) > 20
+
+    def allowed(module):
+        return {module.split(".")[2], *IN_FORESIGHT[module.split(".")[2]].split()}
+
+    assert list(upward(modules, allowed, 2, "gspmd_lm.foresight.")) == []
+
+
+def test_libraries_that_a_room_must_not_know():
+    modules = [module for module in MODULES if room(module) in NEVER]
+    assert {room(module) for module in modules} == {*NEVER}
+    known = []
+    for module in modules:
+        nodes = tree(module)
+        for name in imports(at_import(nodes) if room(module) in ("cli", "api") else ast.walk(nodes)):
+            if f"{name}.".startswith(tuple(f"{never}." for never in NEVER[room(module)])):
+                known.append(f"{module} imports {name}")
+    assert known == []
 
 
 def dotted(node):
@@ -255,11 +276,10 @@ def test_models_see_three_words_of_attention_over_a_split_sequence():
     assert {name for name in seen if name.startswith(APART)} <= {f"gspmd_lm.kernels.context.{word}" for word in words}
 
 
-@pytest.mark.parametrize(
-    "module", [module for module in MODULES if room(module) in ("model", "kernels") and module not in APART]
-)
-def test_the_model_reads_as_if_there_were_one_device(module):
-    assert list(told_of_devices(tree(module))) == []
+def test_the_model_reads_as_if_there_were_one_device():
+    modules = [module for module in MODULES if room(module) in ("model", "kernels") and module not in APART]
+    assert len(modules) > 8
+    assert [(module, word) for module in modules for word in told_of_devices(tree(module))] == []
 
 
 @pytest.mark.parametrize(
@@ -283,12 +303,12 @@ def test_what_tells_of_devices_is_found(line):
     assert list(told_of_devices(ast.parse(begin + harmless + line)))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_file_has_one_job(module):
-    path = PACKAGE.parent.joinpath(*module.split("."))
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST
-    assert not text or ast.get_docstring(ast.parse(text)), "the first line says what the file is for"
+def test_a_file_has_one_job():
+    assert [module for module in MODULES if len(text(module).splitlines()) > LONGEST] == []
+
+
+def test_the_first_line_of_a_file_says_what_it_is_for():
+    assert [module for module in MODULES if text(module) and not ast.get_docstring(tree(module))] == []
 
 
 # These alone write files themselves: into a folder or file that files.py puts in place when it is whole, or, the log,
@@ -296,14 +316,20 @@ def test_a_file_has_one_job(module):
 WRITERS = ("convert.export", "convert.peft", "data.cache", "data.remote", "files", "foresight.compile", "train.log")
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.partition(".")[2] not in WRITERS])
-def test_files_are_written_whole(module):
-    for node in ast.walk(tree(module)):
+def writes(nodes):
+    """The lines where a program writes a file itself, where it should use files.replace or files.growing."""
+    for node in ast.walk(nodes):
         if isinstance(node, ast.Call):
             name, given = ast.unparse(node.func).rpartition(".")[2], [*node.args, *(one.value for one in node.keywords)]
             modes = {one.value for one in given if isinstance(one, ast.Constant)}
-            alone = name in ("write_text", "write_bytes") or (name == "open" and modes & {"w", "wb", "a", "ab", "x"})
-            assert not alone, f"line {node.lineno}: use files.replace or files.growing"
+            if name in ("write_text", "write_bytes") or (name == "open" and modes & {"w", "wb", "a", "ab", "x"}):
+                yield node.lineno
+
+
+def test_files_are_written_whole():
+    modules = [module for module in MODULES if module.partition(".")[2] not in WRITERS]
+    assert [f"{module}, line {line}" for module in modules for line in writes(tree(module))] == []
+    assert list(writes(tree("gspmd_lm.files"))), "what writes is found"
 
 
 def test_importing_everything_starts_nothing():

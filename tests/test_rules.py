@@ -141,14 +141,26 @@ def read(tmp_path, monkeypatch):
     return read
 
 
+_outcomes = {}
+
+
 @pytest.fixture
 def resolved(read, shapes_once):  # noqa: F811
-    """The warnings about a Case."""
+    """The warnings about a Case, which is checked once for all tests."""
+
+    def checked(case):
+        tiny, layout = config.load("tiny", case.overrides), read(case.text, case.mesh, case.sets).fill(case.devices)
+        return state.checked(tiny, layout, case.platform)[1]
 
     def resolved(case):
-        return state.checked(
-            config.load("tiny", case.overrides), read(case.text, case.mesh, case.sets).fill(case.devices), case.platform
-        )[1]
+        if case not in _outcomes:
+            try:
+                _outcomes[case] = checked(case)
+            except InputError as error:
+                _outcomes[case] = error
+        if isinstance(_outcomes[case], InputError):
+            raise _outcomes[case]
+        return _outcomes[case]
 
     return resolved
 

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import yaml
 
-from gspmd_lm import cli, config, errors, processes, runtime
+from gspmd_lm import cli, compiler, config, errors, processes
 from gspmd_lm.convert import beside, export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
 from gspmd_lm.verbs import convert, session, weights
+from tests.convert.ours import QUICK_FLAGS
 
 MODEL = config.Model(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
 )  # fmt: skip
-PLACE = "--rules=decode_tp8", "--compile_cache=none"
+QUICKLY = "--compile_cache=none", *QUICK_FLAGS
+PLACE = "--rules=decode_tp8", *QUICKLY
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_there_and_back_gives_the_same_bytes(verb, folder, workdir, tmp_path):
 
 
 def test_generation_by_flag_and_by_file(verb, workdir, tmp_path):
-    flags = f"--workdir={workdir}", "--max_new_tokens=6", "--compile_cache=none"
+    flags = f"--workdir={workdir}", "--max_new_tokens=6", *QUICKLY
     code, out, err = verb("generate", *flags, "--rules=dp2_tp4", "--prompt=abc")
     assert code == 0 and "first token after" in err and "a batch of 1 is padded to 2 rows" in err
     prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -170,7 +172,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
-    monkeypatch.setattr(runtime, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(compiler, "_free_bytes", lambda: 1000)
     monkeypatch.setattr(weights, "_restored", lambda *_: pytest.fail("the weights were read"))
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err

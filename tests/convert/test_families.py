@@ -24,20 +24,38 @@ MORE_PADDED = {
 # Models that an earlier family of the table has too; only the names or the layout of its tensors differ.
 SAME_AS = {"ernie": "llama", "chatglm": "glm", "starcoder-all-heads": "gpt2", "longrope-short": "llama"}
 CASES = list(references.CASES)
+# One case of each kind of norm, bias, attention, mixture and table. `pytest -m slow` has the others.
+BACKWARD = ("llama3", "gemma2", "phi3", "gpt2", "opt-350m", "bloom", "falcon-40b", "gptj", "cohere", "olmo2", "phimoe")
+SPLIT = {("llama3", "fsdp2_tp4"), ("gemma", "tp8"), ("phi3", "fsdp2_tp4"), ("glm", "tp8"), ("gpt2", "tp8"),
+         ("bloom", "fsdp2_tp4"), ("falcon-40b", "tp8"), ("gptj", "fsdp2_tp4")}  # fmt: skip
+OTHER_DTYPES = ("llama3", "gpt2", "falcon-40b", "phimoe")  # beside bfloat16
 
 
 def test_every_family_has_a_case():
     assert {kind for kind, _ in references.CASES.values()} == {family.model_type for family in FAMILIES}
 
 
-@pytest.mark.parametrize("name", references.marked(CASES, (*references.NEARLY, "mixtral")))
+def logits_are_those_of(golden, logits):
+    real = golden.batch["segment_ids"] > 0
+    np.testing.assert_allclose(np.asarray(logits)[real], golden.logits[real], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", references.marked([name for name in CASES if name not in BACKWARD], (*references.NEARLY, "mixtral"))
+)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    golden = references.load(name)
+    found = ours.read(golden, tmp_path / name)
+    logits_are_those_of(golden, ours.compiled(found.config.model, ours.on_one_device(found), golden.batch))
+
+
+@pytest.mark.parametrize("name", references.marked(CASES, [name for name in CASES if name not in BACKWARD]))
 def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)
     model, batch = found.config.model, golden.batch
     (loss, logits), gradients = ours.compiled(model, ours.on_one_device(found), batch, gradients=True)
-    real = batch["segment_ids"] > 0
-    np.testing.assert_allclose(np.asarray(logits)[real], golden.logits[real], rtol=0, atol=1e-4)
+    logits_are_those_of(golden, logits)
     assert abs(float(loss) - golden.about["loss"]) < 1e-5 * golden.about["loss"]
     export.write(tmp_path / "gradients", model, jax.device_get(gradients), found.like)
     written = ours.tensors(tmp_path / "gradients")
@@ -51,8 +69,16 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
         assert error <= 1e-3 * max(np.linalg.norm(sample), norm * (len(sample) / got.size) ** 0.5) + nothing, tensor
 
 
-@pytest.mark.parametrize("layout", ["tp8", "fsdp2_tp4"])
-@pytest.mark.parametrize("name", references.cases())
+def split_cases():
+    """Each case under each layout, marked for the run that has it."""
+    for case in references.cases():
+        name, marks = (case, None) if isinstance(case, str) else (case.values[0], case.marks)
+        for layout in ("tp8", "fsdp2_tp4"):
+            slow = () if (name, layout) in SPLIT else pytest.mark.slow
+            yield pytest.param(name, layout, marks=slow if marks is None else marks)
+
+
+@pytest.mark.parametrize(("name", "layout"), list(split_cases()))
 def test_a_layout_changes_no_logit(name, layout, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name, *PADDED.get(name, ()))
@@ -64,8 +90,14 @@ def test_a_layout_changes_no_logit(name, layout, tmp_path):
     assert (logits[..., vocab:] == -np.inf).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", references.marked(CASES, references.ALIKE))
+def dtype_cases():
+    for name in CASES:
+        for dtype in ("float32", "bfloat16", "float16"):
+            known = name not in references.ALIKE and (dtype == "bfloat16" or name in OTHER_DTYPES)
+            yield pytest.param(name, dtype, marks=() if known else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(dtype_cases()))
 def test_there_and_back_is_bit_exact(name, dtype, tmp_path):
     golden = references.load(name)
     overrides = MORE_PADDED.get(name, PADDED.get(name, ()))

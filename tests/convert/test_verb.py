@@ -14,6 +14,7 @@ from gspmd_lm.verbs import convert
 from tests.convert import ours, references
 
 PLACE = "--rules=dp8", "--compile_cache=none"
+TRAIN = *PLACE, *ours.QUICK_FLAGS
 TOKENIZER = {
     "version": "1.0",
     "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"},
@@ -233,7 +234,7 @@ def trained(tmp_path, monkeypatch):
             "model.context=16", "model.vocab=64", f"data.tokenizer={tmp_path / 'mine' / 'tokenizer.json'}",
             "data.source=random:64", "data.seq=16", "data.batch=8", "train.steps=2", "train.trackers=[]"]  # fmt: skip
     with pytest.raises(SystemExit) as end:
-        cli.main(["main.py", "train", f"--workdir={tmp_path / 'run'}", *PLACE, *(f"--set={one}" for one in sets)])
+        cli.main(["main.py", "train", f"--workdir={tmp_path / 'run'}", *TRAIN, *(f"--set={one}" for one in sets)])
     assert end.value.code == 0
     return tmp_path / "run"
 

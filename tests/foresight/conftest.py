@@ -6,8 +6,26 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import rules_file
+from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.compile import CompileRequest
 from gspmd_lm.foresight.machine import target as targets
+from tests.convert.ours import QUICK
+from tests.launched import compiled_here
+
+RUN_COMPILER = compile._run_compiler
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_of_simulated_devices_are_compiled_here():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_run_compiler", compiled_here)
+        yield
+
+
+@pytest.fixture
+def another_process(monkeypatch):
+    """Every program is compiled in another process, as for users."""
+    monkeypatch.setattr(compile, "_run_compiler", RUN_COMPILER)
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +41,7 @@ def request_of():
 
     def make(rules, target="cpu:8", config=config, **changes):
         found = targets.parse(target)
-        return CompileRequest(config, dataclasses.replace(rules_file.load(rules), **changes).fill(found.devices), found)
+        layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
+        return CompileRequest(config, layout.fill(found.devices), found)
 
     return make

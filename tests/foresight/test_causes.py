@@ -18,6 +18,7 @@ from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Row
 from gspmd_lm.train import state, table
+from tests.convert.ours import QUICK
 
 SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
 L, B, T, D, F, N, H, V = 2, 32, 16, 32, 64, 8, 4, 64  # of `small`
@@ -49,7 +50,7 @@ def moved(small, built):
         if key not in known:
             step = built(small(), rules, microbatches=microbatches)
             # It never runs, so its code need not be good.
-            compiled = step.lower_train().compile(compiler_options={"xla_backend_optimization_level": 0})
+            compiled = step.lower_train().compile(compiler_options=QUICK)
             known[key] = collectives_of(step, compiled.as_text(), simulated(rules))
         return known[key]
 

@@ -11,9 +11,10 @@ from gspmd_lm.foresight import compile
 from gspmd_lm.rules import ShardingError
 
 
+@pytest.mark.usefixtures("another_process")
 def test_a_program_is_compiled_once(request_of, cache, monkeypatch):
     before = dict(os.environ)
-    wanted, said = request_of("fsdp8"), []
+    wanted, said = request_of("fsdp8", attention={"cpu": "xla"}), []
     (first,) = compile.programs([wanted], said.append, str(cache))
     assert dict(os.environ) == before
     assert first.text.startswith("HloModule jit__train") and not first.refusal
@@ -31,12 +32,14 @@ def test_a_program_is_compiled_once(request_of, cache, monkeypatch):
     [("v5e:2x4", ["estimated_cycles"]), ("h100:8", ["known_trip_count", "__cudnn$fmhaSoftmaxBackward"])],
 )
 def test_accelerators_are_compiled_for_without_one(request_of, cache, target, texts):
-    """cuDNN's attention, the default of a GPU, is compiled for without cuDNN."""
-    wanted = request_of("fsdp8", target)
-    model = dataclasses.replace(wanted.config.model, compute_dtype="bfloat16")
-    data = dataclasses.replace(wanted.config.data, packing="stream")
-    config = dataclasses.replace(wanted.config, model=model, data=data)
-    (program,) = compile.programs([dataclasses.replace(wanted, config=config)], cache=str(cache))
+    """cuDNN's attention, the default of a GPU in bfloat16, is compiled for without cuDNN."""
+    request = request_of("fsdp8", target)
+    if target.startswith("h100"):
+        model = dataclasses.replace(request.config.model, compute_dtype="bfloat16")
+        data = dataclasses.replace(request.config.data, packing="stream")
+        config = dataclasses.replace(request.config, model=model, data=data)
+        request = dataclasses.replace(request, config=config)
+    (program,) = compile.programs([request], cache=str(cache))
     assert all(text in program.text for text in texts)
     assert "num_partitions=8" in program.text
     assert program.memory["temp_size_in_bytes"] > 0
@@ -103,6 +106,7 @@ def test_errors_of_the_other_process_reach_the_user(request_of, tmp_path):
     assert not list(tmp_path.iterdir())  # nothing half done is left
 
 
+@pytest.mark.usefixtures("another_process")
 def test_a_compiler_that_dies_is_reported(request_of, tmp_path, monkeypatch):
     monkeypatch.setattr(compile.sys, "executable", "/bin/false")
     with pytest.raises(RunFailed, match="fsdp8 for cpu:8: the compiler failed"):

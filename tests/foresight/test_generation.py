@@ -9,6 +9,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.report import to_json
+from tests.convert.ours import QUICK
 
 CONFIG = configs.load(
     "tiny",
@@ -22,15 +23,20 @@ def report_of(cache):
     def make(rules, phase, where="cpu:8", config=CONFIG, **changes):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GSPMD_LM_CACHE", str(cache.parent))
-            layout = dataclasses.replace(rules_file.load(rules), **changes)
+            layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
             (found,) = explain.reports(config, [layout], target.parse(where), phase=phase)
         return found
 
     return make
 
 
-@pytest.mark.parametrize("rules", ["decode_tp8", "fsdp8", "fsdp2_tp4", "dp8"])
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+BY_DEFAULT = {"prefill": ("fsdp8", "dp8"), "decode": ("decode_tp8", "fsdp2_tp4")}
+
+
+@pytest.mark.parametrize(("rules", "phase"), [
+    pytest.param(rules, phase, marks=() if rules in BY_DEFAULT[phase] else pytest.mark.slow)
+    for phase in BY_DEFAULT for rules in ("decode_tp8", "fsdp8", "fsdp2_tp4", "dp8")
+])  # fmt: skip
 def test_what_is_sent_is_the_floor(report_of, rules, phase):
     found = report_of(rules, phase)
     sent = sum(one.bytes_per_device_per_step for one in found.collectives)

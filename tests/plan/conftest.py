@@ -29,19 +29,32 @@ def llama():
 
 
 @pytest.fixture(scope="session")
-def space_of():
-    """A function that gives the space of a config or task on a target."""
+def traces_of():
+    """A function that gives the traces of a config or task, which all tests share."""
+    known = {}
 
-    def make(config, target):
-        return Space(config, targets.parse(target))
+    def make(config):
+        if repr(config) not in known:
+            known[repr(config)] = Traces(config)
+        return known[repr(config)]
 
     return make
 
 
 @pytest.fixture(scope="session")
-def priced(llama):
+def space_of(traces_of):
+    """A function that gives the space of a config or task on a target."""
+
+    def make(config, target):
+        return Space(config, targets.parse(target), traces_of(config))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def priced(llama, traces_of):
     """A function that prices Llama 3 8B under the plain values of a rules file: priced(raw, "h100:8")."""
-    traces, pricers = Traces(llama), {}
+    traces, pricers = traces_of(llama), {}
 
     def make(raw, target="h100:8"):
         if target not in pricers:

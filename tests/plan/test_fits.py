@@ -27,10 +27,10 @@ def target():
 
 
 @pytest.mark.parametrize("more", [1.0, 1.3])
-def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, more):
+def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, traces_of, more):
     layout = rules_file.load("fsdp8", overrides=["rules.remat=none"])
     twice = dataclasses.replace(llama, data=dataclasses.replace(llama.data, batch=2 * llama.data.batch))
-    pricer = Pricer(twice, target)
+    pricer = Pricer(twice, target, traces_of(twice))
     peak_bytes = pricer.price(layout.fill(8)).peak_bytes
     limit_bytes = target.chip.usable_hbm_bytes
     assert peak_bytes > limit_bytes

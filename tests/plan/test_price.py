@@ -23,6 +23,7 @@ from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
 from gspmd_lm.rules import Remat
 from gspmd_lm.train import state
+from tests.convert.ours import QUICK
 
 B, T, D, L, N, K, H, F = 8, 8192, 4096, 32, 32, 8, 128, 14336
 FSDP = {
@@ -42,19 +43,19 @@ def simulated(llama):
 
 @pytest.mark.parametrize("layout", ["fsdp8", "tp8", "whole keys", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
 def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
-    pricer = simulated
+    pricer, arrays = simulated, simulated.traces.arrays
     if layout == "whole keys":  # queries are split finer than the keys that they share
         raw = {"mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}}
         file = rules_file.from_dict(raw, layout)
     else:
         file = rules_file.load(layout)
-    for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
-        for microbatches in (1, 2):
-            rules = dataclasses.replace(file, remat=remat, microbatches=microbatches).fill(8)
-            if 8 % (microbatches * rules.mesh.get("data", 1) * rules.mesh.get("fsdp", 1)):
-                continue
-            arrays = pricer.traces.arrays
-            traced = Traced.of(state.recorded(llama, arrays, microbatches, rules), arrays)
+    for microbatches in (1, 2):
+        if 8 % (microbatches * file.mesh.get("data", 1) * file.mesh.get("fsdp", 1)):
+            continue
+        one = dataclasses.replace(file, microbatches=microbatches).fill(8)
+        traced = Traced.of(state.recorded(llama, arrays, microbatches, one), arrays)  # the same for any policy
+        for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
+            rules = dataclasses.replace(one, remat=remat)
             least = floor(llama, rules, arrays, None, traced)
             assert pricer.price(rules).sent_by_axis == least.communication_by_axis
 
@@ -106,7 +107,7 @@ EXPERTS = {**ROW, "experts": 4, "experts_per_token": 2, "balance": "batch"}
 def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, built, changes, remat):
     """Forward, again, and backward."""
     config, rules = small(**changes), {"mesh": {"data": 1}, "remat": remat, "unroll": 1}
-    compiled = built(config, rules_file.from_dict(rules, "one")).lower_train().compile()
+    compiled = built(config, rules_file.from_dict(rules, "one")).lower_train().compile(QUICK)
     module = hlo.parse(compiled.as_text())
     ran: dict[tuple, float] = collections.Counter()
     once: dict[tuple, float] = collections.Counter()

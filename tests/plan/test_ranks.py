@@ -9,8 +9,14 @@ from benchmarks import plan
 from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.machine import target as targets
 
+CASES = [
+    "1b-v6e:2x4",
+    "8b-h100:8",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("8b-v5e:4x8", "1b-v5p:2x2x2")),
+]
 
-@pytest.fixture(scope="module", params=["8b-v5e:4x8", "1b-v6e:2x4", "1b-v5p:2x2x2", "8b-h100:8"])
+
+@pytest.fixture(scope="module", params=CASES)
 def bench(request):
     return plan.Bench(request.param, "plan_rank")
 

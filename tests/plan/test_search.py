@@ -11,8 +11,8 @@ from gspmd_lm import core_yaml, rules_file
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.plan import candidate, remats, search, space, written
-from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.search import plan
+from gspmd_lm.plan.traces import Traces
 from gspmd_lm.train import state, step
 
 SMALL = ("model.layers=4", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.head_dim=128",
@@ -24,13 +24,36 @@ def config():
     return configs.load("llama3_8b", SMALL)
 
 
+price_all = search.priced
+
+
+known, traces = {}, {}
+
+
+def shared(config, target):
+    """The space of a config on a target, and its priced layouts, which are the same for every search."""
+    key = repr((config, target, remats.FILLED))
+    if key not in known:
+        traced = traces.setdefault(repr(config), Traces(config))
+        one = space.Space(config, target, traced)
+        known[key] = one, price_all(one)
+    return known[key]
+
+
+@pytest.fixture(autouse=True)
+def priced_once(monkeypatch):
+    """Searches of a config on a target price their layouts once for all tests."""
+    monkeypatch.setattr(search, "Space", lambda config, target, _: shared(config, target)[0])
+    monkeypatch.setattr(search, "priced", lambda one, _: shared(one.config, one.target)[1])
+
+
 class Compiler:
     """Stands in for `explain.reports`: a layout's time is its price times a factor, its memory what `peak` says."""
 
     def __init__(
         self, config, target="h100:4", factor=lambda rules: 1.0, peak=lambda rules: 1, fails=lambda rules: False
     ):
-        self.pricer = Pricer(config, targets.parse(target))
+        self.pricer = shared(config, targets.parse(target))[0].pricer
         self.factor, self.peak, self.fails, self.asked = factor, peak, fails, []
 
     def __call__(self, config, layouts, target, say):
@@ -121,7 +144,7 @@ def test_only_what_needs_no_less_than_a_like_layout_that_did_not_fit_is_dropped(
 
 
 def test_far_above_the_limit_nothing_is_compiled():
-    large = configs.load("llama3_405b", ["data.batch=8", "data.seq=1024"])
+    large = configs.load("llama3_405b", ["data.batch=2", "data.seq=1024"])
     compiler = Compiler(large)
     found = plan(large, targets.parse("h100:4"), reports=compiler)
     assert found.best is None
@@ -144,7 +167,8 @@ def test_nothing_fits_only_where_a_compiler_has_said_so(config, monkeypatch):
     assert len({one.family for one in found.candidates if one.compiled}) == search.LEAST_NEEDING
 
 
-def test_prices_have_no_more_than_their_part_of_the_minutes(config):
+def test_prices_have_no_more_than_their_part_of_the_minutes(config, monkeypatch):
+    monkeypatch.undo()  # what all searches share has no end
     said = []
     found = plan(config, targets.parse("h100:4"), reports=Compiler(config), minutes=1e-9, say=said.append, most=0)
     assert 0 < found.searched < 100

@@ -58,6 +58,7 @@ def test_what_is_split_is_asked_of_the_model(space_of, llama):
 def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monkeypatch):
     monkeypatch.setattr(space, "LONG", 16)
     monkeypatch.setattr(space, "LEAST_POSITIONS", 4)
+    monkeypatch.setattr(space, "MOST_TENSOR", 1)
     config = small(compute_dtype="bfloat16", experts=4, experts_per_token=2, balance="batch", kv_heads=2)
     of = space_of(config, "cpu:4")
     assert (of.roles.groups, of.roles.sequence) == (("expert",), ("seq",))
@@ -81,7 +82,7 @@ def test_a_sequence_is_split_only_where_its_pieces_can_be_dealt(small, space_of,
     """Each device gets two pieces, an early and a late one, so that all see as many keys."""
     monkeypatch.setattr(space, "LONG", 16)
     monkeypatch.setattr(space, "LEAST_POSITIONS", 1)
-    of = space_of(small(compute_dtype="bfloat16", data={"seq": 24}), "cpu:8")
+    of = space_of(small(compute_dtype="bfloat16", data={"seq": 24, "batch": 2}), "cpu:8")
     assert {raw["mesh"].get("context", 1) for raw in of} == {1, 2, 4}  # 24 is no multiple of 2 * 8
 
 
