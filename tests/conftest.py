@@ -26,21 +26,26 @@ runtime.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 
 # The files that take longest, the longest first: workers take whole files in this order, and end together.
 LONGEST = (
-    "convert/test_families.py",
-    "foresight/test_explain.py",
     "train/test_promise.py",
     "test_jobs.py",
+    "plan/test_search.py",
     "test_processes.py",
     "train/test_loop.py",
+    "convert/test_families.py",
+    "test_api.py",
     "train/test_collectives.py",
-    "checkpoints/test_failures.py",
-    "data/test_trained.py",
-    "test_cli.py",
-    "test_products.py",
-    "infer/test_generate.py",
-    "infer/test_references.py",
+    "test_verbs.py",
+    "test_rules.py",
     "train/test_context_layouts.py",
     "train/test_lora.py",
+    "plan/test_space.py",
+    "test_products.py",
+    "infer/test_generate.py",
+    "test_your_own_model.py",
+    "plan/test_price.py",
+    "infer/test_references.py",
+    "model/test_transformer.py",
+    "model/test_adapters.py",
 )
 
 

@@ -100,11 +100,12 @@ def block(arrays, x_BTD):
         low = read(0.5 * einsum("BTD,DR->BTR", in_BTD, w["w_up_a"]), LOW_RANK, LOW_RANK)
         up += einsum("BTR,RF->BTF", low, w["w_up_b"])
     hidden = shard(jnp.sin(up), HIDDEN)
-    y = einsum("BTNH,NHD->BTD", jnp.sin(q) * k + v, w["wo"]) + einsum("BTF,FD->BTD", hidden, w["w_down"])
+    y = 0.5 + einsum("BTNH,NHD->BTD", jnp.sin(q) * k + v, w["wo"])
+    y += 0.25 + einsum("BTF,FD->BTD", hidden, w["w_down"])
     if "w_down_a" in w:
         low = read(0.5 * einsum("BTF,FR->BTR", hidden, w["w_down_a"]), LOW_RANK, LOW_RANK)
         y += einsum("BTR,RD->BTD", low, w["w_down_b"])
-    return x_BTD + write(1.0 + y, BLOCK_INPUT, RESIDUAL)
+    return x_BTD + write(0.25 + y, BLOCK_INPUT, RESIDUAL)
 
 
 def plain_block(w, x_BTD):
