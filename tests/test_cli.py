@@ -197,6 +197,11 @@ def test_a_value_may_look_like_a_flag():
     assert (values.prompt, values.top_k, values.chat, rest) == (["--not-a-flag"], 3, True, ["--this-one"])
 
 
+def test_layouts_are_those_of_the_flag_and_then_those_without_one():
+    values, rest = cli._parsed("compare", ["tp8", "--rules=fsdp8,dp8"])
+    assert [one.name for one in given.layouts(values, rest)] == ["fsdp8", "dp8", "tp8"]
+
+
 def test_the_package_is_a_command():
     command = [sys.executable, "-m", "gspmd_lm", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
