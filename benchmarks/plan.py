@@ -401,7 +401,7 @@ def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
         if plan_s and compiled_s:
             ours += f" ({plan_s / compiled_s - 1:+.1%})"
         print(f"| {row['number']} | {row['row']} | {row['theirs_priced_s']:.3f} | "
-              f"{f'{compiled_s:.3f}' if compiled_s else ''}{fits} | "
+              f"{f'{compiled_s:.3f}{fits}' if compiled_s else fits.removeprefix(', ')} | "
               f"{row['plan_priced_s']:.3f} ({row['plan_priced_s'] / row['theirs_priced_s'] - 1:+.1%}) | {ours} | "
               f"{describe(row['rules'])} |", flush=True)  # fmt: skip
         for name, seconds in ("theirs_priced_s", compiled_s), ("plan_priced_s", plan_s):
