@@ -15,7 +15,7 @@ from tests.launched import compiled_here
 RUN_COMPILER = compile._run_compiler
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def programs_of_simulated_devices_are_compiled_here():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_run_compiler", compiled_here)

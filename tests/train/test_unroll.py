@@ -18,7 +18,7 @@ def three(small, course):
 
 
 def layer_loops(course):
-    """How many loops over layers a compiled program has. Other loops, such as the loss's, have other numbers of turns."""
+    """How many loops over layers a compiled program has. Other loops, such as that of the loss, turn more often."""
     lines = [line for line in course.program.as_text().splitlines() if " while(" in line]
     return sum(f'"known_trip_count":{{"n":"{LAYERS}"}}' in line for line in lines)
 
