@@ -27,6 +27,7 @@ from gspmd_lm.config_types import (
     Size,
     explained,
 )
+from gspmd_lm.config_types import StackName as StackName
 from gspmd_lm.errors import InputError
 from gspmd_lm.paths import find_file, read_text
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config_types import STRICT, BelowOne, Count, NotNegative, Positive, Size
+from gspmd_lm.config_types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -309,7 +309,7 @@ class Model:
     @property
     def stacks(self) -> tuple["Stack", ...]:
         """The layers in order. The first ones may be dense or sparse, and the last ones may share keys."""
-        ends = {
+        ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
         }  # fmt: skip
@@ -381,7 +381,7 @@ class Model:
 class Stack(NamedTuple):
     """Layers that run in one loop, and those that are left if `kinds` does not divide their number."""
 
-    name: str  # of the module
+    name: StackName
     first: int  # the number of its first layer, counted from 0
     layers: int
     kinds: tuple[Model, ...]  # the settings of its layers, repeated over its depth

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pydantic
 
@@ -18,6 +18,7 @@ Positive = Annotated[float, pydantic.Field(gt=0)]
 NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
+StackName = Literal["layers", "dense_layers", "sparse_layers", "shared_kv_layers"]  # modules of layers in a loop
 
 _KINDS = {
     "int_type": "must be a whole number",

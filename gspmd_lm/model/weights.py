@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,7 @@ from gspmd_lm.placing import Adapted, Weight, parameter, use
 from gspmd_lm.products import einsum, read
 
 LOW_RANK = "low_rank: batch seq rank"
-LOOPS = [(name,) for name in ("layers", "dense_layers", "sparse_layers", "shared_kv_layers")]  # see config.Model.stacks
+LOOPS = [(name,) for name in get_args(config.StackName)]
 
 
 def weight(

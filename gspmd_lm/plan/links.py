@@ -76,7 +76,7 @@ class Links:
         waiting = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][of_activations]
         total_s = 0.0
         for what, axes, times, looped, size_bytes in _together(moves):
-            pieces = len(groups[axes][0])
+            pieces, link = len(groups[axes][0]), network.link(groups[axes])
             seconds = times * network.time_s("all-gather", size_bytes * pieces / (pieces - 1), groups[axes])
             total_s += seconds
             if what in ("activations", "keys"):
@@ -84,15 +84,13 @@ class Links:
             elif not looped:
                 exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
             elif what == "weights":
-                across = network.link(groups[axes]) == "dcn"
                 for passed, never in enumerate(NEVER_HIDDEN[platform][:2]):
-                    _add(parts[passed], surely[passed], axes, seconds / 2, SLICES_EXPOSED if across else never)
+                    _add(parts[passed], surely[passed], axes, seconds / 2, SLICES_EXPOSED if link == "dcn" else never)
             else:
-                within = not gathered.isdisjoint(axes.split("+")) or network.link(groups[axes]) == "ici"
                 never = NEVER_HIDDEN[platform][2]
-                if replicas and network.link(groups[axes]) == "network":
+                if link == "network" and replicas:
                     never = REPLICAS_EXPOSED
-                elif within and platform == "tpu":
+                elif platform == "tpu" and (link == "ici" or not gathered.isdisjoint(axes.split("+"))):
                     never = GRADIENTS_EXPOSED[network.chip.torus_dimensions]
                 _add(parts[2], surely[2], axes, seconds, never)
         computed_s = (loops[0], loops[1], loops[1], sum(loops))

@@ -59,7 +59,7 @@ class Programs:
         if name not in self.compiled:
             rules = self.step.rules
             machine, train = self.machine, name == "train step"
-            also = ("once",) if name == "initial state" else rules.compiled_for
+            also = {"initial state": ("once",), "train step": rules.compiled_for}.get(name, ())
             options = compiler.options(machine.platform, rules.compiler_options, rules.path, machine.device_kind, also)
             began = time.perf_counter()
             ready, foresee = (self.executable, self.foresee) if train else (None, None)
