@@ -6,21 +6,14 @@ SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
 import dataclasses
 import gc
 import os
-from importlib.metadata import version
 from pathlib import Path
 
+from tests.quick import XLA_FLAGS
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-# LLVM optimizes nothing, and programs are compiled in one piece and by the older emitters, which later versions of jax
-# do not have: a compilation takes a fifth of the time. The last bits of results are then others: both sides of a
-# comparison have these flags. What is recorded is compiled by processes that do not inherit them.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        "--xla_cpu_use_fusion_emitters=false" if version("jax") < "0.11" else "",
-    ]
-)
+# The last bits of results are other ones with these flags: both sides of a comparison have them. What is recorded is
+# compiled by processes that do not inherit them.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"
 
 import jax  # it reads the environment
 import numpy as np

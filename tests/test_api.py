@@ -14,8 +14,8 @@ from gspmd_lm.foresight.show import page
 from gspmd_lm.runs import history
 from gspmd_lm.runs import page as run_page
 from tests.convert import references
-from tests.convert.ours import QUICK_FLAGS
 from tests.launched import compiled_here
+from tests.quick import QUICK_FLAGS
 
 SMALL = [
     "model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",

@@ -14,7 +14,7 @@ from gspmd_lm.plan import search
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
 from tests import own_models
-from tests.convert.ours import QUICK
+from tests.quick import QUICK
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"width": "fsdp"}}
 SEQUENCE = {

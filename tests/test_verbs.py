@@ -15,7 +15,7 @@ from gspmd_lm.convert import beside, export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
 from gspmd_lm.verbs import convert, session, weights
-from tests.convert.ours import QUICK_FLAGS
+from tests.quick import QUICK_FLAGS
 
 MODEL = config.Model(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"

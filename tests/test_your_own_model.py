@@ -15,7 +15,7 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import Input, InputError, parameter, placing, shard, use
-from tests.convert.ours import QUICK
+from tests.quick import QUICK
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

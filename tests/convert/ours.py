@@ -1,7 +1,6 @@
 """Our model of a published folder, in the ways that tests run it."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,6 @@ from gspmd_lm.placement import MeshPlacement
 from gspmd_lm.placing import placed_by
 from gspmd_lm.train import state
 
-# A fifth of the time of a compilation, and what is computed is the same up to rounding. The last option is gone from
-# later versions of jax.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-if jax.version.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False
-QUICK_FLAGS = tuple(f"--set=rules.compiler_options.cpu.{name}={json.dumps(value)}" for name, value in QUICK.items())
 EXACT = "model.matmul_precision=highest"
 
 
@@ -62,7 +55,7 @@ def compiled(model, params, batch, placed=None, gradients=False):
         with placed_by(placed):
             return (jax.value_and_grad(forward, has_aux=True) if gradients else forward)(params, batch)
 
-    return jax.jit(run).lower(params, batch).compile(compiler_options=QUICK)(params, batch)
+    return jax.jit(run).lower(params, batch).compile()(params, batch)
 
 
 def tensors(folder):

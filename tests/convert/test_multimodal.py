@@ -11,6 +11,7 @@ from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.errors import InputError
 from gspmd_lm.verbs import given
 from tests.convert import ours, references
+from tests.convert.published_configs import PUBLISHED
 
 # As published: the folder's model_type, what its config.json says besides sizes, and its parameters of text.
 GEMMA3_27B = {
@@ -65,17 +66,10 @@ GEMMA3N_E4B = {
     "architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {"hidden_size": 1536},
     "audio_token_id": 262273, "boa_token_id": 256000, "eoa_token_id": 262272, "model_type": "gemma3n",
     "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 2048}, "vision_soft_tokens_per_image": 256,
-    "text_config": {
-        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "altup_active_idx": 0, "altup_coef_clip": 120.0,
-        "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
-        "attention_dropout": 0.0, "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2048,
-        "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "initializer_range": 0.02,
-        "intermediate_size": [16384] * 35, "laurel_rank": 64, "max_position_embeddings": 32768,
-        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "model_type": "gemma3n_text",
-        "num_attention_heads": 8, "num_hidden_layers": 35, "num_key_value_heads": 2, "num_kv_shared_layers": 15,
-        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0, "rope_scaling": None,
-        "rope_theta": 1000000.0, "sliding_window": 512, "use_cache": True, "vocab_size": 262400,
-        "vocab_size_per_layer_input": 262144,
+    "text_config": PUBLISHED["gemma-3n-e2b"][0] | {
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "intermediate_size": [16384] * 35,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "num_hidden_layers": 35,
+        "num_kv_shared_layers": 15,
     },
 }  # fmt: skip
 

@@ -12,9 +12,10 @@ from gspmd_lm import checkpoint, cli
 from gspmd_lm.convert import safetensors
 from gspmd_lm.verbs import convert
 from tests.convert import ours, references
+from tests.quick import QUICK_FLAGS
 
 PLACE = "--rules=dp8", "--compile_cache=none"
-TRAIN = *PLACE, *ours.QUICK_FLAGS
+TRAIN = *PLACE, *QUICK_FLAGS
 TOKENIZER = {
     "version": "1.0",
     "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"},

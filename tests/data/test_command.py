@@ -14,7 +14,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.data import chat, loader, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.verbs import given, session, train
-from tests.convert.ours import QUICK_FLAGS
+from tests.quick import QUICK_FLAGS
 
 SMALL = ("model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
          "data.batch=8", "data.seq=16", "train.steps=4", "train.trackers=[]", "data.held_out=0.0")  # fmt: skip

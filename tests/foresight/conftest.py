@@ -9,8 +9,8 @@ from gspmd_lm import rules_file
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.compile import CompileRequest
 from gspmd_lm.foresight.machine import target as targets
-from tests.convert.ours import QUICK
 from tests.launched import compiled_here
+from tests.quick import QUICK
 
 RUN_COMPILER = compile._run_compiler
 

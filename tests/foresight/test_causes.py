@@ -18,7 +18,6 @@ from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.rules import Row
 from gspmd_lm.train import state, table
-from tests.convert.ours import QUICK
 
 SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
 L, B, T, D, F, N, H, V = 2, 32, 16, 32, 64, 8, 4, 64  # of `small`
@@ -50,7 +49,7 @@ def moved(small, built):
         if key not in known:
             step = built(small(), rules, microbatches=microbatches)
             # It never runs, so its code need not be good.
-            compiled = step.lower_train().compile(compiler_options=QUICK)
+            compiled = step.lower_train().compile()
             known[key] = collectives_of(step, compiled.as_text(), simulated(rules))
         return known[key]
 

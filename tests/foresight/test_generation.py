@@ -9,7 +9,7 @@ from gspmd_lm import rules_file
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.report import to_json
-from tests.convert.ours import QUICK
+from tests.quick import QUICK
 
 CONFIG = configs.load(
     "tiny",

@@ -15,7 +15,6 @@ from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer import programs
 from gspmd_lm.rules import CONTEXTS, ShardingError
 from gspmd_lm.train import state
-from tests.convert.ours import QUICK
 
 BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}
 FAMILIES = {
@@ -102,7 +101,7 @@ def moved_by(built):
         key = repr((config, rules.rows, rules.remat, rules.microbatches, rules.mesh, rules.context))
         if key not in known:
             step = built(config, rules)
-            program = step.lower_train().compile(compiler_options=QUICK)
+            program = step.lower_train().compile()
             known[key] = collectives_of(step, program.as_text(), simulated(rules))
         return known[key]
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm.model.layers import activated
-from gspmd_lm.model.transformer import decode, empty_cache, extend, init
+from gspmd_lm.model.transformer import decode, empty_cache, init
+from tests.model.cached import both_ways
 
 # Layers: 0 sliding, 1 full, 2 sliding, and 3 full and 4 sliding with the keys of 1 and 2. The last one stands alone.
 KINDS = {"layers": 5, "layer_pattern": ("sliding", "full"), "sliding_window": 4, "shared_kv_layers": 2}
@@ -40,27 +41,9 @@ def test_layers_that_share_keys_make_none(model):
 def test_tokens_one_by_one_give_what_whole_rows_do(model):
     """Through the cache, in which layers that share keys have no place. Prompts with padding before them."""
     cfg, params = model
-    T, new, starts = 8, 2, jnp.array([0, 5])
-    batch = rows(cfg, T + new)
-    ahead = jnp.arange(T + new)[None] - starts[:, None]
-    batch |= {"positions": jnp.maximum(ahead, 0), "segment_ids": (ahead >= 0).astype(jnp.int32)}
-    whole = jax.jit(lambda: decode(cfg, params, batch)[0])()
-
-    def piece(first, last):
-        found = {name: batch[name][:, first:last] for name in ("tokens", "positions")}
-        return found | {"slot": jnp.array(first), "start": starts, "row": batch["row"]}
-
-    @jax.jit
-    def in_pieces():
-        prompts = piece(0, T) | {"segment_ids": batch["segment_ids"][:, :T]}
-        first, *_, cache = extend(cfg, params, prompts, empty_cache(cfg, 2, T + new))
-        found = [first[:, -1:]]
-        for at in range(T, T + new):
-            x, *_, cache = extend(cfg, params, piece(at, at + 1), cache)
-            found.append(x)
-        return jnp.concatenate(found, 1)
-
-    np.testing.assert_allclose(in_pieces(), whole[:, T - 1 :], atol=2e-5)
+    T, new = 8, 2
+    found, wanted = both_ways(cfg, params, rows(cfg, T + new)["tokens"], jnp.array([0, 5]), T)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
 def test_tokens_beyond_the_table_have_the_first_ones_embeddings(model):

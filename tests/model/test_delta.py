@@ -8,7 +8,8 @@ import pytest
 
 from gspmd_lm.config import LinearAttention
 from gspmd_lm.model import delta
-from gspmd_lm.model.transformer import decode, empty_cache, extend, init
+from gspmd_lm.model.transformer import decode, empty_cache, init
+from tests.model.cached import both_ways
 
 N, H = 2, 4
 
@@ -77,27 +78,9 @@ def test_nothing_leaves_a_document(model):
 def test_a_state_goes_from_prompts_of_any_length_to_the_next_tokens(model):
     """Prompts with padding before them, one of them shorter than the short convolution, and two tokens more."""
     cfg, params = model
-    T, new, starts = 80, 2, jnp.array([0, 7, 79])
+    T, new = 80, 2
     tokens = jax.random.randint(jax.random.key(1), (3, T + new), 0, cfg.vocab)
-    ahead = jnp.arange(T + new)[None] - starts[:, None]
-    places = {"positions": jnp.maximum(ahead, 0), "row": jnp.arange(3)}
-    segments = (ahead >= 0).astype(jnp.int32)
-    whole = jax.jit(lambda: decode(cfg, params, {"tokens": tokens, "segment_ids": segments} | places)[0])()
-
-    def piece(first, last):
-        found = {"tokens": tokens[:, first:last], "slot": jnp.array(first), "start": starts, "row": places["row"]}
-        return found | {"positions": places["positions"][:, first:last]}
-
-    @jax.jit
-    def in_pieces():
-        prompts = piece(0, T) | {"segment_ids": segments[:, :T]}
-        first, *_, cache = extend(cfg, params, prompts, empty_cache(cfg, 3, T + new))
-        found = [first[:, -1:]]
-        for at in range(T, T + new):
-            x, *_, cache = extend(cfg, params, piece(at, at + 1), cache)
-            found.append(x)
-        return jnp.concatenate(found, 1)
-
     cache = jax.eval_shape(lambda: empty_cache(cfg, 3, T + new))
     assert cache.k_LBSKH.shape[0] == 1 and cache.linear.s_LBNIH.shape[:2] == (2, 3)  # only layers that need them
-    np.testing.assert_allclose(in_pieces(), whole[:, T - 1 :], atol=5e-5)
+    found, wanted = both_ways(cfg, params, tokens, jnp.array([0, 7, 79]), T)
+    np.testing.assert_allclose(found, wanted, atol=5e-5)

@@ -28,7 +28,7 @@ from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import Programs
 from gspmd_lm.train.saving import Clock
-from tests.convert.ours import QUICK
+from tests.quick import QUICK
 
 CPU = runtime.Runtime("cpu", "cpu", 8, 0, 1)
 
