@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from benchmarks import measure
-from gspmd_lm import config, rules_file
+from gspmd_lm import config
+from gspmd_lm.sharding import rules_file
 
 LAYOUTS = ("dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4")
 SIZES = ("model.embed=512", "model.heads=8", "model.head_dim=64", "model.mlp=2048", "model.layers=6", "data.seq=256",

@@ -22,10 +22,10 @@ import numpy as np
 
 from benchmarks import measure
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer import generate
 from gspmd_lm.model.transformer import init
+from gspmd_lm.sharding import rules_file
 
 PROMPT = 64
 GPT2 = {

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure
-from gspmd_lm import config, rules_file
+from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.machine import target
-from gspmd_lm.rules import Remat
+from gspmd_lm.hardware import target
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat
 
 # Small enough to compile in seconds, and large enough that compilers move activations and weights as in large models.
 MODEL = ("model.embed=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp=2048",

@@ -3,9 +3,9 @@
 import dataclasses
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
 from gspmd_lm.config import Config
-from gspmd_lm.rules import Rules
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Rules
 
 _SPLASH = {"tpu": "splash"}
 LLAMA_1B = ("model.embed=2048", "model.heads=16", "model.kv_heads=8", "model.mlp=8192", "model.layers=16",

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm import config, runtime
-from gspmd_lm.rules import Rules
+from gspmd_lm import config
+from gspmd_lm.runtime import startup
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.train import state, step
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def simulate(devices: int) -> None:
     """Makes this process see `devices` devices on the CPU, as a run does; call it before anything touches one."""
-    runtime.start(platform="cpu", simulated_devices=devices, keep_memory=True)
+    startup.start(platform="cpu", simulated_devices=devices, keep_memory=True)
 
 
 def provenance() -> dict[str, Any]:

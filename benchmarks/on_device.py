@@ -25,12 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import layouts, measure
-from gspmd_lm import compiler, config, rules_file, runtime
+from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.machine import target
-from gspmd_lm.kernels import attention
-from gspmd_lm.kernels.blocks import Blocks
-from gspmd_lm.rules import KERNELS
+from gspmd_lm.hardware import target
+from gspmd_lm.model.kernels import attention
+from gspmd_lm.model.kernels.blocks import Blocks
+from gspmd_lm.runtime import compiler, startup
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import KERNELS
 from gspmd_lm.train import state, step
 
 CASES = {  # what is computed, and rows per batch
@@ -157,7 +159,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     name, sets, _ = CASES[case]
     cfg = config.load(name, [*sets, f"data.batch={rows}"])
     layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "single")
-    runtime.start(simulated_devices=1)  # as a run starts: on a GPU it takes the share of memory that is compared with
+    startup.start(simulated_devices=1)  # as a run starts: on a GPU it takes the share of memory that is compared with
     device = jax.devices()[0]
     arrays, problems = state.checked(cfg, layout, device.platform)
     built = step.build(cfg, layout, arrays, [device])

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from benchmarks import measure
-from gspmd_lm import config, rules, rules_file
+from gspmd_lm import config
 from gspmd_lm.foresight import hlo
+from gspmd_lm.sharding import rules, rules_file
 from gspmd_lm.train import optimizer
 
 STEPS_COMPARED = 5

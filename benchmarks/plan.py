@@ -26,17 +26,17 @@ import numpy as np
 from benchmarks import measure, step_times
 from benchmarks.layouts import LLAMA_1B, PAIRS
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.known_errors import is_several
-from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
 from gspmd_lm.plan.price import Price, Pricer
 from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.plan.traces import Traces
+from gspmd_lm.sharding import rules_file
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
 OF_MEMORY = 0.95  # the share of the limit that a ranked layout may need by estimate: all but a few then compile

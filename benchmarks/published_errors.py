@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.step_times import JAX_FRAMEWORKS, Row
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.known_errors import Kind, is_several, kind_of
-from gspmd_lm.foresight.machine import network, target
+from gspmd_lm.hardware import network, target
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.train import state
 from gspmd_lm.train.metrics import flops_per_token
 

@@ -18,9 +18,9 @@ PARTS = {
     "arrays and rules checked": ["gspmd_lm.train.state:checked"],
     "train step lowered": ["gspmd_lm.train.step:Step.lower_train"],
     "initial state lowered": ["gspmd_lm.train.step:Step.lower_init"],
-    "compiled": ["gspmd_lm.runtime:compile"],  # whatever was lowered last
+    "compiled": ["gspmd_lm.runtime.compiler:compile"],  # whatever was lowered last
     "report": ["gspmd_lm.foresight.explain:report"],
-    "trackers": ["gspmd_lm.train.trackers:load", "gspmd_lm.train.log:Log"],
+    "trackers": ["gspmd_lm.workdir.trackers:load", "gspmd_lm.workdir.log:Log"],
 }
 
 
@@ -73,8 +73,8 @@ def main() -> None:
 
     add("imports: jax", began)
     began = time.process_time()
+    from gspmd_lm.cli import train  # noqa: F401
     from gspmd_lm.train import loop, metrics
-    from gspmd_lm.verbs import train  # noqa: F401
 
     add("imports: the rest", began)
     if kind == "parts":

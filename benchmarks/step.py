@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from benchmarks import collectives, hand_written, measure
-from gspmd_lm import config, rules_file
-from gspmd_lm.rules import Remat
+from gspmd_lm import config
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat
 
 REFERENCES = {
     "fsdp8": hand_written.Layout(fsdp=8),

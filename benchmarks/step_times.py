@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import compiler, core_yaml, paths, rules_file
 from gspmd_lm import config as configs
-from gspmd_lm.chips import CHIPS
-from gspmd_lm.config import Config
-from gspmd_lm.rules import Rules
+from gspmd_lm.config import Config, core_yaml, paths
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.runtime import compiler
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Rules
 
 PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"
 TRAINED = PUBLISHED.with_name("trained.yaml")

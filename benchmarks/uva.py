@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from benchmarks import collectives, measure
-from gspmd_lm import config, rules_file
-from gspmd_lm.rules import Rules
+from gspmd_lm import config
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Rules
 
 GOALS_MB = {("uva", "parallel"): 8.1, ("uva", "sequential"): 11.7,
             ("uva_large", "parallel"): 433, ("uva_large", "sequential"): 735}  # fmt: skip

@@ -9,6 +9,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gspmd_lm.versions import __version__ as __version__
+
 if TYPE_CHECKING:
     from gspmd_lm.api import (
         build,
@@ -25,11 +27,10 @@ if TYPE_CHECKING:
         train,
     )
     from gspmd_lm.errors import InputError, RunFailed
-    from gspmd_lm.placing import parameter, shard, use
-    from gspmd_lm.task import Input, Task
-    from gspmd_lm.vocabulary import Vocabulary
+    from gspmd_lm.model.task import Input, Task
+    from gspmd_lm.sharding.annotate import parameter, shard, use
+    from gspmd_lm.sharding.names import Vocabulary
 
-__version__ = "0.1.0"
 __all__ = [
     "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare", "dry_run", "explain",
     "load", "load_config", "load_rules", "parameter", "plan", "shard", "show", "start", "train", "use",
@@ -38,9 +39,9 @@ __all__ = [
 _HOMES = {
     "api": "build checkpoints compare dry_run explain load load_config load_rules plan show start train",
     "errors": "InputError RunFailed",
-    "placing": "parameter shard use",
-    "task": "Input Task",
-    "vocabulary": "Vocabulary",
+    "sharding.annotate": "parameter shard use",
+    "model.task": "Input Task",
+    "sharding.names": "Vocabulary",
 }
 
 

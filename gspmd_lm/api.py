@@ -10,23 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspmd_lm import files, rules_file
-from gspmd_lm.axes import DECODER
+from gspmd_lm import files
+from gspmd_lm.cli import given
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.rules import Rules
-from gspmd_lm.verbs import given, without_a_gpu
+from gspmd_lm.runtime import without_a_gpu
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.axes import DECODER
+from gspmd_lm.sharding.rules import Rules
 
 if TYPE_CHECKING:
     from contextlib import closing
 
-    from gspmd_lm.checkpoint import Checkpoints
     from gspmd_lm.foresight.report import Report
     from gspmd_lm.loaded import Model
-    from gspmd_lm.results import Comparison, Explanation, FoundPlan, Trained
-    from gspmd_lm.runtime import Runtime
-    from gspmd_lm.task import Task
+    from gspmd_lm.model.task import Task
+    from gspmd_lm.runtime.startup import Runtime
+    from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained
     from gspmd_lm.train.step import Step
+    from gspmd_lm.workdir.checkpoint import Checkpoints
 
 _log = logging.getLogger("gspmd_lm")
 SIMULATED = 8  # devices, where the rules do not say how many
@@ -74,10 +76,10 @@ def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
         InputError: the platform is not there, or jax already runs with fewer devices.
     """
     without_a_gpu.import_jax()
-    from gspmd_lm import runtime
+    from gspmd_lm.runtime import startup
 
     devices = max(SIMULATED, _rules(rules).devices)
-    return runtime.start(platform=platform, simulated_devices=devices, keep_memory=True)
+    return startup.start(platform=platform, simulated_devices=devices, keep_memory=True)
 
 
 def build(task: "Task | Config | str", rules: Rules | str) -> "Step":
@@ -121,7 +123,8 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
     _import_jax()
     from rich.console import Console
 
-    from gspmd_lm.train import state, table
+    from gspmd_lm.foresight import table
+    from gspmd_lm.train import state
 
     task = _task(task)
     rules = _rules(rules, task)
@@ -148,7 +151,7 @@ def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3)
     """
     from contextlib import closing
 
-    from gspmd_lm import checkpoint
+    from gspmd_lm.workdir import checkpoint
 
     task = _task(task)
     if isinstance(task, Config):
@@ -190,9 +193,9 @@ def train(
     rules = _rules(rules)
     config = given.with_tokenizer(_config(config), str(workdir) if workdir else None)
     machine = start(rules, platform)
-    from gspmd_lm.results import Trained
-    from gspmd_lm.verbs import session
-    from gspmd_lm.verbs import train as verb
+    from gspmd_lm.cli import session
+    from gspmd_lm.cli import train as verb
+    from gspmd_lm.show.notebook import Trained
 
     here = session.of(config, rules, machine, str(workdir) if workdir else None)
     last, folder = verb.train(here, steps)
@@ -258,7 +261,7 @@ def compare(
         RunFailed: the compiler failed.
     """
     from gspmd_lm.foresight.compile import PHASES
-    from gspmd_lm.foresight.machine import target as targets
+    from gspmd_lm.hardware import target as targets
 
     place = targets.parse(target)
     task = _task(task)
@@ -268,12 +271,12 @@ def compare(
     for known in PHASES:
         if phase == known:
             _import_jax()
-            from gspmd_lm import results
             from gspmd_lm.foresight import explain as reports
             from gspmd_lm.plan import fits
+            from gspmd_lm.show import notebook
 
             found = reports.reports(task, rules, place, _log.info, phase=known)
-            return results.Comparison(fits.with_fixes(task, found, rules, place))
+            return notebook.Comparison(fits.with_fixes(task, found, rules, place))
     raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
 
 
@@ -293,31 +296,31 @@ def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "Foun
     Raises:
         InputError: the target is not known, or no mesh of its devices divides the batch.
     """
-    from gspmd_lm.foresight.machine import target as targets
+    from gspmd_lm.hardware import target as targets
 
     place = targets.parse(target)
     task = _task(task)
     _import_jax()
-    from gspmd_lm import results
     from gspmd_lm.plan import search
+    from gspmd_lm.show import notebook
 
     found = search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
-    return results.FoundPlan.of(found, task)
+    return notebook.FoundPlan.of(found, task)
 
 
 def show(*reports: "Report", width: int = 120) -> str:
     """The page of a report, or the comparison of several, as the command line prints it."""
-    from gspmd_lm import results
+    from gspmd_lm.show import notebook
 
-    return results.text(reports, width)
+    return notebook.text(reports, width)
 
 
 def _import_jax() -> None:
     """Imports jax quietly, and has devices simulated if a CPU is all there is, for the layouts that come after."""
     without_a_gpu.import_jax()
-    from gspmd_lm import runtime
+    from gspmd_lm.runtime import startup
 
-    runtime.simulate_later(SIMULATED)
+    startup.simulate_later(SIMULATED)
 
 
 def _several(overrides: str | Sequence[str]) -> Sequence[str]:

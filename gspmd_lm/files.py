@@ -1,9 +1,10 @@
-"""Writing files whole or not at all, and sealing folders, so that a later change in them is noticed."""
+"""Files that are written whole or not at all, folders that are sealed, and JSON that somebody else wrote."""
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,11 @@ from typing import Any, TextIO
 
 from etils import epath
 
-from gspmd_lm import json_text
 from gspmd_lm.errors import InputError
 
+# Levels of lists and objects: Python follows a deeper value neither when it writes it nor in templates.
+DEEPEST_JSON = 500
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MANIFEST = "sha256.json"  # in a sealed folder: the path of each file -> its size in bytes and its sha256
 
 
@@ -118,12 +121,12 @@ def replace_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The value that `replace_json` wrote. Raises InputError if the file is damaged or was written by other code."""
-    raw = json_text.mapping(path.read_bytes(), path)
+    raw = json_object(path.read_bytes(), path)
     if not isinstance(raw.get("value"), str):
         raise InputError(f"{path}: not a file of this package, or damaged")
     if raw.get("sha256") != hashlib.sha256(raw["value"].encode(errors="replace")).hexdigest():
         raise InputError(f"{path}: its sha256 has changed")
-    return json_text.value(raw["value"], path)
+    return json_value(raw["value"], path)
 
 
 def seal(folder: epath.PathLike, names: Sequence[str]) -> None:
@@ -140,7 +143,7 @@ def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
     """A change among `names` since `seal`: a file that differs, is missing or was added. '' if there is none."""
     folder = epath.Path(folder)
     try:
-        manifest = json_text.mapping((folder / MANIFEST).read_bytes(), MANIFEST).items()
+        manifest = json_object((folder / MANIFEST).read_bytes(), MANIFEST).items()
         sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest}
         sums = {name: its for name, its in sums.items() if name.partition("/")[0] in names}
         files = _files(folder, names)
@@ -174,6 +177,47 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def json_value(text: str | bytes, place: object, fix: str = "", deepest: int = DEEPEST_JSON, **hooks: Any) -> Any:
+    """The value of a JSON text, which need not be an object.
+
+    text: bytes are UTF-8. fix: what to do about a text that is none. deepest: how many levels of lists and objects may
+    be within each other. hooks: as json.loads has them; they raise ValueError.
+    Raises an InputError that begins with `place` and ends with `fix`.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        found = json.loads(text, **hooks)
+        if _is_deeper(found, text, deepest):
+            raise RecursionError
+    except RecursionError as error:
+        what = f"lists or objects within each other, over {deepest} levels deep"
+        raise InputError(f"{place}: {what}{_fix(fix)}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start}){_fix(fix)}") from error
+    except ValueError as error:
+        raise InputError(f"{place}: not valid JSON: {error}{_fix(fix)}") from error
+    return found
+
+
+def json_object(text: str | bytes, place: object, fix: str = "") -> dict[str, Any]:
+    """The fields of a JSON text that must be one object. Raises InputError as `json_value` does."""
+    found = json_value(text, place, fix)
+    if not isinstance(found, dict):
+        raise InputError(f"{place}: a {type(found).__name__}, not a JSON object{_fix(fix)}")
+    return found
+
+
+def has_half_characters(text: str, found: Any) -> bool:
+    """Whether a text of JSON has half of a character, as \\ud800 is. `found` is its value."""
+    if not _SURROGATE.search(text):
+        return False
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def _files(folder: epath.Path, names: Sequence[str]) -> list[str]:
     """The paths, within `folder`, of all files among `names`, sorted."""
     found: list[str] = []
@@ -196,3 +240,23 @@ def _damage_of_file(folder: epath.Path, name: str, expected_bytes: int, expected
     if size_bytes != expected_bytes:
         return f"{name}: {size_bytes} bytes instead of {expected_bytes}"
     return "" if sha256 == expected_sha256 else f"{name}: its sha256 has changed"
+
+
+def _fix(fix: str) -> str:
+    return f"\n  fix   {fix}" if fix else ""
+
+
+def _is_deeper(found: Any, text: str, deepest: int) -> bool:
+    if text.count("[") + text.count("{") <= deepest:
+        return False
+    level = [found]
+    for _ in range(deepest):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True

@@ -4,17 +4,19 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspmd_lm import compile_cache, files, paths, rules_file
 from gspmd_lm import config as configs
-from gspmd_lm.config import Config
+from gspmd_lm import files
+from gspmd_lm.cli import given, session, weights
+from gspmd_lm.config import Config, paths
 from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate as generation
 from gspmd_lm.infer.sampling import Sampling
-from gspmd_lm.rules import Rules
-from gspmd_lm.runtime import Runtime
-from gspmd_lm.verbs import given, session, weights
+from gspmd_lm.runtime import compile_cache
+from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Rules
 
 ROWS = 8  # prompts that are continued at a time
 

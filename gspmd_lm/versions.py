@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+__version__ = "0.1.0"
 PACKAGE = Path(__file__).parent
 
 

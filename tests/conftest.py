@@ -20,28 +20,29 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file, runtime
+from gspmd_lm.runtime import startup
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
 from tests import courses
 
-runtime.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
+startup.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 
 # The files that take longest, the longest first: workers take whole files in this order, and end together.
 LONGEST = (
     "train/test_promise.py",
     "test_jobs.py",
     "plan/test_search.py",
-    "test_processes.py",
+    "runtime/test_processes.py",
     "train/test_loop.py",
     "convert/test_families.py",
     "test_api.py",
     "train/test_collectives.py",
-    "test_verbs.py",
-    "test_rules.py",
+    "cli/test_verbs.py",
+    "sharding/test_rules.py",
     "train/test_context_layouts.py",
     "train/test_lora.py",
     "plan/test_space.py",
-    "test_products.py",
+    "sharding/test_partial_sums.py",
     "infer/test_generate.py",
     "test_your_own_model.py",
     "plan/test_price.py",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gspmd_lm import Input, Task, Vocabulary, parameter, shard, use
-from gspmd_lm.products import einsum, read, write
+from gspmd_lm.sharding.partial_sums import einsum, read, write
 
 ROWS, POSITIONS, WIDTH, WIDE, LABELS = 32, 16, 128, 512, 8
 STREAM, READ = "stream: batch position width", "block_input: batch position width"

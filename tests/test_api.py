@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 import gspmd_lm as g
-from gspmd_lm import cli, results
+from gspmd_lm import cli
 from gspmd_lm.foresight import compile
-from gspmd_lm.foresight.show import page
-from gspmd_lm.runs import history
-from gspmd_lm.runs import page as run_page
+from gspmd_lm.show import notebook, page, run_page
+from gspmd_lm.workdir import history
 from tests.convert import references
 from tests.launched import compiled_here
 from tests.quick import QUICK_FLAGS
@@ -125,7 +124,7 @@ def test_a_plan_shows_itself_and_gives_rules_that_run(found):
 
 
 def test_a_plan_in_which_nothing_fits_says_so(found):
-    none = results.FoundPlan(**{**vars(found), "best": None, "nearest": found.best})
+    none = notebook.FoundPlan(**{**vars(found), "best": None, "nearest": found.best})
     with pytest.raises(g.InputError, match="no layout of tiny fits on cpu:8"):
         none.rules  # noqa: B018
     assert "Nothing fits" in shown(none) and "no layout fits" in repr(none)

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspmd_lm import axes, chips, compiler, errors, rules_file
 from gspmd_lm import config as configs
-from gspmd_lm.foresight.machine import target
-from gspmd_lm.rules import MESH_AXES
+from gspmd_lm import errors
+from gspmd_lm.hardware import chips, target
+from gspmd_lm.runtime import compiler
+from gspmd_lm.sharding import axes, rules_file
+from gspmd_lm.sharding.rules import MESH_AXES
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from gspmd_lm import config as configs
-from gspmd_lm import core_yaml, rules_file
-from gspmd_lm.axes import ARRAYS, AXES
+from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.axes import ARRAYS, AXES
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent

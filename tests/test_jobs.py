@@ -12,7 +12,8 @@ import tomllib
 import pytest
 import yaml
 
-from gspmd_lm import cli, rules_file
+from gspmd_lm import cli
+from gspmd_lm.sharding import rules_file
 from tests.launched import FROM_OUTSIDE, ROOT, free_port
 
 TRAIN = [

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm import axes, rules
 from gspmd_lm.foresight import compile
+from gspmd_lm.sharding import axes, rules
 
 PACKAGE = Path(__file__).parent.parent / "gspmd_lm"
 MODULES = sorted(
@@ -21,97 +21,54 @@ MODULES = sorted(
 )
 LONGEST = 400  # lines of a file
 
-FOR_ALL = ("errors", "units", "paths")
-# Room -> the rooms it may import from, itself and those for all aside. Downward only. A room is a folder or a file.
-MAY_IMPORT = {
-    "__version__": "",
-    "errors": "",
-    "units": "",
-    "paths": "errors",
-    "json_text": "errors",
-    "versions": "",
-    "chips": "",
-    "core_yaml": "errors",
-    "config_types": "",
-    "config_data": "config_types",
-    "config_model": "config_types",
-    "config": "config_data config_model config_types core_yaml",
-    "vocabulary": "",
-    "files": "json_text config",
-    "trees": "config",
-    "lock": "files json_text config",
-    "processes": "config",
-    "compile_cache": "config",
-    "axes": "vocabulary",
-    "placing": "vocabulary",
-    "products": "placing",
-    "rules": "vocabulary core_yaml",
-    "config_keys": "rules core_yaml config",
-    "rules_file": "axes vocabulary core_yaml rules",
-    "quiet": "",
-    "runtime": "chips rules processes versions config quiet",
-    "compiler": "chips versions",
-    "stop_signal": "processes",
-    "agreement": "processes",
-    "mesh": "rules config chips",
-    "placement": "mesh rules placing vocabulary",
-    "task": "placing vocabulary",
-    "kernels": "chips placing config",
-    "exchange": "placing",
-    "dispatch": "exchange kernels products placing",
-    "model": "dispatch kernels products placing axes config",
-    "arrays": "kernels placement rules vocabulary config chips",
-    "program": "arrays placement placing compiler mesh rules config",
-    "data": "files config_data config json_text",
-    "verdicts": "files json_text",
-    "orbax_folder": "files trees config",
-    "same_model": "config",
-    "checkpoint": "same_model orbax_folder verdicts processes files trees config json_text",
-    "train": "task arrays program model kernels placement mesh rules placing axes checkpoint data compiler runtime "
-    "stop_signal agreement compile_cache processes files versions core_yaml config json_text chips",
-    "infer": "arrays program model kernels placement mesh rules placing axes data runtime config json_text",
-    "convert": "arrays model placement checkpoint rules axes data files config json_text",
-    "foresight": "chips train infer task arrays kernels placement mesh rules axes vocabulary data compiler runtime "
-    "files versions config json_text",
-    "plan": "chips compiler foresight train task arrays kernels placement mesh rules_file rules axes vocabulary config",
-    "runs": "foresight train files core_yaml json_text",
-    "verbs": "chips runs plan foresight train infer convert arrays model placement mesh rules rules_file axes "
-    "checkpoint data runtime compile_cache processes lock files versions core_yaml config quiet",
-    "results": "runs plan foresight task rules config",
-    "loaded": "verbs files infer convert data compile_cache rules_file rules runtime config",
-    "cli": "verbs processes config_keys config __version__",
-    "__main__": "cli",
-    "api": "results loaded files verbs plan foresight train task checkpoint runtime rules_file rules axes config",
-}
+# The rooms of the package, the lowest floor first. A room is a folder, or a file beside the folders. A room uses itself
+# and the rooms on the floors below its own.
+FLOORS = (
+    "errors units versions",
+    "files",
+    "hardware config",
+    "runtime data",
+    "sharding workdir",
+    "model",
+    "train infer convert",
+    "foresight",
+    "plan",
+    "show",
+    "cli loaded",
+    "api",
+    "__main__",
+)
 # The same inside of foresight/.
 IN_FORESIGHT = {
     "exported": "",
     "names": "",
+    "table": "",
     "traced": "names",
     "hlo": "",
-    "machine": "",
-    "compile": "exported machine",
-    "known_errors": "machine",
+    "compile": "exported",
+    "known_errors": "",
     "memory": "hlo",
-    "collectives": "traced names machine hlo",
-    "floor": "traced machine",
-    "cost": "collectives names machine hlo",
-    "report": "cost floor collectives memory",
-    "advice": "report cost floor collectives memory hlo",
-    "explain": "advice report cost floor collectives memory compile known_errors machine hlo traced exported",
-    "show": "advice report cost collectives memory",
+    "collectives": "traced names hlo",
+    "floor": "traced",
+    "cost": "collectives names hlo",
+    "parts": "",
+    "report": "table cost floor collectives memory",
+    "advice": "table report cost floor collectives memory hlo",
+    "explain": "table advice report cost floor collectives memory compile known_errors hlo traced exported",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {
     "data": ("flax", "optax", "jax.sharding", "jax.experimental"),
     "config": ("jax", "flax", "numpy"),
-    "vocabulary": ("jax", "flax", "numpy"),
-    "rules": ("jax", "flax", "numpy"),
-    "rules_file": ("jax", "flax", "numpy"),
-    "config_keys": ("jax", "flax", "numpy"),
-    "cli": ("jax", "flax", "numpy", "orbax", "grain"),  # when it is imported; a verb's code comes when the verb runs
-    "api": ("jax", "flax", "numpy", "orbax", "grain"),  # the same
+    "hardware.chips": ("jax", "flax", "numpy"),
+    "sharding.names": ("jax", "flax", "numpy"),
+    "sharding.rules": ("jax", "flax", "numpy"),
+    "sharding.rules_file": ("jax", "flax", "numpy"),
+    "cli.keys": ("jax", "flax", "numpy"),
 }
+# What answers before jax is there: when it is imported; the code of a verb comes when the verb runs.
+QUICK_TO_START = ("gspmd_lm.cli", "gspmd_lm.api")
+NOT_AT_START = ("jax", "flax", "numpy", "orbax", "grain")
 # All that a model and its kernels may know of what is installed: nothing counts devices or says how arrays are split.
 WITHOUT_DEVICES = (
     "collections.abc.", "dataclasses.", "einops.", "flax.linen.initializers.", "flax.traverse_util.", "functools.",
@@ -151,7 +108,7 @@ def tree(module):
 
 
 def imports(nodes):
-    """Full names of what is imported: 'gspmd_lm.rules.Rules', 'jax.numpy'."""
+    """Full names of what is imported: 'gspmd_lm.sharding.rules.Rules', 'jax.numpy'."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -173,15 +130,14 @@ def room(module):
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_room_is_known():
-    assert {room(module) for module in MODULES} - {""} <= set(MAY_IMPORT)
+def test_every_room_is_on_one_floor():
+    assert sorted({room(module) for module in MODULES} - {""}) == sorted(" ".join(FLOORS).split())
 
 
-def test_the_rules_above_go_downward_only():
-    for rooms in (MAY_IMPORT, IN_FORESIGHT):
-        order = list(rooms)
-        for upper, lower in rooms.items():
-            assert all(order.index(name) < order.index(upper) for name in lower.split()), upper
+def below(module):
+    """The room of a module, and those on the floors below it."""
+    number = next(number for number, floor in enumerate(FLOORS) if room(module) in floor.split())
+    return {room(module), *" ".join(FLOORS[:number]).split()}
 
 
 def upward(modules, allowed, level, within):
@@ -194,11 +150,13 @@ def upward(modules, allowed, level, within):
 def test_imports_go_downward():
     modules = [module for module in MODULES if room(module)]
     assert len(modules) > 100
+    assert list(upward(modules, below, 1, "gspmd_lm.")) == []
 
-    def allowed(module):
-        return {*MAY_IMPORT[room(module)].split(), *FOR_ALL, room(module)}
 
-    assert list(upward(modules, allowed, 1, "gspmd_lm.")) == []
+def test_the_rules_of_foresight_go_downward_only():
+    order = list(IN_FORESIGHT)
+    for upper, lower in IN_FORESIGHT.items():
+        assert all(order.index(name) < order.index(upper) for name in lower.split()), upper
 
 
 def test_imports_inside_of_foresight_go_downward():
@@ -212,15 +170,19 @@ def test_imports_inside_of_foresight_go_downward():
 
 
 def test_libraries_that_a_room_must_not_know():
-    modules = [module for module in MODULES if room(module) in NEVER]
-    assert {room(module) for module in modules} == {*NEVER}
     known = []
-    for module in modules:
-        nodes = tree(module)
-        for name in imports(at_import(nodes) if room(module) in ("cli", "api") else ast.walk(nodes)):
-            if f"{name}.".startswith(tuple(f"{never}." for never in NEVER[room(module)])):
-                known.append(f"{module} imports {name}")
-    assert known == []
+    for place, never in NEVER.items():
+        modules = [module for module in MODULES if f"{module}.".startswith(f"gspmd_lm.{place}.")]
+        assert modules, place
+        known += foreign(modules, never, ast.walk)
+    assert known + foreign(QUICK_TO_START, NOT_AT_START, at_import) == []
+
+
+def foreign(modules, libraries, nodes):
+    """'module imports name' for each import of one of the libraries, among the `nodes` of each module's tree."""
+    begins = tuple(f"{library}." for library in libraries)
+    names = ((module, name) for module in modules for name in imports(nodes(tree(module))))
+    return [f"{module} imports {name}" for module, name in names if f"{name}.".startswith(begins)]
 
 
 def dotted(node):
@@ -243,7 +205,7 @@ def told_of_devices(nodes):
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}  # the beginning of a longer chain
 
     def harmless(name):
-        private = "._" in name or name.startswith("gspmd_lm.placing.placement")
+        private = "._" in name or name.startswith("gspmd_lm.sharding.annotate.placement")
         return not private and (name in KNOWN or name.startswith(WITHOUT_DEVICES))
 
     for name in modules.values():
@@ -267,17 +229,24 @@ def told_of_devices(nodes):
 
 
 # Attention over a split sequence, where devices send keys to each other, and its kernels. Models do not see that.
-APART = tuple(f"gspmd_lm.kernels.{name}" for name in ("context", "ring", "splash", "cudnn"))
+APART = tuple(f"gspmd_lm.model.kernels.{name}" for name in ("context", "ring", "splash", "cudnn"))
 
 
 def test_models_see_three_words_of_attention_over_a_split_sequence():
     words = ("attend", "dealt", "keys_spec")
-    seen = {name for module in MODULES for name in imports(ast.walk(tree(module))) if room(module) == "model"}
-    assert {name for name in seen if name.startswith(APART)} <= {f"gspmd_lm.kernels.context.{word}" for word in words}
+    seen = {
+        name
+        for module in MODULES
+        for name in imports(ast.walk(tree(module)))
+        if room(module) == "model" and module not in APART
+    }
+    assert {name for name in seen if name.startswith(APART)} <= {
+        f"gspmd_lm.model.kernels.context.{word}" for word in words
+    }
 
 
 def test_the_model_reads_as_if_there_were_one_device():
-    modules = [module for module in MODULES if room(module) in ("model", "kernels") and module not in APART]
+    modules = [module for module in MODULES if room(module) == "model" and module not in APART]
     assert len(modules) > 8
     assert [(module, word) for module in modules for word in told_of_devices(tree(module))] == []
 
@@ -291,14 +260,15 @@ def test_the_model_reads_as_if_there_were_one_device():
         "from jax.sharding import PartitionSpec; PartitionSpec()", "import jax.sharding; jax.sharding.Mesh",
         "import importlib; importlib.import_module(name)", '__import__("jax")', "x.sharding", "x.devices()",
         "jnp.zeros(3, device=d)", "jax.vmap(f, spmd_axis_name=n)", 'names = ("data", "fsdp")',
-        'placing.shard(x, "residual: fsdp seq embed")', "placing._current.get()",
-        "from gspmd_lm.placing import _current", "placing.placement()", "from gspmd_lm.placing import placement",
+        'annotate.shard(x, "residual: fsdp seq embed")', "annotate._current.get()",
+        "from gspmd_lm.sharding.annotate import _current", "annotate.placement()",
+        "from gspmd_lm.sharding.annotate import placement",
         "jax.experimental.multihost_utils.process_allgather(x)", "jax.jit(f)", "jax.make_mesh((8,), n)",
     ],
 )  # fmt: skip
 def test_what_tells_of_devices_is_found(line):
-    begin = "import flax.linen as nn\nimport jax\nimport jax.numpy as jnp\nfrom gspmd_lm import placing\n"
-    harmless = 'y = jnp.exp(placing.shard(jax.nn.relu(x), "residual: batch seq embed"))\n'
+    begin = "import flax.linen as nn\nimport jax\nimport jax.numpy as jnp\nfrom gspmd_lm.sharding import annotate\n"
+    harmless = 'y = jnp.exp(annotate.shard(jax.nn.relu(x), "residual: batch seq embed"))\n'
     assert list(told_of_devices(ast.parse(begin + harmless))) == []
     assert list(told_of_devices(ast.parse(begin + harmless + line)))
 
@@ -313,7 +283,7 @@ def test_the_first_line_of_a_file_says_what_it_is_for():
 
 # These alone write files themselves: into a folder or file that files.py puts in place when it is whole, or, the log,
 # line by line.
-WRITERS = ("convert.export", "convert.peft", "data.cache", "data.remote", "files", "foresight.compile", "train.log")
+WRITERS = ("convert.export", "convert.peft", "data.cache", "data.remote", "files", "foresight.compile", "workdir.log")
 
 
 def writes(nodes):
@@ -376,5 +346,5 @@ def test_the_key_of_compiled_programs_covers_the_code_that_decides_them():
     files = {str(path.relative_to(PACKAGE.parent)) for path in (PACKAGE.parent / f"{name.replace('.', '/')}.py"
              for name in found) if path.exists()}  # fmt: skip
     outside = {file for file in files if not any(file == name or file.startswith(f"{name}/") for name in covered)}
-    # They wait, find and tell, and compute nothing.
-    assert outside == {f"gspmd_lm/{name}.py" for name in (*FOR_ALL, "versions")}
+    # They find and tell, and compute nothing.
+    assert outside == {f"gspmd_lm/{name}.py" for name in ("errors", "units", "versions")}

@@ -11,11 +11,13 @@ import pytest
 from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fixture)
 from rich.console import Console
 
-from gspmd_lm import axes, config, rules_file
-from gspmd_lm.arrays import pairs
+from gspmd_lm import config
 from gspmd_lm.errors import InputError
+from gspmd_lm.foresight import table
 from gspmd_lm.infer import programs
-from gspmd_lm.train import state, table
+from gspmd_lm.sharding import axes, rules_file
+from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))

@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import gspmd_lm
-from gspmd_lm import Input, InputError, parameter, placing, shard, use
+from gspmd_lm import Input, InputError, parameter, shard, use
+from gspmd_lm.sharding import annotate
 from tests.quick import QUICK
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +149,7 @@ def test_a_key_that_the_model_does_not_ask_for_is_a_warning(tmp_path):
     assert page.count("warning") == 1  # splash is for another platform than this one
 
     def sums(params, batch, key):
-        assert placing.remat() is None  # where nothing is placed, or is only recorded
+        assert annotate.remat() is None  # where nothing is placed, or is only recorded
         return mixer.sums(params, batch, key)
 
     assert "warning" not in gspmd_lm.dry_run(dataclasses.replace(mixer.TASK, sums=sums), rules)
@@ -224,7 +225,7 @@ def test_parameters_without_axes_inputs_without_rows_and_states_without_names_ar
 def test_a_word_says_the_number_of_dimensions_without_any_placement():
     with pytest.raises(InputError, match="hidden has 2 axes here, and x has 3 dimensions"):
         shard(jnp.zeros((2, 3, 4)), "hidden: batch seq")
-    assert placing.placement() is None
+    assert annotate.placement() is None
     x = jnp.ones((2, 3))
     np.testing.assert_array_equal(shard(x, "my_hidden: some other"), x)
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import config, paths
+from gspmd_lm import config
+from gspmd_lm.config import paths
 from gspmd_lm.convert import multimodal
 from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import config, json_text, paths
+from gspmd_lm import config
+from gspmd_lm.config import paths
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
+from gspmd_lm.files import json_object
 
 CARD, FORMER_CARD = "README.md", "README.original.md"
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
@@ -72,7 +74,7 @@ def new(came: Mapping[str, Path], original: Path | None, name: str, vocab: int) 
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    return json_text.mapping(paths.read_text(path), path, "correct or remove it")
+    return json_object(paths.read_text(path), path, "correct or remove it")
 
 
 def as_json(value: Any) -> bytes:

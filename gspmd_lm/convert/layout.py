@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from gspmd_lm import config
-from gspmd_lm.axes import AXES
+from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
 #   P  rows of a position table, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor

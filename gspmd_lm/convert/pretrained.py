@@ -13,8 +13,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gspmd_lm import config
-from gspmd_lm.arrays import arrays
-from gspmd_lm.axes import DECODER
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy
@@ -22,7 +20,9 @@ from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
-from gspmd_lm.placement import Named
+from gspmd_lm.sharding.axes import DECODER
+from gspmd_lm.sharding.placement import Named
+from gspmd_lm.sharding.shapes import arrays
 
 BLOCK_BYTES = 32 * 2**20  # mapped at a time, because pages that were read count as memory of the process
 _SAMPLED_ROWS = 64

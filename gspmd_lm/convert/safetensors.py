@@ -13,9 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from gspmd_lm.config.paths import read_text
 from gspmd_lm.convert.strict_json import damaged, parse, shown
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import read_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import json_text
 from gspmd_lm.errors import InputError
+from gspmd_lm.files import has_half_characters, json_value
 
 DEEPEST = 64  # levels of lists and objects; a deeper value could not be written or shown again
 _LONGEST_NUMBER = 40  # digits
@@ -22,8 +22,8 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         InputError: names the file.
     """
     hooks = {"object_pairs_hook": _once_each, "parse_constant": _no_number, "parse_int": _whole, "parse_float": _finite}
-    found = json_text.value(text, path, _FIX, DEEPEST, **hooks)
-    if json_text.has_halves(text, found):
+    found = json_value(text, path, _FIX, DEEPEST, **hooks)
+    if has_half_characters(text, found):
         raise InputError(damaged(path, "not valid JSON: half of a character, such as \\ud800"))
     if not isinstance(found, dict):
         raise InputError(damaged(path, f"not a JSON object but a {type(found).__name__}"))

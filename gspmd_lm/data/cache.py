@@ -21,12 +21,12 @@ import filelock
 import numpy as np
 
 from gspmd_lm import files
+from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.packing import TARGET
 from gspmd_lm.data.sources import Part, Progress, Source
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder, unwritable
 
 FORMAT = 3  # to be raised when the same source and tokenizer give other files
 _NOTHING = hashlib.sha256().hexdigest()

@@ -17,11 +17,11 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
-from gspmd_lm import json_text
+from gspmd_lm.config.paths import read_text
 from gspmd_lm.data import tokenizer
 from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.paths import read_text
+from gspmd_lm.files import json_object
 
 Message = Mapping[str, Any]  # role, content, and other fields of a message that the template reads
 Span = tuple[int, int]  # characters: start, stop
@@ -328,7 +328,7 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object of a file; empty if there is no file. Raises InputError if it is not a JSON object."""
-    return json_text.mapping(read_text(path), path, "correct or remove it") if path.is_file() else {}
+    return json_object(read_text(path), path, "correct or remove it") if path.is_file() else {}
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

@@ -7,11 +7,11 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gspmd_lm import json_text
+from gspmd_lm.config.paths import download, read_text
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.paths import download, read_text
+from gspmd_lm.files import json_object
 
 STDLIB = "stdlib"
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -186,7 +186,7 @@ def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list
 def _member(path: Path, key: str) -> list[str]:
     """The names under a key of a JSON file, as texts or as {filename}. Raises InputError if there are none."""
     fix = "save the dataset again with save_to_disk"
-    found = json_text.mapping(read_text(path), path, fix).get(key)
+    found = json_object(read_text(path), path, fix).get(key)
     if not isinstance(found, list):
         raise InputError(f"{path}: has no list {key}\n  fix   {fix}")
     return [str(one.get("filename") if isinstance(one, dict) else one) for one in found]

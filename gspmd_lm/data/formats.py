@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from gspmd_lm import json_text
 from gspmd_lm.data import markup, tables
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.files import json_object, json_value
 
 # A text file above this size becomes several documents, cut at line ends, or within very long lines at spaces. Then
 # parts of one large file can be held out, and no file has to fit in memory.
@@ -92,7 +92,7 @@ def _notebook(path: Path) -> Iterator[bytes]:
 def _json(path: Path) -> Any:
     with _opened(path) as file:
         raw = file.read()
-    return json_text.value(raw.decode("utf-8", "surrogateescape"), path, "correct it, or leave it out")
+    return json_value(raw.decode("utf-8", "surrogateescape"), path, "correct it, or leave it out")
 
 
 def _lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -102,7 +102,7 @@ def _lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             if not line.strip():
                 continue
             place = f"{path}:{number}"
-            yield place, json_text.mapping(line.decode("utf-8", "surrogateescape"), place, "one object per line")
+            yield place, json_object(line.decode("utf-8", "surrogateescape"), place, "one object per line")
 
 
 def _json_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:

@@ -10,9 +10,9 @@ import filelock
 import fsspec.core
 
 from gspmd_lm import files
+from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data import formats
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder, unwritable
 
 Progress = Callable[[str, int, int], None]  # the current task, bytes done, bytes in all; 0 and 0 for a wait
 

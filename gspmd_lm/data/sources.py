@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import config_data
 from gspmd_lm.config import Data
+from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError

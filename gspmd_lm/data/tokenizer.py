@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from gspmd_lm import json_text
+from gspmd_lm.config.paths import download, read_text
 from gspmd_lm.data import remote
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import download, read_text
+from gspmd_lm.files import json_object
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -182,7 +182,7 @@ class HuggingFace:
         names = list(_END_NAMES)
         beside = path.with_name("tokenizer_config.json")
         if beside.is_file():
-            named = json_text.mapping(read_text(beside), beside, "correct or remove it").get("eos_token")
+            named = json_object(read_text(beside), beside, "correct or remove it").get("eos_token")
             named = named.get("content") if isinstance(named, dict) else named
             names = [str(named), *names] if named else names
         for name in names:

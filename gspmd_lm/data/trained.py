@@ -12,11 +12,11 @@ from etils import epath
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
+from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data import sources
 from gspmd_lm.data.sources import Progress, Source, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load, trained_size
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder, unwritable
 
 PADDED_TO = 128  # rows of a vocabulary whose size follows the tokenizer; it divides over any usual mesh
 MOST_BYTES = 2_000_000_000  # of documents that a tokenizer is trained on

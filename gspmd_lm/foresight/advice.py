@@ -5,8 +5,6 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gspmd_lm.arrays import faster_kernel
-from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.prices import CALL
@@ -14,10 +12,12 @@ from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
-from gspmd_lm.rules import Problem, Rules
-from gspmd_lm.task import Task
+from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.hardware.chips import Processor
+from gspmd_lm.model.supported import faster_kernel
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.train import state
-from gspmd_lm.train.table import PlacedArray
 from gspmd_lm.units import human_bytes
 
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole

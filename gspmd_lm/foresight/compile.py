@@ -22,21 +22,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gspmd_lm import config as configs
-from gspmd_lm import files, paths, versions
-from gspmd_lm.chips import CUDNN, Gpu, gpu_target_config
-from gspmd_lm.config import Config
+from gspmd_lm import files, versions
+from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
-from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.rules import Rules, ShardingError
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.sharding.rules import Rules, ShardingError
 
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
-    from gspmd_lm.arrays import Arrays
     from gspmd_lm.infer.programs import Programs
-    from gspmd_lm.task import Task
+    from gspmd_lm.model.task import Task
+    from gspmd_lm.sharding.shapes import Arrays
     from gspmd_lm.train.step import Step
 
 FORMAT = 2  # raise it when the files of an entry change
@@ -45,10 +45,7 @@ ENTRY = ("facts.json", "program.txt.gz", "notes.json", EXECUTABLE)  # of a kept 
 CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
-_SOURCES = ("config.py", "config_data.py", "config_model.py", "config_types.py", "core_yaml.py", "axes.py",
-            "chips.py", "vocabulary.py", "placing.py", "products.py", "exchange.py", "dispatch.py", "rules.py",
-            "mesh.py", "placement.py", "task.py", "arrays.py", "program.py", "compiler.py", "runtime.py", "kernels",
-            "model", "train", "infer", "foresight/compile.py", "foresight/machine/target.py")  # fmt: skip
+_SOURCES = ("config", "hardware", "runtime", "sharding", "model", "train", "infer", "foresight/compile.py")
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin",)}
 
 Progress = Callable[[str], None]
@@ -222,7 +219,7 @@ def pickled(task: "Task") -> bytes:
 
 def sizes(arrays: "Arrays") -> dict[str, list[int]]:
     """The shape of each parameter of a task, which another process must find as well."""
-    from gspmd_lm.arrays import pairs
+    from gspmd_lm.sharding.shapes import pairs
 
     return {leaf.path: list(like.shape) for leaf, like in pairs(arrays.named_params, arrays.params)}
 
@@ -263,12 +260,12 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     """Writes program.txt.gz and facts.json into `folder`."""
     import jax
 
-    from gspmd_lm import compiler, runtime
     from gspmd_lm.infer import programs as generation
+    from gspmd_lm.runtime import compiler, startup
     from gspmd_lm.train import state, step
 
     config, rules, target = request.config, request.rules, request.target
-    runtime.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
+    startup.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
     devices = targets.devices(target)
     if request.phase == "train":
         arrays = state.checked(config, rules, target.platform)[0]

@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import files
-from gspmd_lm.arrays import Arrays, Pass, kernel_said, settled
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory
+from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory, table
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs, sizes
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
-from gspmd_lm.foresight.machine.network import Network
-from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.hardware.network import Network
+from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.rules import Problem, Rules
-from gspmd_lm.task import Task
-from gspmd_lm.train import decoder, state, table
+from gspmd_lm.model.supported import Pass, kernel_said, settled
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.shapes import Arrays
+from gspmd_lm.train import decoder, state
 
 NOT_ON_CPU = "simulated devices have no speed of their own; explain predicts one for a --target such as v5p:2x2x2"
 

@@ -10,9 +10,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm import files, json_text
+from gspmd_lm import files
+from gspmd_lm.config.paths import cache_folder
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder
+from gspmd_lm.files import json_object
 
 FORMAT = "gspmd_lm executable 1"
 
@@ -52,7 +53,7 @@ def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool 
     try:
         content = path.read_bytes()
         line, _, payload = content.partition(b"\n")
-        header = json_text.mapping(line, "its first line")
+        header = json_object(line, "its first line")
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r}")
         if len(payload) != header["bytes"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gspmd_lm.chips import CHIPS
-from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.rules import Rules
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.sharding.rules import Rules
 
 NOT_COMPARED = "not compared with any measurement"
 

@@ -1,10 +1,10 @@
-"""What the names of operations say: where in the model an operation stands, and what it moves; see `placing.scope`."""
+"""What the names of operations say: where in the model an operation stands, and what it moves; see `annotate.scope`."""
 
 import dataclasses
 import functools
 import re
 
-from gspmd_lm.rules import TABLES
+from gspmd_lm.sharding.rules import TABLES
 
 _KEYS = re.compile(r"\['(\w+)'\]")
 _NOT_MODULES = {
@@ -16,7 +16,7 @@ _NOT_MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What an operation's name says; see `placing.scope`."""
+    """What an operation's name says; see `annotate.scope`."""
 
     phase: str  # forward, backward, recomputation, optimizer
     modules: tuple[str, ...]  # layers, attention_norm
@@ -35,7 +35,8 @@ class Name:
         return bool(self.of or self.sums or self.array or self.modules)
 
 
-# Axes are capital letters in the model. What products.py writes beside them: pieces of weights and rows, and H as h.
+# Axes are capital letters in the model. What partial_sums.py writes beside them: pieces of weights and rows, and h for
+# H.
 _WRITTEN = str.maketrans({"z": None, "r": None, "h": "H"})
 
 

@@ -12,7 +12,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.train.table import PlacedArray
+from gspmd_lm.foresight.table import PlacedArray
 
 _NARROW = ("bf16", "f16")
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it

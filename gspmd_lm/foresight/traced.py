@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.foresight.names import Name, read
-from gspmd_lm.placement import Recorder, Spec, as_recorded, marked
+from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
+from gspmd_lm.sharding.shapes import Arrays, pairs
 
 _SAME = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
 GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows

@@ -15,7 +15,7 @@ from gspmd_lm.infer import programs
 from gspmd_lm.infer.programs import Programs, Prompts
 from gspmd_lm.infer.sampling import Choice, Sampling
 from gspmd_lm.infer.text import Pieces, Stops
-from gspmd_lm.rules import Rules
+from gspmd_lm.sharding.rules import Rules
 
 
 @dataclasses.dataclass(frozen=True)

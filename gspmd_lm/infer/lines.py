@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from gspmd_lm import json_text
+from gspmd_lm.config.paths import read_text
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
+from gspmd_lm.files import has_half_characters, json_object
 from gspmd_lm.infer.generate import Piece
-from gspmd_lm.paths import read_text
 
 Fields = dict[str, Any]
 Render = Callable[[Fields], Sequence[int] | np.ndarray]  # a line with messages -> ids of the prompt; raises InputError
@@ -36,11 +36,11 @@ def objects(path: Path, wrong: list[str]) -> Iterator[tuple[str, dict[str, Any]]
         if not line.strip():
             continue
         try:
-            fields = json_text.mapping(line, place)
+            fields = json_object(line, place)
         except InputError as error:
             wrong.append(str(error))
             continue
-        if json_text.has_halves(line, fields):
+        if has_half_characters(line, fields):
             wrong.append(f"{place}: half a character (\\ud800 to \\udfff without its other half)")
         else:
             yield place, fields

@@ -11,20 +11,21 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
-from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Activations, Arrays, Pass, arrays, layer_problems, settled, split_sequence
-from gspmd_lm.arrays import checked as checked_arrays
-from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
-from gspmd_lm.kernels.attention import LANES
 from gspmd_lm.model.attention import CACHE, Cache
+from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
+from gspmd_lm.model.program import Program, placed
+from gspmd_lm.model.supported import Pass, layer_problems, settled, split_sequence
 from gspmd_lm.model.transformer import empty_cache, extend, init
-from gspmd_lm.placement import MeshPlacement, Named, Recorder, record
-from gspmd_lm.placing import parse, scope
-from gspmd_lm.program import Program, placed
-from gspmd_lm.rules import KERNELS, Problem, Remat, Rules
+from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.sharding.annotate import parse, scope
+from gspmd_lm.sharding.axes import DECODER
+from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
+from gspmd_lm.sharding.rules import KERNELS, Problem, Remat, Rules
+from gspmd_lm.sharding.shapes import Activations, Arrays, arrays
+from gspmd_lm.sharding.shapes import checked as checked_arrays
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from gspmd_lm.data import tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate
 from gspmd_lm.infer.sampling import Sampling
-from gspmd_lm.rules import Rules
+from gspmd_lm.sharding.rules import Rules
 
 
 class Writer:

@@ -13,21 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Pass, checked, layer_problems, settled
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import place
 from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, parameters, whole_pieces
-from gspmd_lm.kernels.context import dealt
 from gspmd_lm.model import loss
+from gspmd_lm.model.kernels.context import dealt
 from gspmd_lm.model.layers import table_specs
+from gspmd_lm.model.supported import Pass, layer_problems, settled
 from gspmd_lm.model.transformer import decode
-from gspmd_lm.placement import record
-from gspmd_lm.placing import like, scope, shard, use
-from gspmd_lm.rules import Problem, Rules
+from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.sharding.annotate import like, scope, shard, use
+from gspmd_lm.sharding.placement import record
+from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.shapes import checked
 
 NO_TARGET = -1
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.kernels.attention import OUT, Q, attend_to_cache, keys_axis
-from gspmd_lm.kernels.context import attend, keys_spec
 from gspmd_lm.model.delta import SPECS, LinearState
+from gspmd_lm.model.kernels.attention import OUT, Q, attend_to_cache, keys_axis
+from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix, project
-from gspmd_lm.placing import like, shard
-from gspmd_lm.products import einsum
+from gspmd_lm.sharding.annotate import like, shard
+from gspmd_lm.sharding.partial_sums import einsum
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
 Kept = dict[str, tuple[jax.Array, ...]]  # kind of layer -> keys and values of the last one of that kind

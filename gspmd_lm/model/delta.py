@@ -17,8 +17,8 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.model.layers import ACTIVATIONS, Norm
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.placing import like, shard, use
-from gspmd_lm.products import einsum
+from gspmd_lm.sharding.annotate import like, shard, use
+from gspmd_lm.sharding.partial_sums import einsum
 
 CHUNK = 64  # tokens that are computed at once
 OF_KEYS, OF_VALUES = ("{}: batch seq kv_heads head_dim", "{}: batch seq heads head_dim")

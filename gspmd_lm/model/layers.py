@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.weights import adapted, bias, matrix, project, weight
-from gspmd_lm.placing import cheap, shard, use
+from gspmd_lm.sharding.annotate import cheap, shard, use
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -108,7 +108,7 @@ class Mlp(nn.Module):
         self.w_down = adapted(self, down, cfg)
 
     def __call__(self, x_BTD: Any) -> Any:
-        """What the MLP adds to the residual stream, still to be written. `x_BTD` comes from `products.read`."""
+        """What the MLP adds to the residual stream, still to be written. `x_BTD` comes from `partial_sums.read`."""
         cfg = self.cfg
         in_BTF = [project("BTD,DF->BTF", x_BTD, w) for w in self.w_in]
         if cfg.mlp_bias:

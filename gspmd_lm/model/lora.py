@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
-from gspmd_lm.axes import ADAPTERS
+from gspmd_lm.sharding.axes import ADAPTERS
 
 Tree = dict[str, Any]  # nested, with anything for leaves
 

@@ -14,8 +14,8 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import table_specs
-from gspmd_lm.placing import Weight, like, pieces, scope, shard, use, used
-from gspmd_lm.products import einsum, gradient, write
+from gspmd_lm.sharding.annotate import Weight, like, pieces, scope, shard, use, used
+from gspmd_lm.sharding.partial_sums import einsum, gradient, write
 
 LOGITS = "logits: batch seq vocab"
 CHUNK_TOKENS = 1024  # per device; enough to keep a matrix unit busy, 0.5 GB of float32 logits at V 128256

@@ -11,11 +11,11 @@ from gspmd_lm import config
 from gspmd_lm.model.altup import AltUp, Laurel, LayerInputs, Streams
 from gspmd_lm.model.attention import CACHE, Attention, Cache, Kept, no_keys
 from gspmd_lm.model.delta import GatedDeltaNet, empty_state
-from gspmd_lm.model.experts import Experts, Routed
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
+from gspmd_lm.model.moe import Experts, Routed
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.placing import Weight, remat, shard, unroll, use
-from gspmd_lm.products import einsum, look_up, read, write
+from gspmd_lm.sharding.annotate import Weight, remat, shard, unroll, use
+from gspmd_lm.sharding.partial_sums import einsum, look_up, read, write
 
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
 Carried = tuple[jax.Array, Cache | None, Kept | None]

@@ -8,9 +8,9 @@ import flax.linen as nn
 import jax
 
 from gspmd_lm import config
-from gspmd_lm.axes import ADAPTERS
-from gspmd_lm.placing import Adapted, Weight, parameter, use
-from gspmd_lm.products import einsum, read
+from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
+from gspmd_lm.sharding.axes import ADAPTERS
+from gspmd_lm.sharding.partial_sums import einsum, read
 
 LOW_RANK = "low_rank: batch seq rank"
 LOOPS = [(name,) for name in get_args(config.StackName)]

@@ -5,18 +5,18 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from gspmd_lm.chips import Chip
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
-from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.foresight.machine.target import Target
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.search import priced
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.task import Task
 
 MOST_LARGER = 6  # targets that are tried where nothing fits
 SMALL = 0.005  # a gain that is not worth a line

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.price import Price
-from gspmd_lm.rules import Rules
+from gspmd_lm.sharding.rules import Rules
 
 FAR_ABOVE = 1.2  # the share of the limit above which nothing is compiled while something else may fit
 

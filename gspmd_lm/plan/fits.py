@@ -5,12 +5,12 @@ import itertools
 from collections.abc import Sequence
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.model.task import Task
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import Remat, Rules
-from gspmd_lm.task import Task
+from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.train.state import settled
 from gspmd_lm.units import human_bytes
 

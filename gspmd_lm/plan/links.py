@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_lm import mesh as meshes
 from gspmd_lm.foresight.floor.moves import Move
-from gspmd_lm.foresight.machine import target as targets
-from gspmd_lm.foresight.machine.network import Groups, Network
-from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.rules import Rules
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.network import Groups, Network
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.sharding.rules import Rules
 
 # What follows was read from compiled programs (`python -m benchmarks.plan show` sets them beside prices).
 #

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.foresight.machine.rent import RENTS
-from gspmd_lm.foresight.show.figures import Parts, difference, parts_s
+from gspmd_lm.foresight.parts import Parts, difference, parts_s
+from gspmd_lm.hardware.rent import RENTS
 from gspmd_lm.plan.candidate import Candidate, Plan
 
 HOURS, DAYS = 3600, 86400

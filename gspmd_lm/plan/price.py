@@ -12,22 +12,22 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gspmd_lm.arrays import pairs
-from gspmd_lm.chips import Chip
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import floor
 from gspmd_lm.foresight.cost import attention, prices
 from gspmd_lm.foresight.floor.moves import Move
 from gspmd_lm.foresight.floor.own import OwnTraffic
 from gspmd_lm.foresight.floor.traffic import Traffic
-from gspmd_lm.foresight.machine.target import Target
-from gspmd_lm.kernels import grouped
-from gspmd_lm.kernels.attention import splash_block
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.model.kernels import grouped
+from gspmd_lm.model.kernels.attention import splash_block
+from gspmd_lm.model.task import Task
 from gspmd_lm.plan.links import Links
 from gspmd_lm.plan.traces import Trace, Traces
 from gspmd_lm.plan.work import Kept, Kernel, Operation, Places, Work
-from gspmd_lm.rules import Remat, Rules
-from gspmd_lm.task import Task
+from gspmd_lm.sharding.rules import Remat, Rules
+from gspmd_lm.sharding.shapes import pairs
 
 # Read from compiled programs: `python -m benchmarks.plan show` sets them beside prices.
 #

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from gspmd_lm.kernels import attention
+from gspmd_lm.model.kernels import attention
 from gspmd_lm.plan.price import Pricer, Sketch
 from gspmd_lm.plan.traces import Trace
-from gspmd_lm.rules import Remat, Rules
+from gspmd_lm.sharding.rules import Remat, Rules
 
 # Shares of a device's memory that are filled: estimates of memory are up to a sixth too low or too high.
 FILLED = (0.85, 0.95, 1.05, 1.15)

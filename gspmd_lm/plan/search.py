@@ -13,12 +13,12 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.known_errors import kind_of, mean_error, price_error
-from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.task import Task
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
 LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits

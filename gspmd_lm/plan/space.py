@@ -21,16 +21,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspmd_lm import compiler, rules_file
-from gspmd_lm.arrays import kernel_said
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.machine.target import Target
 from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.model.supported import kernel_said
+from gspmd_lm.model.task import Task
 from gspmd_lm.plan import remats
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import CONTEXTS, Remat, Rules
-from gspmd_lm.task import Task
+from gspmd_lm.runtime import compiler
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
 from gspmd_lm.train.state import asked, settled
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from gspmd_lm import placement
-from gspmd_lm.arrays import pairs
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.placement import Recorder
+from gspmd_lm.model.task import Task
 from gspmd_lm.plan.work import Work
-from gspmd_lm.rules import Problem, Rules
-from gspmd_lm.task import Task
+from gspmd_lm.sharding import placement
+from gspmd_lm.sharding.placement import Recorder
+from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
 
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection, Iterable
 
 from gspmd_lm.foresight.traced import GROUPED, PRODUCTS, Node, Traced, reached
-from gspmd_lm.kernels import attention
-from gspmd_lm.rules import Remat
+from gspmd_lm.model.kernels import attention
+from gspmd_lm.sharding.rules import Remat
 
 Places = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspmd_lm.plan.candidate import Candidate, Plan
-from gspmd_lm.rules import flow
+from gspmd_lm.sharding.rules import flow
 from gspmd_lm.units import human_bytes, human_seconds
 
 _OWN_LINES = ("rules", "weights", "optimizer")  # sections with one row per line

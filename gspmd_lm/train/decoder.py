@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspmd_lm.axes import DECODER
 from gspmd_lm.config import Config, Model
-from gspmd_lm.kernels.context import dealt
 from gspmd_lm.model import lora
-from gspmd_lm.model.experts import balanced
+from gspmd_lm.model.kernels.context import dealt
 from gspmd_lm.model.loss import Sums, losses
+from gspmd_lm.model.moe import balanced
+from gspmd_lm.model.task import Batch, Input, Task
 from gspmd_lm.model.transformer import decode_routed, init
-from gspmd_lm.task import Batch, Input, Task
+from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.train import optimizer
 
 # (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.

@@ -16,24 +16,26 @@ import numpy as np
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import checkpoint, core_yaml, files, processes, runtime, versions
 from gspmd_lm import config as configs
-from gspmd_lm.agreement import Agreement
-from gspmd_lm.checkpoint import Checkpoints, Chosen
-from gspmd_lm.config import Config
+from gspmd_lm import files, versions
+from gspmd_lm.config import Config, core_yaml
 from gspmd_lm.data import trained
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.stop_signal import StopSignal
-from gspmd_lm.train import metrics, progress, saving, source, trace, trackers
+from gspmd_lm.runtime import processes, startup
+from gspmd_lm.runtime.agreement import Agreement
+from gspmd_lm.runtime.preemption import StopSignal
+from gspmd_lm.train import metrics, progress, saving, source, trace
 from gspmd_lm.train.best import Best
-from gspmd_lm.train.log import Log, Sample
 from gspmd_lm.train.programs import Programs
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.streak import Streak
 from gspmd_lm.units import human_bytes
+from gspmd_lm.workdir import checkpoint, trackers
+from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
+from gspmd_lm.workdir.log import Log, Sample
 
 
 class Writer(Protocol):
@@ -64,7 +66,7 @@ class Run:
         return self.programs.step
 
     @property
-    def machine(self) -> runtime.Runtime:
+    def machine(self) -> startup.Runtime:
         return self.programs.machine
 
     @property

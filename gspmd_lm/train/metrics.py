@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from gspmd_lm.arrays import Arrays
 from gspmd_lm.config import Config, Model
+from gspmd_lm.sharding.shapes import Arrays
 
 
 def flops_per_token(

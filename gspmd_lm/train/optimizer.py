@@ -16,7 +16,7 @@ from optax import contrib
 
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
-from gspmd_lm.placement import Named
+from gspmd_lm.sharding.placement import Named
 
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank"}  # a side of a matrix that is one axis

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gspmd_lm import compile_cache, compiler, processes, runtime
+from gspmd_lm.runtime import compile_cache, compiler, processes, startup
 from gspmd_lm.train.step import Step
 
 
@@ -31,7 +31,7 @@ class Programs:
     """The programs of one step on one process."""
 
     step: Step
-    machine: runtime.Runtime
+    machine: startup.Runtime
     say: Callable[[str], None]
     cache: compile_cache.CompileCache | None = None
     foresee: Foresee | None = None

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from etils import epath
 
-from gspmd_lm import checkpoint, paths
 from gspmd_lm import config as configs
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
-from gspmd_lm.program import placed
+from gspmd_lm.model.program import placed
 from gspmd_lm.train import state
 from gspmd_lm.train.step import Step
+from gspmd_lm.workdir import checkpoint
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm import arrays as model_arrays
-from gspmd_lm.arrays import Activations, Arrays, Pass, layer_problems
-from gspmd_lm.chips import Processor
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.placement import Recorder, mark, record
-from gspmd_lm.rules import Problem, Rules
-from gspmd_lm.task import Task
+from gspmd_lm.hardware.chips import Processor
+from gspmd_lm.model import supported
+from gspmd_lm.model.supported import Pass, layer_problems
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import shapes as model_shapes
+from gspmd_lm.sharding.placement import Recorder, mark, record
+from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.shapes import Activations, Arrays
 from gspmd_lm.train import decoder, optimizer
 
 
@@ -31,7 +33,7 @@ class State(NamedTuple):
 def arrays(config: Config | Task) -> Arrays:
     """The parameters and the optimizer state of what is computed. Raises InputError if a state's axes are not known."""
     task = decoder.task(config)
-    found = model_arrays.arrays(task.init, task.vocabulary, lambda params: task.partition(params)[1])
+    found = model_shapes.arrays(task.init, task.vocabulary, lambda params: task.partition(params)[1])
     transform = task.optimizer(found.named_trained)
     state = jax.eval_shape(transform.init, found.trained)
     named = optimizer.named_state(state, found.named_trained, found.trained)
@@ -101,7 +103,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
     if isinstance(config, Task):
         more += _not_placed(config, found, rules, named)
-    return found, model_arrays.checked(found, rules, [named], more)
+    return found, model_shapes.checked(found, rules, [named], more)
 
 
 def _not_placed(task: Task, found: Arrays, rules: Rules, named: Recorder) -> list[Problem]:
@@ -112,7 +114,7 @@ def _not_placed(task: Task, found: Arrays, rules: Rules, named: Recorder) -> lis
         fix = 'write shard(x, "array: axis axis ...") in its place, with names of the vocabulary'
         said.append(Problem(message, place, fix, warning=True))
     moved = []
-    for leaf, like in model_arrays.pairs(found.named_params, found.params):
+    for leaf, like in model_shapes.pairs(found.named_params, found.params):
         at_rest, in_use = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in ("weights", "rules"))
         if leaf.path not in named.used and at_rest != in_use:
             moved.append(leaf.path)
@@ -132,7 +134,7 @@ def asked(config: Config) -> Pass:
 def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
     """`rules` with the attention kernel of a train step; those of a model of one's own stay as they are."""
     cfg = decoder.task(config).config
-    return model_arrays.settled(rules, cfg, on, asked(cfg)) if isinstance(cfg, Config) else rules
+    return supported.settled(rules, cfg, on, asked(cfg)) if isinstance(cfg, Config) else rules
 
 
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import optax
 from einops import rearrange
 
-from gspmd_lm import mesh as meshes
-from gspmd_lm.arrays import Arrays, Pass
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.placement import MeshPlacement, Named
-from gspmd_lm.placing import Spec, Split, scope
-from gspmd_lm.program import Program, placed
-from gspmd_lm.rules import Rules
-from gspmd_lm.task import Task
+from gspmd_lm.model.program import Program, placed
+from gspmd_lm.model.supported import Pass
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.sharding.annotate import Spec, Split, scope
+from gspmd_lm.sharding.placement import MeshPlacement, Named
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder
 from gspmd_lm.train.state import State, asked, settled
 

@@ -4,7 +4,7 @@ import collections
 
 import jax
 
-from gspmd_lm.checkpoint import Checkpoints
+from gspmd_lm.workdir.checkpoint import Checkpoints
 
 
 class Streak:

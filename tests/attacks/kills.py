@@ -385,7 +385,7 @@ def forked(arguments, folder, log, lag_s=0.0):
 
 def _command(arguments, folder, log, lag_s):
     from gspmd_lm import cli
-    from gspmd_lm.agreement import Agreement
+    from gspmd_lm.runtime.agreement import Agreement
 
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -452,7 +452,7 @@ def slowed(folder, record, draw):
     import grain  # noqa: F401
     import orbax.checkpoint  # noqa: F401
 
-    import gspmd_lm.verbs.train  # noqa: F401
+    import gspmd_lm.cli.train  # noqa: F401
 
     base = folder / "slowed"
     reference = base / "reference.json"

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm import mesh, rules_file
 from gspmd_lm.convert import pretrained, safetensors
 from gspmd_lm.model.loss import logits, losses
 from gspmd_lm.model.transformer import decode
-from gspmd_lm.placement import MeshPlacement
-from gspmd_lm.placing import placed_by
+from gspmd_lm.sharding import mesh, rules_file
+from gspmd_lm.sharding.annotate import placed_by
+from gspmd_lm.sharding.placement import MeshPlacement
 from gspmd_lm.train import state
 
 EXACT = "model.matmul_precision=highest"

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from gspmd_lm.cli import given
 from gspmd_lm.convert import architecture, export, multimodal
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.errors import InputError
-from gspmd_lm.verbs import given
 from tests.convert import ours, references
 from tests.convert.published_configs import PUBLISHED
 

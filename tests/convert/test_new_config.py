@@ -5,11 +5,12 @@ import json
 
 import pytest
 
-from gspmd_lm import api, rules_file
+from gspmd_lm import api
+from gspmd_lm.cli import given
 from gspmd_lm.convert import architecture
 from gspmd_lm.errors import InputError
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
-from gspmd_lm.verbs import given
 from tests.convert.published_configs import LLAMA31, PUBLISHED
 from tests.convert.test_architecture import model_of, refused
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm import checkpoint, cli
+from gspmd_lm import cli
+from gspmd_lm.cli import convert
 from gspmd_lm.convert import safetensors
-from gspmd_lm.verbs import convert
+from gspmd_lm.workdir import checkpoint
 from tests.convert import ours, references
 from tests.quick import QUICK_FLAGS
 

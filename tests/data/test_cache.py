@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import Data
+from gspmd_lm.config.paths import cache_folder
 from gspmd_lm.data import cache, sources, tokenizer
 from gspmd_lm.errors import InputError
-from gspmd_lm.paths import cache_folder
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from gspmd_lm import cli
 from gspmd_lm import config as configs
+from gspmd_lm.cli import given, session, train
 from gspmd_lm.data import chat, loader, tokenizer
 from gspmd_lm.errors import InputError
-from gspmd_lm.verbs import given, session, train
 from tests.quick import QUICK_FLAGS
 
 SMALL = ("model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",

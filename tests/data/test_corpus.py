@@ -8,11 +8,11 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
-from gspmd_lm import lock
 from gspmd_lm.config import Data
-from gspmd_lm.config_data import Source
+from gspmd_lm.config.data import Source
 from gspmd_lm.data import corpus, formats, remote, sources
 from gspmd_lm.errors import InputError
+from gspmd_lm.workdir import lock
 
 
 @pytest.fixture(autouse=True)

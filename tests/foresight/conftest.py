@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
 from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.compile import CompileRequest
-from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.sharding import rules_file
 from tests.launched import compiled_here
 from tests.quick import QUICK
 

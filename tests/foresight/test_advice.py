@@ -6,15 +6,15 @@ import pytest
 from sample import LLAMA, PREDICTION
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
-from gspmd_lm.chips import Processor
 from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS
 from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.rules import Problem
-from gspmd_lm.train.table import PlacedArray
+from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.hardware.chips import Processor
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Problem
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")

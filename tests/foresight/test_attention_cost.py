@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import attention, prices
+from gspmd_lm.hardware.chips import CHIPS
 
 
 def module(call, operands, fused=False):

@@ -9,15 +9,15 @@ import pytest
 import saved_programs
 from sample import network
 
-from gspmd_lm import rules_file
-from gspmd_lm.arrays import pairs
-from gspmd_lm.chips import CHIPS
-from gspmd_lm.foresight import collectives, hlo, names
+from gspmd_lm.foresight import collectives, hlo, names, table
 from gspmd_lm.foresight.collectives.provenance import Provenance
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.rules import Row
-from gspmd_lm.train import state, table
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Row
+from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.train import state
 
 SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
 L, B, T, D, F, N, H, V = 2, 32, 16, 32, 64, 8, 4, 64  # of `small`

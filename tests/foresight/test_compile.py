@@ -8,7 +8,8 @@ import pytest
 
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile
-from gspmd_lm.rules import ShardingError
+from gspmd_lm.hardware import target
+from gspmd_lm.sharding.rules import ShardingError
 
 
 @pytest.mark.usefixtures("another_process")
@@ -120,3 +121,11 @@ def test_old_entries_go_when_the_folder_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(compile, "CACHE_LIMIT_BYTES", 250)
     compile._trim(tmp_path, keep={"kept": None})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept", "newest"]
+
+
+def test_the_gpus_of_a_host_share_its_network(request_of):
+    dgx, cloud, half = (target.parse(f"h100:{text}") for text in ("2x8", "2x8/800", "2x4/1600"))
+    assert [found.chip.network_bytes_per_s for found in (dgx, cloud, half)] == [50e9, 12.5e9, 50e9]
+    assert target.parse("h100:16/800").chip == cloud.chip
+    keys = {request_of("fsdp8", f"h100:8{network}").key() for network in ("", "/800", "/3200")}
+    assert len(keys) == 1 and keys != {request_of("fsdp8", "h200:8").key()}  # compiled once for all networks

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from gspmd_lm import chips, cli
+from gspmd_lm import cli
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain, known_errors, report
-from gspmd_lm.foresight.machine import target
+from gspmd_lm.hardware import chips, target
 from tests.quick import QUICK_FLAGS
 
 SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64", *QUICK_FLAGS]

@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
-from gspmd_lm.axes import IN_BLOCKS
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import counted, floor, least_flops, memory_bytes
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.rules import Remat, Row, check
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.axes import IN_BLOCKS
+from gspmd_lm.sharding.rules import Remat, Row, check
 from gspmd_lm.train import state
 
 B, T, D, L, V = 8, 8192, 4096, 32, 128256

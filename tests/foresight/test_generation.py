@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
 from gspmd_lm.foresight import explain
-from gspmd_lm.foresight.machine import target
 from gspmd_lm.foresight.report import to_json
+from gspmd_lm.hardware import target
+from gspmd_lm.sharding import rules_file
 from tests.quick import QUICK
 
 CONFIG = configs.load(

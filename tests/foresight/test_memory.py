@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks import foresight, step_times
 from gspmd_lm.errors import RunFailed
-from gspmd_lm.foresight import hlo, memory
+from gspmd_lm.foresight import hlo, memory, table
 from gspmd_lm.foresight.compile import programs
-from gspmd_lm.foresight.machine import target
-from gspmd_lm.train import state, table
+from gspmd_lm.hardware import target
+from gspmd_lm.train import state
 
 STATE = {"weights": 4 * 2**30, "optimizer": 8 * 2**30, "batch": 2**20}
 

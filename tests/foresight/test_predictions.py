@@ -16,8 +16,8 @@ import sample
 from recorded import same_figures_as_recorded
 from saved_programs import saved
 
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight.cost import schedule
+from gspmd_lm.hardware.chips import CHIPS
 
 PARTS = ("matmul_s", "attention_s", "other_s", "exposed_communication_s", "exposed_host_copy_s")
 

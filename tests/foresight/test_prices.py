@@ -10,13 +10,13 @@ import sample
 from saved_programs import saved
 
 from gspmd_lm import config as configs
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.cost import flops, prices, schedule
 from gspmd_lm.foresight.hlo.instruction import bits
-from gspmd_lm.kernels import grouped
-from gspmd_lm.kernels.attention import attend
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.model.kernels import grouped
+from gspmd_lm.model.kernels.attention import attend
 
 V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))
 X, W, COUNTS = "bf16[4096,1024]{1,0}", "bf16[8,1024,2048]{2,1,0}", "s32[8]{0}"

@@ -9,12 +9,12 @@ import pytest
 from recorded import shapes_once  # noqa: F401  a fixture
 
 from benchmarks import foresight, foresight_memory, measure, published_errors, step_times
-from gspmd_lm import compiler
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.known_errors import Kind
-from gspmd_lm.foresight.machine import target
-from gspmd_lm.foresight.machine.rent import RENTS
+from gspmd_lm.hardware import target
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.rent import RENTS
+from gspmd_lm.runtime import compiler
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,12 @@ import types
 import pytest
 from test_causes import collectives_of, program, simulated
 
-from gspmd_lm import rules_file
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight.floor import floor, memory_bytes
 from gspmd_lm.foresight.traced import Traced
 from gspmd_lm.infer import programs
-from gspmd_lm.rules import CONTEXTS, ShardingError
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import CONTEXTS, ShardingError
 from gspmd_lm.train import state
 
 BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}

@@ -8,10 +8,10 @@ import pytest
 import sample
 from saved_programs import saved
 
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import attention, memory_traffic, prices, schedule
-from gspmd_lm.foresight.machine.network import NCCL_CORES
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.network import NCCL_CORES
 
 # A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.
 CHIP = dataclasses.replace(

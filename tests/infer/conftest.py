@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import rules_file
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer.generate import Generator, plan
 from gspmd_lm.model.transformer import init
+from gspmd_lm.sharding import rules_file
 
 
 @pytest.fixture(scope="session")

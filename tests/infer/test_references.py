@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from gspmd_lm import rules_file
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer.generate import Generator, plan
+from gspmd_lm.sharding import rules_file
 from tests.convert import ours, references
 
 # By default one of each kind: rotary positions in two forms, alibi, learned positions, windows with capped scores,

@@ -10,12 +10,12 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config as configs
-from gspmd_lm.axes import ADAPTERS
 from gspmd_lm.config import Lora
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import losses
 from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.sharding.axes import ADAPTERS
 
 ATTENTION, PLAIN = ("wq", "wk", "wv", "wo"), ("w_up", "w_down")
 EVERY = (*ATTENTION, "w_gate", *PLAIN)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from gspmd_lm.kernels import grouped as kernels
-from gspmd_lm.kernels import grouped_gpu
-from gspmd_lm.kernels.grouped import grouped, outer
-from gspmd_lm.model.experts import Experts, balanced
+from gspmd_lm.model.kernels import grouped as kernels
+from gspmd_lm.model.kernels import grouped_gpu
+from gspmd_lm.model.kernels.grouped import grouped, outer
+from gspmd_lm.model.moe import Experts, balanced
 from gspmd_lm.model.transformer import decode, empty_cache, extend, init
 
 SIZES = {"experts": 8, "experts_per_token": 3, "expert_mlp": 16, "init_std": 0.5}

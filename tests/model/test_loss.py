@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from gspmd_lm.model import loss
-from gspmd_lm.placing import Weight
+from gspmd_lm.sharding.annotate import Weight
 
 B, T, D = 4, 24, 16
 
@@ -101,7 +101,7 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary(layout, s
             "rules", "residual", ("batch", "seq", "embed"), (8, seq, 64)))  # fmt: skip
 
         def forward_and_back(x, table, targets, step=step):
-            from gspmd_lm.placing import placed_by
+            from gspmd_lm.sharding.annotate import placed_by
 
             with placed_by(step.placement):
                 return jax.grad(lambda x, t: chunked(step.config.model, x, t, None, targets).loss, (0, 1))(x, table)

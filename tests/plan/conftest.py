@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from gspmd_lm import rules_file
-from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.report import Finding
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import fits
 from gspmd_lm.plan.price import Pricer
+from gspmd_lm.sharding import rules_file
 from tests.foresight.sample import LLAMA
 
 GB = 10**9

@@ -6,22 +6,22 @@ import dataclasses
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import rules_file
-from gspmd_lm.chips import CHIPS
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import attention, flops, prices
 from gspmd_lm.foresight.floor import counted, floor
 from gspmd_lm.foresight.floor.moves import Move
-from gspmd_lm.foresight.machine import target as targets
 from gspmd_lm.foresight.names import read
 from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import links, price, work
 from gspmd_lm.plan.links import Links
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import Remat
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
 
 B, T, D, L, N, K, H, F = 8, 8192, 4096, 32, 32, 8, 128, 14336

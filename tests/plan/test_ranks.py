@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import plan
 from gspmd_lm.foresight import known_errors
-from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.hardware import target as targets
 
 CASES = [
     "1b-v6e:2x4",

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from gspmd_lm.chips import CHIPS
-from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import remats
 from gspmd_lm.plan.price import Pricer
 from gspmd_lm.plan.remats import Names, tried
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import Traces
-from gspmd_lm.rules import Remat
+from gspmd_lm.sharding.rules import Remat
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
 NAMES = ("attention_out", "q", "k", "v", "residual", "hidden")

@@ -7,12 +7,13 @@ import jax
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import core_yaml, rules_file
+from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.foresight.machine import target as targets
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import candidate, remats, search, space, written
 from gspmd_lm.plan.search import plan
 from gspmd_lm.plan.traces import Traces
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
 
 SMALL = ("model.layers=4", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.head_dim=128",

@@ -6,10 +6,11 @@ import json
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm import core_yaml, rules_file
+from gspmd_lm.config import core_yaml
 from gspmd_lm.plan import space
 from gspmd_lm.plan.space import describe
-from gspmd_lm.rules import Remat
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
 
 # What a rules file may say and a plan may choose. Options of a compiler are left alone.

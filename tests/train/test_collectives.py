@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm import rules_file
 from gspmd_lm.model import loss
-from gspmd_lm.rules import Remat, Row
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat, Row
 
 SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
 B, T, D, L = 32, 16, 32, 3

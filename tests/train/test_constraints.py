@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import axes, rules_file
 from gspmd_lm.config import Lora
 from gspmd_lm.infer import programs
+from gspmd_lm.sharding import axes, rules_file
 from gspmd_lm.train import state
 
 # What each dimension of an activation is, in words of its own: the model is compared with this table.

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm import rules_file
 from gspmd_lm.config import AttentionTemperature, LinearAttention
 from gspmd_lm.errors import InputError
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
 from tests.courses import agree
 

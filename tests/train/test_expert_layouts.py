@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm import rules_file
 from gspmd_lm.config import Lora
-from gspmd_lm.rules import ShardingError
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import ShardingError
 from gspmd_lm.train import state
 from tests.courses import begun
 

@@ -17,20 +17,21 @@ import pytest
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import compiler, runtime, versions
 from gspmd_lm import config as configs
-from gspmd_lm.agreement import Agreement
-from gspmd_lm.checkpoint import Checkpoints
+from gspmd_lm import versions
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import Decoder, decode
+from gspmd_lm.runtime import compiler, startup
+from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import Programs
 from gspmd_lm.train.saving import Clock
+from gspmd_lm.workdir.checkpoint import Checkpoints
 from tests.quick import QUICK
 
-CPU = runtime.Runtime("cpu", "cpu", 8, 0, 1)
+CPU = startup.Runtime("cpu", "cpu", 8, 0, 1)
 
 
 @pytest.fixture(scope="module")

@@ -15,21 +15,23 @@ from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 from benchmarks.collectives import count
-from gspmd_lm import checkpoint, rules_file, runtime
 from gspmd_lm import config as configs
-from gspmd_lm.arrays import pairs
-from gspmd_lm.axes import ADAPTERS
 from gspmd_lm.config import Lora
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.cost import flops
 from gspmd_lm.model import lora
+from gspmd_lm.runtime import startup
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.axes import ADAPTERS
+from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import source as sources
 from gspmd_lm.train import state as states
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.metrics import flops_per_token
 from gspmd_lm.train.programs import Programs
+from gspmd_lm.workdir import checkpoint
 from tests.courses import agree, drawn
 
 B, T, D, L, R = 32, 16, 32, 2, 2
@@ -136,7 +138,7 @@ def test_model_flops_leave_out_gradients_of_frozen_weights(small):
 # Runs: what they begin with.
 
 TRAIN = {"steps": 4, "log_every": 1, "trackers": ()}
-CPU = runtime.Runtime("cpu", "cpu", 8, 0, 1)
+CPU = startup.Runtime("cpu", "cpu", 8, 0, 1)
 LAYOUT = "fsdp2_tp4"
 
 

@@ -14,7 +14,7 @@ PROGRAM = """
 import sys
 from etils import epath
 from gspmd_lm.config import Train
-from gspmd_lm.train.log import Log
+from gspmd_lm.workdir.log import Log
 log = Log(epath.Path(sys.argv[1]), 0, Train(steps=4, trackers=("tensorboard",)), {})
 log.write(3, {"loss": 0.25})
 log.close()

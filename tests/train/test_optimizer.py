@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from gspmd_lm.arrays import pairs
-from gspmd_lm.placement import Named
+from gspmd_lm.sharding.placement import Named
+from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import optimizer, state
 
 NAMES = ["adamw", "adafactor", "lion", "muon"]

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from gspmd_lm import rules_file
 from gspmd_lm.config import AttentionTemperature, LinearAttention
+from gspmd_lm.sharding import rules_file
 from tests.courses import agree
 
 STEPS = 8

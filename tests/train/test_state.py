@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import rules_file
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import loss
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
 from tests import courses
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gspmd_lm import rules_file
-from gspmd_lm.rules import Remat
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat
 
 LAYERS = 3
 

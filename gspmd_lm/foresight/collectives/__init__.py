@@ -8,14 +8,14 @@ from gspmd_lm.foresight.collectives.causes import Causes
 from gspmd_lm.foresight.collectives.provenance import Provenance
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, tensors
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.names import Name, each, read, state
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.rules import Rules
+from gspmd_lm.hardware.network import Network
+from gspmd_lm.sharding.rules import Rules
 
 NEAR = 30  # instructions within which a tensor without a name of its own is explained
 # Files whose lines say less than those that call them.
-_GENERAL = ("placement.py", "placing.py", "products.py", "weights.py")
+_GENERAL = ("gspmd_lm/sharding/", "gspmd_lm/model/weights.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,5 +196,5 @@ def _op(name: Name, weight: str) -> str:
 
 def _source(instruction: Instruction) -> str:
     """The innermost line that is not one of the package's general functions."""
-    special = [source for source in instruction.sources if not source.rpartition(":")[0].endswith(_GENERAL)]
+    special = [source for source in instruction.sources if not source.startswith(_GENERAL)]
     return next(iter(special), instruction.source)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gspmd_lm.foresight.names import Name
 from gspmd_lm.foresight.traced import Traced
-from gspmd_lm.rules import TABLES, Rules
+from gspmd_lm.sharding.rules import TABLES, Rules
 
 
 class Causes:

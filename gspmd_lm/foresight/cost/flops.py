@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Iterable
 
-from gspmd_lm.chips import Chip
 from gspmd_lm.foresight.cost import memory_traffic
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
-from gspmd_lm.kernels import grouped
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.model.kernels import grouped
 from gspmd_lm.units import bits
 
 _FIELD = re.compile(r"(\w+)=([\d_x\-]+)")

@@ -5,10 +5,10 @@ import itertools
 import math
 import re
 
-from gspmd_lm.chips import Chip
 from gspmd_lm.foresight.cost import attention, flops, memory_traffic
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.names import read
+from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.units import bits
 
 # Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which

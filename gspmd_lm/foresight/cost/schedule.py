@@ -4,12 +4,12 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from gspmd_lm.chips import Chip
 from gspmd_lm.foresight.cost import attention, flops, memory_traffic, prices
 from gspmd_lm.foresight.cost.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.machine.network import Network
 from gspmd_lm.foresight.names import read
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.hardware.network import Network
 
 COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TURNS = "while: turns unknown"

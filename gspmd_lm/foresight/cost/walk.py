@@ -6,12 +6,12 @@ import functools
 import math
 from collections.abc import Sequence
 
-from gspmd_lm.chips import Chip
 from gspmd_lm.foresight.collectives import exchanges
 from gspmd_lm.foresight.collectives.exchanges import Exchange
 from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Computation, Instruction, Module
-from gspmd_lm.foresight.machine.network import NCCL_CORES, Network
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.hardware.network import NCCL_CORES, Network
 
 TURNS = 8  # a loop is walked for at most so many turns, and no further when two turns take equally long
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"

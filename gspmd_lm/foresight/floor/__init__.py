@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gspmd_lm.arrays import Arrays, pairs
-from gspmd_lm.chips import Chip
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES
 from gspmd_lm.foresight.floor.traffic import Traffic
 from gspmd_lm.foresight.traced import Node, Traced
+from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.infer.programs import Sizes
-from gspmd_lm.rules import Rules
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.train.metrics import flops_of_step, flops_per_token, keys_seen
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step

@@ -10,12 +10,12 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.extend import core
 
-from gspmd_lm.arrays import Arrays
-from gspmd_lm.chips import Chip
 from gspmd_lm.foresight import traced
 from gspmd_lm.foresight.floor import Floor, updated_bytes
-from gspmd_lm.rules import Rules
-from gspmd_lm.task import Task
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.shapes import Arrays
 
 
 def floor(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> Floor:

@@ -19,9 +19,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gspmd_lm.arrays import Arrays, pairs
 from gspmd_lm.foresight.traced import Node, Traced
-from gspmd_lm.rules import Rules
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Place = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
 Cost = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them

@@ -2,7 +2,7 @@
 
 `traffic.py` knows the decoder: its attention, experts, look-ups and loss. Here nothing is known but where arrays are
 placed: weights are gathered, their gradients are reduced, and a product that sums over a split axis is reduced. What a
-model moves between two placements of its activations is not counted, but for what `read` and `write` of products.py
+model moves between two placements of its activations is not counted, but for what `read` and `write` of partial_sums.py
 move.
 """
 

@@ -1,0 +1,137 @@
+"""plan: find the best layout for hardware that need not be here, and write it as a rules file."""
+
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from rich.console import Console
+
+from gspmd_lm import config as configs
+from gspmd_lm import files
+from gspmd_lm.cli import given, outputs
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.runtime import without_a_gpu
+
+_EXAMPLE = "plan --config=llama3_8b --target=v5e:4x8 --out=rules/mine.yaml"
+
+
+def run(values: flags.FlagValues) -> int:
+    """Plans for each target, prints what was found and writes the files of the flags. Returns the exit code."""
+    given.no_rules_sets(values)
+    config = given.config(values)
+    if not values.target:
+        raise InputError(f"plan needs --target\n  fix   {_EXAMPLE}")
+    places = [targets.parse(text) for text in values.target.split(",")]
+    cases = [(place, one) for place in places for one in _batches(config, values.batch)]
+    prices = _prices(values.price)
+    _check(values, cases)
+    without_a_gpu.import_jax()
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
+    from gspmd_lm.plan import advice, outcome, search, written
+    from gspmd_lm.show import plan_page, plan_terminal
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    command = outputs.command_line(sys.argv[1:])
+    found: list[outcome.Outcome] = []
+    began = time.monotonic()
+    for number, (place, asked) in enumerate(cases):
+        outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
+        left = max(values.minutes - (time.monotonic() - began) / 60, 0.0)  # of which the targets left get equal parts
+        minutes, by = left / (len(cases) - number), search.ranking(place)
+        planned = search.plan(asked, place, minutes=minutes, say=outputs.say, rank_by=by)
+        usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
+        found.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
+        if not planned.best and len(cases) == 1:
+            fitting = advice.larger(asked, planned, outputs.say)
+            plan_terminal.no_fit(found[0], fitting, advice.savings(asked, planned), console)
+    best = plan_terminal.ranked(found)[0]
+    helps: Sequence[advice.Change] = ()
+    if best.plan.best:
+        asked = next(asked for (_, asked), one in zip(cases, found, strict=True) if one is best)
+        helps = advice.changes(asked, best.plan) if best.plan.target.chip else ()
+        if len(found) > 1:
+            plan_terminal.compare(found, console)
+            console.print()
+        plan_terminal.show(best, console, helps)
+    elif len(found) > 1:
+        plan_terminal.compare(found, console)
+    if values.json:
+        _write(values.json, json.dumps(outcome.to_json(found), indent=1) + "\n")
+    if values.html:
+        _write(values.html, plan_page.render(found, helps, command))
+    if best.plan.best is None:
+        raise RunFailed("no layout fits, and no rules file was written")
+    if values.out:
+        _write(values.out, written.rules_file(best.plan, best.plan.best, command))
+        console.print(f"wrote {values.out}", soft_wrap=True)
+    answer = plan_terminal.question(best)
+    if best.in_time is False:
+        raise RunFailed(f"{answer}\n  fix   more chips, more --days, or fewer --tokens")
+    if answer:
+        console.print(answer, soft_wrap=True)
+    return 0
+
+
+def _batches(config: Config, span: str | None) -> list[Config]:
+    """The config, or one for each batch from A to B of --batch=A:B, doubled from one to the next."""
+    if span is None:
+        return [config]
+    low, colon, high = span.partition(":")
+    if not colon or not low.isdecimal() or not high.isdecimal() or not 1 <= int(low) <= int(high):
+        raise InputError(f"--batch={span}: not two sizes, the smaller first\n  fix   --batch=128:1024")
+    sizes = itertools.takewhile(lambda size: size <= int(high), (int(low) * 2**n for n in itertools.count()))
+    plain = configs.to_dict(config)
+    try:
+        return [configs.from_dict({**plain, "data": {**plain["data"], "batch": n}}, f"--batch={span}") for n in sizes]
+    except InputError as error:
+        raise InputError(f"{error}\n  fix   --batch=128:1024") from error
+
+
+def _prices(given_prices: Sequence[str]) -> dict[str, float]:
+    """Chip -> dollars per chip and hour, of --price=v5e=1.2, which may be repeated or have commas."""
+    found = {}
+    for entry in (entry for text in given_prices for entry in text.split(",")):
+        chip, equals, amount = entry.partition("=")
+        if not equals or chip not in CHIPS:
+            raise InputError(
+                f"--price={entry}: not a chip and its price\n  fix   --price=v5e=1.2, with one of {', '.join(CHIPS)}"
+            )
+        try:
+            found[chip] = float(amount)
+        except ValueError:
+            found[chip] = math.nan
+        if not 0 <= found[chip] < math.inf:
+            raise InputError(
+                f"--price={entry}: {amount!r} is not a price in dollars per chip and hour\n  fix   --price={chip}=1.2"
+            )
+    return found
+
+
+def _check(values: flags.FlagValues, cases: Sequence[tuple[Target, Config]]) -> None:
+    """Raises InputError for flags that do not go together, and for files that cannot be written."""
+    outputs.check((values.json, values.html, values.out))
+    if values.days and not values.tokens:
+        raise InputError(f"--days={values.days:g}: days for how many tokens?\n  fix   --tokens=1e12 too")
+    for name in ("tokens", "days", "minutes"):
+        value = getattr(values, name)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"--{name}={value:g}: must be more than 0\n  fix   drop it, or give a number")
+    if len(cases) > 1 and any(place.chip is None for place, _ in cases):
+        raise InputError("--target=cpu:N has no times to compare with others\n  fix   plan for it alone")
+    if values.tokens and any(place.chip is None for place, _ in cases):
+        raise InputError("--tokens: simulated devices have no times\n  fix   a --target such as v5e:4x8 or h100:8")
+
+
+def _write(name: str, text: str) -> None:
+    files.replace(Path(name), text)

@@ -1,0 +1,177 @@
+"""The settings of one run, frozen and strictly typed: what is computed. A YAML file is loaded into them."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import pydantic
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config import core_yaml
+from gspmd_lm.config.data import Data
+from gspmd_lm.config.model import AttentionTemperature as AttentionTemperature
+from gspmd_lm.config.model import LinearAttention as LinearAttention
+from gspmd_lm.config.model import Lora as Lora
+from gspmd_lm.config.model import Model
+from gspmd_lm.config.model import RopeScaling as RopeScaling
+from gspmd_lm.config.model import Stack as Stack
+from gspmd_lm.config.paths import find_file, read_text
+from gspmd_lm.config.types import STRICT as _STRICT
+from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
+from gspmd_lm.config.types import StackName as StackName
+from gspmd_lm.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Optimizer:
+    """The update rule and its schedule, in optax's terms."""
+
+    name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"  # which update rule
+    # The highest one of the schedule. Where a config says none: 2e-5 with train.init_from, 2e-4 with model.lora.
+    learning_rate: NotNegative = 3e-4
+    # How the learning rate changes.
+    schedule: Literal["warmup_cosine", "warmup_exponential", "warmup_stable_decay", "constant"] = "warmup_cosine"
+    warmup_steps: Count = 0  # over these it rises from 0
+    decay_steps: Count = 0  # warmup_stable_decay: the length of the final decay
+    decay_rate: Positive = 1.0  # warmup_exponential: the factor of each step after the warmup
+    final_fraction: Share = 0.1  # the share of learning_rate that is left at the end of a decay
+    weight_decay: NotNegative = 0.1  # on matrices only
+    b1: BelowOne = 0.9  # the decay of the mean of gradients
+    b2: BelowOne = 0.95  # the decay of the mean of their squares
+    eps: NotNegative = 1e-8  # added to the denominator of an update
+    clip_norm: NotNegative = 1.0  # 0 means none
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Samples:
+    """Texts that the model writes at each evaluation, to see what it has learnt. They change nothing in training."""
+
+    prompts: tuple[str, ...]  # the beginnings that are continued, one text for each
+    tokens: Size = 64  # how many are written after a prompt
+    temperature: NotNegative = 0.8  # 0 takes the most likely token
+
+    def __post_init__(self):
+        if not self.prompts or not all(self.prompts):
+            raise ValueError(f"prompts={list(self.prompts)} must have at least one prompt, and none that is empty")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Train:
+    """How long a run trains, and how often it logs, evaluates and saves."""
+
+    steps: Size  # the length of the schedule; --steps only says where to stop
+    seed: Seed = 0  # decides the initial weights and dropout
+    # A run without a checkpoint of its own begins with the newest weights of this workdir. "" means new weights.
+    init_from: str = ""
+    log_every: Size = 10  # in steps
+    eval_every: Count = 0  # 0 means only at the end
+    eval_batches: Size = 8  # how many batches an evaluation takes
+    checkpoint_every: Count = 0  # in steps; 0 means that steps do not decide
+    # A checkpoint is also saved this long after the last one, or later where saving takes long. 0 means that time does
+    # not decide.
+    checkpoint_minutes: NotNegative = 10.0
+    keep_checkpoints: Size = 3  # how many of the newest are kept
+    keep_every: Count = 0  # every checkpoint whose step is a multiple of it is kept too; 0 means none
+    keep_best: bool = False  # each evaluation with the lowest held-out loss so far is saved, and the best one is kept
+    # A run ends after this many evaluations in a row without a lower held-out loss, and keeps the best. 0 means never.
+    patience: Count = 0
+    samples: Samples | None = None
+    max_skipped: Size = 10  # a run stops after this many steps in a row whose loss or gradient is not finite
+    # Where figures go, besides metrics.jsonl.
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    project: str = "gspmd_lm"  # wandb and trackio: where the run is listed
+    group: str = ""  # wandb and trackio: runs that belong together
+    tags: tuple[str, ...] = ()  # wandb
+
+    def __post_init__(self):
+        if (self.keep_best or self.patience) and not self.eval_every:
+            name = "patience" if self.patience else "keep_best"
+            raise ValueError(f"{name} needs evaluations during training: set eval_every, such as 100")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is kept."""
+        return self.keep_best or self.patience > 0
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config:
+    """Everything that decides what is computed. The rules file decides where it is computed."""
+
+    name: str  # of the run's folder and its reports; by default that of the file
+    model: Model
+    data: Data = dataclasses.field(default_factory=Data)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    train: Train
+
+    def __post_init__(self):
+        if self.data.seq > self.model.context:
+            raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+        if self.data.held_out == 0 and (self.train.keeps_best or self.train.samples):
+            raise ValueError(
+                "train.keep_best, train.patience and train.samples belong to evaluation, for which data.held_out=0 "
+                "leaves no rows: set data.held_out, such as 0.02"
+            )
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a file (a path, or a name in configs/) with `section.key=value` overrides applied.
+
+    Raises an InputError that lists every problem of the file and of the overrides.
+    """
+    path = find_file(name, "configs")
+    raw = core_yaml.parse(read_text(path), str(path))
+    if not isinstance(raw, dict):
+        kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
+        raise InputError(f"{path}: a config is a mapping of sections; this one {kind}")
+    override(raw, overrides, str(path))
+    raw.setdefault("name", path.stem)
+    return from_dict(raw, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
+
+
+def override(raw: dict[str, Any], overrides: Sequence[str], place: str) -> None:
+    """Lays `section.key=value` over the plain values of a config. Raises an InputError that names the override."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        *sections, field = key.strip().split(".")
+        if not equals or not field:
+            raise InputError(f"--set {text}: write --set section.key=value")
+        target = raw
+        for section in sections:
+            if target.get(section) is None:
+                target[section] = {}
+            target = target[section]
+            if not isinstance(target, dict):
+                raise InputError(f"--set {text}: in {place}, {section} is not a mapping")
+        glob = value.startswith("*")  # in YAML it would be an alias, which has no meaning here
+        target[field] = value if glob else core_yaml.parse(value, f"--set {text}")
+
+
+def usual_rate(model: Any, train: Any) -> float:
+    """The learning rate of a config that says none, from the plain values of its sections.
+
+    Weights that have been trained are changed with a small one, that of Llama 2's fine-tuning (arXiv 2307.09288), and
+    adapters with ten times as much (arXiv 2405.09673).
+    """
+    if isinstance(model, Mapping) and model.get("lora"):
+        return 2e-4
+    return 2e-5 if isinstance(train, Mapping) and train.get("init_from") else Optimizer.learning_rate
+
+
+def from_dict(raw: Mapping[str, Any], place: str) -> Config:
+    """A checked Config. Raises an InputError that names `place` and every wrong field."""
+    optimizer = raw.get("optimizer") or {}
+    if isinstance(optimizer, Mapping) and optimizer.get("learning_rate") is None:
+        raw = {**raw, "optimizer": {**optimizer, "learning_rate": usual_rate(raw.get("model"), raw.get("train"))}}
+    try:
+        # In JSON mode a strict tuple may be written as a list.
+        return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw))
+    except pydantic.ValidationError as error:
+        lines = [line for problem in error.errors() for line in explained(problem, Config)]
+        raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The plain values of a config, ready for YAML or JSON."""
+    return pydantic.TypeAdapter(Config).dump_python(config, mode="json")

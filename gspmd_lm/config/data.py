@@ -1,0 +1,120 @@
+"""The section `data` of a config: where tokens come from."""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config.types import STRICT, BelowOne, Positive, Seed, Size
+
+
+def _tag(value: Any) -> str:
+    """The form in which a source is given, so that a message speaks of this form alone.
+
+    The tags <...> stand in the places of pydantic's findings, and config_types takes them out.
+    """
+    return "<list>" if isinstance(value, list | tuple | dict) else "<text>"
+
+
+def _tag_entry(value: Any) -> str:
+    return "<one>" if isinstance(value, dict | Source) else "<text>"
+
+
+def _tag_held_out(value: Any) -> str:
+    return _tag(value) if isinstance(value, str | list | tuple | dict) else "<share>"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Source:
+    """One of several sources, with what is its own."""
+
+    path: str  # a folder, a file, a glob, an address such as hf://... or gs://..., or stdlib
+    # Rows are drawn from the sources in proportion to their weights, which all have or none has. Without weights,
+    # each row of all sources is read once per epoch.
+    weight: Positive | None = None
+    text_field: str = ""  # "" means data.text_field
+    messages_field: str = ""  # "" means data.messages_field
+
+
+_Text = Annotated[str, pydantic.Tag("<text>")]
+_Several = Annotated[
+    tuple[Annotated[_Text | Annotated[Source, pydantic.Tag("<one>")], pydantic.Discriminator(_tag_entry)], ...],
+    pydantic.Tag("<list>"),
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Data:
+    """Where tokens come from and how they are put into rows."""
+
+    # stdlib | random:ROWS | a folder, a file, a glob or an address, or a list of them (docs/data.md). Entries of a list
+    # may be {path, weight, text_field, messages_field}.
+    source: Annotated[_Text | _Several, pydantic.Discriminator(_tag)] = "stdlib"
+    # bytes | path of a Hugging Face tokenizer.json | bpe:TOKENS, which the run trains on its source and keeps
+    tokenizer: str = "bytes"
+    text_field: str = "text"  # the field of a JSON object, or the column of a table, that holds the text
+    # The field or column that holds a conversation: a list of {role, content}. Rows are then written with the
+    # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
+    messages_field: str = ""
+    # stream: rows are cut from one text, and attention crosses documents.
+    packing: Literal["documents", "stream"] = "documents"
+    batch: Size = 32  # sequences per step, over all devices
+    seq: Size = 256  # tokens per sequence
+    # For evaluation: a share of the documents, chosen by their content; or a source of its own, written as `source` is.
+    held_out: Annotated[
+        Annotated[BelowOne, pydantic.Tag("<share>")] | _Text | _Several, pydantic.Discriminator(_tag_held_out)
+    ] = 0.02
+    seed: Seed = 0  # decides the order of rows
+
+    def __post_init__(self):
+        wrong = []
+        weights = [one.weight for one in self.sources]
+        if None in weights and any(weights):
+            wrong.append("source: some entries have a weight and others have none: give one to each or to none")
+        for one in self.held_out_sources:
+            if one.weight:
+                wrong.append(f"held_out: {one.path} has a weight, but evaluation reads each row once: drop the weight")
+        for name, value in (("source", self.source), ("held_out", self.held_out)):
+            if value == ():
+                wrong.append(f"{name}: the list is empty")
+        every = self.sources + self.held_out_sources
+        fields = {one.messages_field for one in every}
+        if "" in fields and len(fields) > 1:
+            wrong.append("source: some entries have a messages_field and others have none: texts and conversations "
+                         "do not mix")  # fmt: skip
+        elif "" not in fields and self.packing != "documents":
+            field = self.messages_field or min(fields)
+            wrong.append(f"messages_field={field} needs packing: documents, which keeps conversations apart")
+        if wrong:
+            raise ValueError("\n".join(wrong))
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The sources to train on, each with its fields filled in."""
+        return self._filled(self.source)
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of the documents that is held out; 0 if evaluation has sources of its own."""
+        return self.held_out if isinstance(self.held_out, int | float) else 0.0
+
+    @property
+    def held_out_sources(self) -> tuple[Source, ...]:
+        """The sources for evaluation, likewise; () if `held_out` is a share of the others."""
+        return () if isinstance(self.held_out, int | float) else self._filled(self.held_out)
+
+    @property
+    def conversations(self) -> bool:
+        """Whether the sources hold conversations, not texts."""
+        return any(one.messages_field for one in self.sources)
+
+    def _filled(self, given: str | tuple[str | Source, ...]) -> tuple[Source, ...]:
+        listed = (given,) if isinstance(given, str) else given
+        return tuple(
+            dataclasses.replace(
+                one, text_field=one.text_field or self.text_field,
+                messages_field=one.messages_field or self.messages_field,
+            )
+            for one in (Source(path=one) if isinstance(one, str) else one for one in listed)
+        )  # fmt: skip

@@ -1,0 +1,400 @@
+"""The section `model` of a config: what one decoder computes."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RopeScaling:
+    """RoPE whose frequencies are slowed by `factor`.
+
+    linear (arXiv 2306.15595) slows all frequencies. llama3 slows those whose wavelength is above original_context /
+    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor. yarn
+    (arXiv 2309.00071) has the same two limits and blends between them by the number of the frequency. dynamic raises
+    rope_theta for rows that are longer than original_context. longrope (arXiv 2402.13753) divides each frequency by a
+    number of its own: one of long_factors for rows that are longer than original_context, else one of short_factors.
+    A row's length is data.seq in training; in generation it is the prompt and all that may follow.
+    """
+
+    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope"] = "llama3"  # which of them
+    factor: Positive = 8.0  # by how much the slowed frequencies are divided; dynamic: the factor of rope_theta's growth
+    low_freq_factor: Positive = 1.0  # llama3, yarn (beta_slow): turns in original_context below which one is slowed
+    high_freq_factor: Positive = 4.0  # llama3, yarn (beta_fast): turns in original_context above which one stays
+    original_context: Size = 8192  # the context that the model was trained with before; linear does not use it
+    truncate: bool = True  # yarn: the frequencies between which it blends have whole numbers
+    attention_factor: Positive = 1.0  # rotated queries and keys are multiplied by it
+    short_factors: tuple[Positive, ...] = ()  # longrope: what frequencies are divided by in rows up to original_context
+    long_factors: tuple[Positive, ...] = ()  # longrope: what they are divided by in longer rows
+
+    def __post_init__(self):
+        if self.high_freq_factor < self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must not be below low_freq_factor={self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AttentionTemperature:
+    """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
+
+    every: so many positions have the same factor. layers: those that have it, all of them or those of kind nope.
+    """
+
+    scale: Positive = 0.1  # how fast the factor grows
+    every: Size = 8192  # the length of a step, in positions
+    offset: Count = 0  # added to a position, which is counted from 0 (Llama 4: 1)
+    layers: Literal["all", "nope"] = "all"  # which layers have it
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LinearAttention:
+    """Linear attention by the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it."""
+
+    key_heads: Size  # heads of queries and keys
+    value_heads: Size  # heads of values; value_heads / key_heads of them share a query and a key
+    head_dim: Size  # the size of one head of either kind
+    taps: Size = 4  # how many tokens the short convolution of queries, keys and values sees, a token's own included
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Lora:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) beside the weights in `targets`. Only the adapters are trained."""
+
+    rank: Size = 16  # the inner size of an adapter's two matrices
+    alpha: Positive = 32.0  # an adapter's output is scaled by alpha / rank
+    targets: tuple[Literal["wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"], ...]  # the weights that get an adapter
+
+    def __post_init__(self):
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"targets={list(self.targets)} must name at least one weight, and each once")
+
+    @property
+    def scale(self) -> float:
+        """The factor that an adapter's output is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Model:
+    """One decoder. Sizes carry the names of the logical axes they belong to (see axes.py)."""
+
+    layers: Size  # how many blocks
+    embed: Size  # the width of the residual stream
+    heads: Size  # query heads
+    kv_heads: Size  # key and value heads; each serves heads / kv_heads query heads
+    head_dim: Size  # the size of one head
+    mlp: Size  # the hidden width of the feed-forward network, or of each expert if expert_mlp is 0
+    # How many tokens there are. 0 means as many as data.tokenizer has, with padded_vocab raised to the next multiple of
+    # 128. The config of a run holds the numbers.
+    vocab: Count
+    padded_vocab: Count = 0  # rows of the embedding table; 0 means vocab. The added rows are never predicted.
+    padded_heads: Count = 0  # query heads in the weights; 0 means heads. Added heads, and their keys, add nothing.
+    context: Size  # the longest sequence, and the rows of a learned position table
+
+    block: Literal["sequential", "parallel"] = "sequential"  # parallel: x + attention(norm(x)) + mlp(norm(x))
+    shared_norm: bool = True  # whether attention and MLP of a parallel block read the same norm
+    pre_norms: bool = True  # attention and MLP read the residual stream through a norm; OLMo 2 has post_norms instead
+    post_norms: bool = False  # the outputs of attention and MLP go through a norm too (Gemma 2)
+    sum_norms: bool = False  # each sum with the residual stream goes through a norm (the first Transformer, OPT-350m)
+    final_norm: bool = True  # a norm after the last layer
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # the kind of all norms
+    norm_scale: bool = True  # whether norms have a learned scale
+    norm_bias: bool = False  # whether norms have a learned bias
+    norm_eps: BelowOne = 1e-6  # added to the variance in a norm
+    norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
+    embedding_norm: bool = False  # a norm right after the token table (BLOOM)
+    embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
+    # The width of the token table; 0 means embed. With another width, one matrix brings its rows to embed, and a second
+    # one brings the output of the last layer back (OPT-350m).
+    embedding_width: Count = 0
+    residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
+    # Residual streams side by side, of which a block reads the first. A small matrix predicts all of them from each
+    # other before the block, and corrects all of them after it (AltUp, arXiv 2301.13310).
+    residual_streams: Size = 1
+    laurel_rank: Count = 0  # the rank of a product beside attention; 0 means none (LAuReL, arXiv 2411.07501)
+    # The width of a token's embedding for each layer, which enters the other residual streams; 0 means none (Gemma 3n).
+    layer_embed: Count = 0
+    layer_vocab: Count = 0  # tokens with such embeddings; those after them have the first token's; 0 means vocab
+    qk_norm: bool = False  # whether queries and keys go through a norm before they are rotated
+    # shared: each head by itself, all with one scale. per_head: each by itself, with a scale of its own and no bias
+    # (Cohere). joint: all heads together (OLMo 2). unscaled: each by itself, without a scale, and only in layers with
+    # positions (Llama 4).
+    qk_norm_kind: Literal["shared", "per_head", "joint", "unscaled"] = "shared"
+    mlp_kind: Literal["gated", "plain"] = "gated"  # gated: activation(x w_gate) * (x w_up); plain: activation(x w_up)
+    # The nonlinearity of the feed-forward network. relu2 is the square of relu.
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    activation_slope: Positive = 1.0  # silu is x * sigmoid(slope x) (gpt-oss: 1.702)
+    mlp_limit: NotNegative = 0.0  # x w_gate is cut off above it, and x w_up beyond it on both sides; 0 means neither
+    mlp_up_offset: float = 0.0  # added to x w_up of a gated MLP (gpt-oss: 1)
+    # About the share of x w_gate that is cut off below: what is under this quantile of a normal distribution with the
+    # mean and deviation of a token's x w_gate (arXiv 2506.06644). 0 means none.
+    activation_sparsity: BelowOne = 0.0
+    sparse_layers: Count = 0  # how many layers have it, the first ones; 0 means all
+    experts: Count = 0  # routed experts of a layer, in place of one feed-forward network; 0 means none
+    experts_per_token: Count = 0  # how many of them compute each token: those with the highest scores
+    expert_mlp: Count = 0  # the hidden width of one expert; 0 means mlp
+    shared_mlp: Count = 0  # the hidden width, together, of the experts that compute every token; 0 means none
+    shared_gate: bool = False  # the shared experts' output is multiplied by sigmoid(x w) (Qwen2-MoE)
+    dense_layers: Count = 0  # the first layers have one feed-forward network of width mlp in place of experts
+    # Every so many layers, the last one has experts, and the others have one feed-forward network of width mlp.
+    sparse_step: Size = 1
+    # How the router's logits become scores, in float32: softmax over all experts, or each by itself (DeepSeek-V3).
+    # sparsemixer (arXiv 2409.12136): an expert's weight is its share among those that come close to it (Phi-3.5-MoE).
+    routing: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    router_jitter: NotNegative = 0.01  # sparsemixer: half of how far, relatively, a logit that comes close may be lower
+    normalized_weights: bool = True  # the weights of a token's experts add up to 1; otherwise they are the scores
+    expert_scale: Positive = 1.0  # then they are multiplied by it (DeepSeek-V3: 2.5)
+    weighted_input: bool = False  # the weights multiply what experts read, not what they compute (Llama 4)
+    expert_groups: Size = 1  # the experts of a layer form so many groups of neighbours ...
+    # ... of which a token may use so many: those with the highest best score, or, with sigmoid, sum of the two best.
+    groups_per_token: Size = 1
+    router_bias: bool = False  # the router's logits have a learned bias (gpt-oss)
+    # How experts get equal loads. batch: by the loss of arXiv 2101.03961, over the global batch. row: by the same loss
+    # in each row. bias: by a bias on the scores, which only decides who is chosen; after each step it moves by
+    # balance_rate, against the sign of the load above the mean (arXiv 2408.15664).
+    balance: Literal["none", "batch", "row", "bias"] = "none"
+    balance_weight: NotNegative = 0.01  # batch, row: what the balancing loss, 1 for equal loads, is multiplied by
+    balance_rate: NotNegative = 0.001  # bias: how far it moves in a step
+    router_z_loss: NotNegative = 0.0  # weight of the squared log of the sum of exp(logits) of the router
+    # 0: every token is computed by all of its experts. Above 0: of each row, an expert computes at most capacity_factor
+    # times the mean, the first ones. TOKENS BEYOND THAT ARE DROPPED, as some models were trained.
+    capacity_factor: NotNegative = 0.0
+    # How a token's position enters. alibi_bf16 is alibi that is rounded to bfloat16 and scaled as scores are (Falcon).
+    positions: Literal["rope", "learned", "sinusoidal", "alibi", "alibi_bf16", "none"] = "rope"
+    position_offset: Count = 0  # rows of a learned table that stand before position 0's (OPT: 2)
+    rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
+    rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
+    rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
+    sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
+    sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
+    # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
+    attention_chunk: Count = 0
+    # Which layers have the window, the chunks, or linear attention. The pattern is repeated over the depth; () means
+    # all layers. A layer of kind nope has none of them, and no positions.
+    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...] = ()
+    linear_attention: LinearAttention | None = None  # of layers of kind linear
+    # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
+    shared_kv_layers: Count = 0
+    value_norm: bool = False  # whether values go through a norm without a scale (Gemma 3n)
+    attention_gate: bool = False  # the output of attention is multiplied by sigmoid(x w), before wo (Qwen3-Next)
+    attention_temperature: AttentionTemperature | None = None  # queries that grow with their position
+    query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
+    qkv_bias: bool = False  # whether the query, key and value projections have biases
+    attention_out_bias: bool = False  # whether the projection after attention has a bias
+    mlp_bias: bool = False  # whether the feed-forward network has biases
+    unembedding_bias: bool = False  # whether the logits have a bias
+    tied_embeddings: bool = False  # whether the logits are computed with the token table
+    dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
+    attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
+    attention_scores_dtype: Literal["float32", "bfloat16"] = "float32"  # of scores in XLA's attention
+    attention_softcap: NotNegative = 0.0  # 0 means none; otherwise cap * tanh(scores / cap)
+    logit_scale: Positive = 1.0  # logits are multiplied by it, before the cap
+    logit_softcap: NotNegative = 0.0  # the same cap for the logits
+    z_loss: NotNegative = 0.0  # weight of the squared log-partition function
+    init_std: NotNegative = 0.02  # the standard deviation of new weights
+    lora: Lora | None = None  # adapters that are trained in place of the weights
+
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations, and of weights in use
+    weight_dtype: Literal["bfloat16", "float32"] = "float32"  # of weights at rest
+    matmul_precision: Literal["default", "high", "highest"] = "default"  # of jax's matrix products
+
+    def __post_init__(self):
+        wrong = []
+        if self.heads % self.kv_heads:
+            wrong.append(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.padded_vocab and self.padded_vocab < self.vocab:
+            wrong.append(
+                f"padded_vocab={self.padded_vocab} is smaller than vocab={self.vocab}: set padded_vocab to 0, or "
+                "vocab to 0, which means the tokenizer's size with room to divide"
+            )
+        group = max(self.heads // self.kv_heads, 1)
+        if self.padded_heads and (self.padded_heads < self.heads or (self.kv_heads > 1 and self.padded_heads % group)):
+            of = f", and a multiple of {group}, the query heads of each key head" if self.kv_heads > 1 else ""
+            wrong.append(f"padded_heads={self.padded_heads} must be at least heads={self.heads}{of}")
+        if self.positions == "rope" and (self.head_dim % 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim):
+            sizes = f"head_dim={self.head_dim}, rope_dim={self.rope_dim}"
+            wrong.append(f"positions: rope needs even sizes, and a rope_dim of at most head_dim: {sizes}")
+        pairs, scaling = (self.rope_dim or self.head_dim) // 2, self.rope_scaling
+        if scaling and scaling.kind == "dynamic" and pairs < 2:
+            wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
+        if scaling and scaling.kind == "yarn" and self.rope_theta <= 1:
+            wrong.append(f"rope_scaling.kind: yarn needs a rope_theta above 1, not {self.rope_theta}")
+        lists = (scaling.short_factors, scaling.long_factors) if scaling and scaling.kind == "longrope" else ()
+        if any(len(factors) != pairs for factors in lists):
+            wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
+        if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
+            wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
+        if "sliding" in self.layer_pattern and not self.sliding_window:
+            wrong.append("layer_pattern has sliding layers: set sliding_window")
+        if "chunked" in self.layer_pattern and not self.attention_chunk:
+            wrong.append("layer_pattern has chunked layers: set attention_chunk")
+        if ("linear" in self.layer_pattern) > bool(self.linear_attention):
+            wrong.append("layer_pattern has linear layers: set linear_attention")
+        kinds = self.sliding_window, self.attention_chunk, self.linear_attention
+        if not self.layer_pattern and sum(map(bool, kinds)) > 1:
+            wrong.append(
+                "a layer has only one of sliding_window, attention_chunk and linear_attention: set layer_pattern, "
+                "which says which"
+            )
+        if self.activation_slope != 1 and self.activation != "silu":
+            wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
+        if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
+            wrong.append(f"attention_sinks does not go with positions: {self.positions}")
+        if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
+            wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
+        wrong += self._wrong_streams() + self._wrong_experts()
+        if wrong:
+            raise ValueError("\n".join(wrong))
+
+    def _wrong_streams(self) -> list[str]:
+        """What is wrong with the keys of residual streams, and of layers that differ by their place."""
+        own, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
+        lacking = ", ".join(sorted({*kinds[own:]} - {*kinds[:own]}))
+        found = {
+            "laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false":
+                self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms),
+            "layer_embed enters more residual streams: set residual_streams":
+                self.layer_embed and self.residual_streams == 1,
+            f"layer_vocab={self.layer_vocab} is above vocab={self.vocab}": 0 < self.vocab < self.layer_vocab,
+            "activation_sparsity goes with mlp_kind: gated": self.activation_sparsity and self.mlp_kind == "plain",
+            f"sparse_layers={self.sparse_layers}: set activation_sparsity, and at most layers={self.layers}":
+                self.sparse_layers > (self.layers if self.activation_sparsity else 0),
+            "experts do not go with shared_kv_layers": self.experts and self.shared_kv_layers,
+            "experts do not go with activation_sparsity": self.experts and self.activation_sparsity,
+            f"shared_kv_layers={self.shared_kv_layers}: no layer before them is of kind {lacking}": lacking,
+            "shared_kv_layers goes with layers of kind sliding and full":
+                self.shared_kv_layers and {*kinds} - {"sliding", "full"},
+        }  # fmt: skip
+        return [message for message, is_wrong in found.items() if is_wrong]
+
+    def _wrong_experts(self) -> list[str]:
+        """What is wrong with the keys of experts."""
+        E, k, groups, used = self.experts, self.experts_per_token, self.expert_groups, self.groups_per_token
+        if not E:
+            set_ = [name for name, default in _EXPERTS.items() if getattr(self, name) != default]
+            return [f"experts=0, so {', '.join(set_)} would have no effect: set experts"] if set_ else []
+        wrong = []
+        if not 0 < k <= E:
+            wrong.append(f"experts_per_token={k} must be from 1 to experts={E}")
+        if self.dense_layers >= self.layers:
+            wrong.append(f"dense_layers={self.dense_layers} leaves no layer of layers={self.layers} with experts")
+        elif self.dense_layers // self.sparse_step == self.layers // self.sparse_step:
+            wrong.append(f"sparse_step={self.sparse_step} leaves no layer of layers={self.layers} with experts")
+        if E % groups or used > groups:
+            wrong.append(f"expert_groups={groups} must divide experts={E} and be at least groups_per_token={used}")
+        elif k > used * (E // groups):
+            wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
+        elif groups > 1 and self.routing == "sigmoid" and E // groups < 2:
+            wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
+        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance == "bias"):
+            wrong.append("routing: sparsemixer goes with normalized_weights: false, one group, and no bias on scores")
+        if self.shared_gate and not self.shared_mlp:
+            wrong.append("shared_gate: there are no shared experts: set shared_mlp")
+        return wrong
+
+    @property
+    def expert_width(self) -> int:
+        """The hidden width of one expert."""
+        return self.expert_mlp or self.mlp
+
+    @property
+    def stacks(self) -> tuple["Stack", ...]:
+        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys."""
+        ends: dict[StackName, int] = {
+            "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
+            "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
+        }  # fmt: skip
+        turn, first, found = math.lcm(len(self.layer_pattern) or 1, self.sparse_step), 0, []
+        for name in sorted(ends, key=ends.__getitem__):
+            if (count := ends[name] - first) > 0:
+                kinds = tuple(self._of_layer(first + i) for i in range(min(turn, count)))
+                found.append(Stack(name, first, count, kinds))
+                first += count
+        return tuple(found)
+
+    @property
+    def each_layer(self) -> tuple["Model", ...]:
+        """The settings of each layer."""
+        return tuple(stack.kinds[i % len(stack.kinds)] for stack in self.stacks for i in range(stack.layers))
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding table, padding included."""
+        assert self.vocab, "model.vocab is 0 until data.tokenizer.sized() has asked the tokenizer"
+        return self.padded_vocab or self.vocab
+
+    @property
+    def head_rows(self) -> int:
+        """Query heads in the weights, padding included."""
+        return self.padded_heads or self.heads
+
+    @property
+    def kv_head_rows(self) -> int:
+        """Key heads in the weights, padding included; a single one serves all query heads."""
+        return 1 if self.kv_heads == 1 else self.head_rows * self.kv_heads // self.heads
+
+    @property
+    def layer_kinds(self) -> tuple["Model", ...]:
+        """The settings of the layers of one turn of each stack: of all kinds of layers there are."""
+        return tuple(kind for stack in self.stacks for kind in stack.kinds)
+
+    @property
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...]:
+        """The pattern, repeated over the depth."""
+        usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
+        pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
+
+    def _of_layer(self, number: int) -> "Model":
+        """The settings of one layer, of whose kind all layers are."""
+        kind, own = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1, sparse_layers=0)
+        if number < self.layers - self.shared_kv_layers:
+            own["shared_kv_layers"] = 0
+        if number >= (self.sparse_layers or self.layers):
+            own["activation_sparsity"] = 0.0
+        if kind != "sliding":
+            own["sliding_window"] = 0
+        elif self.sliding_rope_theta:
+            own |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
+        if kind != "chunked":
+            own["attention_chunk"] = 0
+        if kind != "linear":
+            own["linear_attention"] = None
+        if kind == "nope":
+            own |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
+        elif self.attention_temperature and self.attention_temperature.layers == "nope":
+            own["attention_temperature"] = None
+        if number < self.dense_layers or (number + 1) % self.sparse_step:
+            own |= _EXPERTS
+        return dataclasses.replace(self, **own)
+
+
+class Stack(NamedTuple):
+    """Layers that run in one loop, and those that are left if `kinds` does not divide their number."""
+
+    name: StackName
+    first: int  # the number of its first layer, counted from 0
+    layers: int
+    kinds: tuple[Model, ...]  # the settings of its layers, repeated over its depth
+
+    @property
+    def scanned(self) -> int:
+        """How many of the layers run in the loop: whole turns of `kinds`. The others stand behind it."""
+        return self.layers - self.layers % len(self.kinds)
+
+
+# The keys of experts, from the first to the last, with their defaults: the settings of a layer without experts.
+_KEYS = [field.name for field in dataclasses.fields(Model)]
+_EXPERTS: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(Model)[_KEYS.index("experts") : _KEYS.index("capacity_factor") + 1]
+}

@@ -1,0 +1,67 @@
+"""Paths of configs, rules files and caches, and the text of a file."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+
+from gspmd_lm.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from etils import epath
+
+
+def read_text(path: "Path | epath.Path") -> str:
+    """The text of a file. Raises InputError if the file cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def cache_folder(name: str) -> Path:
+    """The folder `name` in $GSPMD_LM_CACHE, or in the user's cache directory. It need not exist."""
+    chosen = os.environ.get("GSPMD_LM_CACHE")
+    return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
+
+
+def unwritable(path: Path, why: str | None, what: str = "") -> InputError:
+    """The error that `what` cannot be written to a path in the cache."""
+    return InputError(
+        f"{path}: {what}cannot be written ({why})\n"
+        "  fix   set GSPMD_LM_CACHE to a folder with free space that you may write to"
+    )
+
+
+def download(name: str, instead: str, then: str = "give FOLDER in its place", repo_type: str = "model") -> str:
+    """The fix for a path that does not exist: how to get it where it is the name of a hub, such as Qwen/Qwen3-8B, since
+    nothing is fetched here. For another path it is `instead`."""
+    of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists()
+    if not of_hub or name.endswith((".yaml", ".yml", ".json")):
+        return instead
+    kind = "" if repo_type == "model" else f" --repo-type={repo_type}"
+    return f"nothing is fetched: hf download {name}{kind} --local-dir=FOLDER, then {then}"
+
+
+def find_file(name: str, folder: str) -> Path:
+    """The path of the file `name`, which may leave out .yaml.
+
+    It is looked up as given, then in `folder` of the working directory, of the checkout and of the wheel. Raises
+    InputError with the nearest known name.
+    """
+    package = Path(__file__).parents[1]
+    roots = [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]
+    for root in roots:
+        for candidate in (root / name, root / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    shipped = sorted({file.stem for root in roots[1:] for file in root.glob("*.yaml")})
+    fix = f"give a path, or one of {', '.join(shipped)}"
+    raise InputError(
+        f"{name}: no such file, here or in {folder}/{did_you_mean(Path(name).stem, shipped)}\n"
+        f"  fix   {download(name, fix) if folder == 'configs' else fix}"
+    )

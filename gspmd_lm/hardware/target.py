@@ -1,0 +1,261 @@
+"""Targets such as v5p:4x4x4, 2@v6e:16x16, h100:4x8, h100:4x8/800 or cpu:8, and compile-only jax devices of them.
+
+Google Cloud's names of TPU slices, such as v5p-128 or v5litepod-16, are targets too.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config
+
+# Topologies that Google rents out. Sources: Cloud TPU documentation, per-version pages.
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # v5e, v6e: parts of one 16 x 16 pod
+# v4, v5p, tpu7x: smaller than a 4 x 4 x 4 cube; larger slices are made of cubes.
+_SMALL_CUBOIDS = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+_CUBE = 4
+_CUBOIDS = ("4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")  # of the larger ones, cubes doubled
+# How many such cubes a slice has at most. Source: Cloud TPU documentation, per-version pages, read in 2026: a v4 pod
+# has 4096 chips, the largest v5p slice 6144 (16x16x24), a tpu7x pod 9216.
+_MOST_CUBES = {"v4": 64, "v5p": 96, "tpu7x": 144}
+_LONGEST = 256  # chips along a dimension of a slice that Google Cloud has a name for
+_GPUS_PER_HOST = 8
+MOST_DEVICES = 2**18  # more than the largest cluster that is known, of 200,000; jax makes an object of each
+_GBPS = range(10, 12_801)  # what may be said of a host's network, in Gbit/s
+_EXAMPLES = "cpu:8, v5e:4x4, v5p:4x4x4, v5p-128, 2@v6e:16x16, h100:8, h100:4x8 or h100:4x8/800"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The hardware that a layout is explained for."""
+
+    text: str  # as the user wrote it, but for names of Google Cloud, which become the topology that they mean
+    platform: str  # cpu, gpu or tpu
+    chip: Chip | None  # None: cpu. Its network is the one that the text names.
+    topology: tuple[int, ...]  # chips per dimension of a slice; hosts x GPUs; simulated devices
+    slices: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many jax devices the target has; a tpu7x chip is two."""
+        per_chip = self.chip.devices_per_chip if self.chip else 1
+        return self.slices * math.prod(self.topology) * per_chip
+
+    @property
+    def processor(self) -> Processor:
+        """What decides which kernels the target can run."""
+        gpu = self.chip and self.chip.gpu
+        capability = gpu.compute_capability if gpu else ()
+        return Processor(self.platform, self.chip.name if self.chip else self.platform, capability)
+
+    @property
+    def hardware(self) -> str:
+        """The text without the speed of the network, on which no compiled program depends."""
+        return self.text.partition("/")[0]
+
+
+def parse(text: str) -> Target:
+    """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
+    found = _parsed(text)
+    if found.devices > MOST_DEVICES:
+        raise InputError(
+            f"--target={text}: {found.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
+            f"  fix   fewer {'slices' if found.platform == 'tpu' else 'devices'}"
+        )
+    return found
+
+
+def _parsed(text: str) -> Target:
+    place = f"--target={text}"
+    hardware, slash, network = text.partition("/")
+    slices, at, rest = hardware.rpartition("@")
+    if named := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
+        rest = _meant(place, *named.groups())
+        text = f"{slices}{at}{rest}"
+    name, colon, size = rest.partition(":")
+    if name not in (*CHIPS, "cpu"):
+        known = ", ".join(("cpu", *CHIPS))
+        raise InputError(
+            f"{place}: unknown chip {name!r}{did_you_mean(name, ('cpu', *CHIPS))}\n  fix   use one of {known}"
+        )
+    if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) or (at and not re.fullmatch(r"[1-9]\d*", slices)):
+        raise InputError(f"{place}: no such form\n  fix   write it like {_EXAMPLES}")
+    dimensions = tuple(map(int, size.split("x")))
+    chip = CHIPS.get(name)
+    if slash and (chip is None or chip.platform != "gpu"):
+        raise InputError(f"{place}: only hosts of GPUs differ in their networks\n  fix   --target={hardware}")
+    if chip is None or chip.platform == "gpu":
+        if at:
+            raise InputError(f"{place}: only TPUs have slices\n  fix   write hosts x devices, such as h100:4x8")
+        found = _counted(place, text, name, chip, dimensions)
+        return _with_network(place, found, network) if slash else found
+    wrong = _no_such_topology(chip, dimensions)
+    if wrong:
+        raise InputError(f"{place}: {name} has no topology {size}\n  fix   {wrong}")
+    return Target(text, "tpu", chip, dimensions, int(slices or 1))
+
+
+def cloud_names(chip: Chip) -> dict[int, str]:
+    """The number in Google Cloud's name of each slice of a TPU -> its topology.
+
+    v4, v5p and tpu7x have two TensorCores in a chip, which the number counts. Of several shapes with as many cubes, a
+    name means the one nearest to a cube.
+    """
+    sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS]
+    for cubes in range(1, _MOST_CUBES.get(chip.name, 0) + 1):
+        whole = [(a, b, cubes // (a * b)) for a in range(1, cubes + 1) for b in range(a, cubes // a + 1)
+                 if cubes % (a * b) == 0 and cubes // (a * b) >= b]  # fmt: skip
+        sides = [side * _CUBE for side in min(whole, key=sum)]
+        if sides[-1] <= _LONGEST:
+            sizes.append("x".join(map(str, sides)))
+    return {_chips(size) * (chip.torus_dimensions - 1): size for size in sizes}
+
+
+def _chips(size: str) -> int:
+    return math.prod(map(int, size.split("x")))
+
+
+def _meant(place: str, name: str, number: str) -> str:
+    """The target that Google Cloud's name of a slice means: v5p:4x4x4 for v5p-128."""
+    chip = CHIPS.get("v5e" if name == "v5litepod" else name)
+    tpus = {"v5litepod", *(known for known, one in CHIPS.items() if one.platform == "tpu")}
+    if chip is None or chip.platform != "tpu":
+        raise InputError(
+            f"{place}: Google Cloud has no TPU slices named {name}-N{did_you_mean(name, tpus)}\n"
+            f"  fix   write it like {_EXAMPLES}"
+        )
+    names = cloud_names(chip)
+    if int(number) not in names:
+        near = sorted(sorted(names, key=lambda known: abs(known - int(number)))[:4])
+        unit = "TensorCores, of which a chip has two" if chip.torus_dimensions == 3 else "chips"
+        offered = ", ".join(f"{name}-{known} ({names[known]})" for known in near)
+        raise InputError(f"{place}: Google Cloud has no slice of {number} {unit}\n  fix   the nearest are {offered}")
+    return f"{chip.name}:{names[int(number)]}"
+
+
+def _counted(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:
+    """The CPU or GPU target of a number of devices, or of hosts x devices."""
+    if chip is None:
+        if len(dimensions) > 1:
+            raise InputError(f"{place}: simulated devices have no topology\n  fix   cpu:{math.prod(dimensions)}")
+        return Target(text, "cpu", None, dimensions)
+    hosts, per_host = dimensions if len(dimensions) == 2 else (1, dimensions[0])
+    if len(dimensions) == 1 and per_host > _GPUS_PER_HOST and per_host % _GPUS_PER_HOST == 0:
+        hosts, per_host = per_host // _GPUS_PER_HOST, _GPUS_PER_HOST
+    if len(dimensions) > 2 or per_host > _GPUS_PER_HOST:
+        raise InputError(
+            f"{place}: a host has at most {_GPUS_PER_HOST} GPUs\n  fix   {name}:8, or hosts x GPUs: {name}:4x8"
+        )
+    return Target(text, "gpu", chip, (hosts, per_host))
+
+
+def _with_network(place: str, target: Target, network: str) -> Target:
+    """The target of GPUs whose hosts each have a network of so many Gbit/s, which their GPUs share."""
+    if not re.fullmatch(r"[1-9]\d*", network) or int(network) not in _GBPS:
+        raise InputError(
+            f"{place}: a network of {network!r} Gbit/s per host\n"
+            f"  fix   write a whole number from {_GBPS[0]} to {_GBPS[-1]}, such as {target.hardware}/800"
+        )
+    assert target.chip
+    each_bytes_per_s = int(network) * 1e9 / 8 / target.topology[1]
+    return dataclasses.replace(target, chip=dataclasses.replace(target.chip, network_bytes_per_s=each_bytes_per_s))
+
+
+def _no_such_topology(chip: Chip, dimensions: tuple[int, ...]) -> str:
+    """The fix for a topology that does not exist; '' for one that exists."""
+    size = "x".join(map(str, dimensions))
+    if chip.torus_dimensions == 2:
+        return "" if size in _FLAT else f"use one of {', '.join(_FLAT)}"
+    cubes = f"one of {', '.join(_SMALL_CUBOIDS)}, or three multiples of {_CUBE} in ascending order such as 4x4x8"
+    ascending = "x".join(map(str, sorted(dimensions)))
+    if size in _SMALL_CUBOIDS:
+        return ""
+    if len(dimensions) != 3 or any(n % _CUBE for n in dimensions):
+        return f"use {cubes}"
+    return "" if size == ascending else f"use {ascending}"
+
+
+def larger(target: Target) -> Iterator[Target]:
+    """Targets of the same chip with more and more devices, which are rented out in these shapes."""
+    chip, (_, slash, network) = target.chip, target.text.partition("/")
+    assert chip
+    before = f"{target.slices}@{chip.name}" if target.slices > 1 else chip.name
+    sizes: Iterable[str] = _FLAT if chip.torus_dimensions == 2 else (*_SMALL_CUBOIDS, *_CUBOIDS)
+    if chip.platform == "gpu":
+        hosts, per_host = target.topology
+        sizes = (f"{hosts * 2**n}x{per_host}" for n in range(1, (MOST_DEVICES // (hosts * per_host)).bit_length()))
+    larger_ones = (size for size in sizes if _chips(size) > math.prod(target.topology))
+    return (parse(f"{before}:{size}{slash}{network}") for size in larger_ones)
+
+
+def of(devices: Sequence[Any]) -> Target:
+    """The target that real or simulated `devices` form. Its chip is None if theirs is not known."""
+    first, count = devices[0], len(devices)
+    chip = chip_of(first.device_kind)
+    if chip and chip.gpu and (limit_bytes := _limit_bytes(devices)):
+        chip = dataclasses.replace(chip, usable_hbm_bytes=limit_bytes)
+    if first.platform == "cpu" or chip is None:
+        return Target(f"{first.platform}:{count}", first.platform, None, (count,))
+    if chip.platform == "gpu":
+        hosts = len({device.process_index for device in devices})
+        return Target(f"{chip.name}:{hosts}x{count // hosts}", "gpu", chip, (hosts, count // hosts))
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    corners = zip(*(device.coords for device in devices), strict=True)
+    topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
+    text = f"{chip.name}:{'x'.join(map(str, topology))}"
+    return Target(f"{slices}@{text}" if slices > 1 else text, "tpu", chip, topology, slices)
+
+
+def _limit_bytes(devices: Sequence[Any]) -> int | None:
+    """The memory of a GPU that jax has taken for this process, or None."""
+    import jax
+
+    here = next((device for device in devices if device.process_index == jax.process_index()), None)
+    return (here.memory_stats() or {}).get("bytes_limit") if here else None
+
+
+def places(mesh: Any) -> dict[str, tuple[Any, ...]]:
+    """Where the devices of a jax mesh are, in their order: the coordinates of their chips, their slices and hosts."""
+    devices = list(mesh.devices.flat)
+    return {
+        "coords": tuple(tuple(getattr(device, "coords", None) or (device.id,)) for device in devices),
+        "slices": tuple(getattr(device, "slice_index", None) or 0 for device in devices),
+        "hosts": tuple(device.process_index for device in devices),
+    }
+
+
+def devices(target: Target) -> list[Any]:
+    """The compile-only jax devices of a target. For cpu, jax must already simulate them.
+
+    Raises InputError if the compiler for the target is not installed.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    if target.platform == "cpu":
+        return jax.devices("cpu")[: target.devices]
+    needed = {"tpu": "libtpu", "gpu": "jax_cuda12_plugin"}[target.platform]
+    if importlib.util.find_spec(needed) is None:
+        raise InputError(
+            f"--target={target.text}: compiling for it needs {needed}, which is not installed\n"
+            "  fix   pip install 'gspmd_lm[foresight]'"
+        )
+    assert target.chip is not None
+    if target.platform == "gpu":
+        hosts, per_host = target.topology
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=gpu_target_config(target.chip), topology=f"1x{hosts}x{per_host}"
+        )
+    else:
+        size = "x".join(map(str, target.topology))
+        more: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
+        if size == "1x1":
+            more["chips_per_host_bounds"] = [1, 1, 1]
+        if target.chip.name == "v4":
+            more["chip_config_name"] = "megacore"  # a chip is one device, as on a TPU VM
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.chip.name}:{size}", **more)
+    return list(topology.devices)

@@ -1,0 +1,273 @@
+"""Causal attention by the kernel that the rules choose: XLA's own, cuDNN's fused one, or splash on TPU.
+
+The fused kernels never hold a T x T array. None of them changes what is computed.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+
+from gspmd_lm import config
+from gspmd_lm.sharding.annotate import attention_kernel, cheap, per_device, scope, shard, split
+
+Q = "q: batch seq heads head_dim"
+K = "k: batch kv_seq kv_heads head_dim"
+V = "v: batch kv_seq kv_heads head_dim"
+OUT = "attention_out: batch seq heads head_dim"
+SEGMENTS = "tokens: batch seq"
+HEAD = "q: heads"
+AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
+# The compute capability of the GPUs from which cuDNN has packed documents (jax 0.10.2, jax/_src/cudnn), and that alone
+# have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
+# cuDNN 9.23 on later GPUs have one for heads of 256 too).
+HOPPER = 9, 0
+LANES = 128  # the width of a TPU register: splash works on blocks of it
+SPLASH_BLOCK_BYTES = 1024 * LANES * 2
+
+
+class Tokens(NamedTuple):
+    """The tokens of queries or keys: int32."""
+
+    at_BT: jax.Array  # the place of each in its row; one row stands for all if it has one
+    segments_BT: jax.Array | None  # equal within a document
+    places_BT: jax.Array | None  # the place of each in its document, if that is not its place in the row
+
+
+def keys_axis() -> str:
+    """The axis of the heads of keys and values as a kernel reads them.
+
+    It is `heads` where query heads are split finer than their keys: each device needs the keys of its own heads.
+    """
+    return "kv_heads" if split("q", "heads") == split("k", "kv_heads") else "heads"
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BT: jax.Array | None,
+    cfg: config.Model,
+    places_BT: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(scale q k) v over earlier positions of the same segment, [B, T, N, H].
+
+    Kernels compute the softmax in float32, XLA in `model.attention_scores_dtype`.
+
+    Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
+    which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
+    that is not its place in the row. sinks_N: logits of nothing, each of which takes a share of its head's softmax. A
+    remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
+    """
+    kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
+    if kernel == "xla":
+        tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT)
+        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, of_heads(cfg, sinks_N), cfg), OUT)
+    local = functools.partial(fused, kernel=kernel, cfg=cfg)
+    keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
+    inputs = Q, *keys, HEAD, *[SEGMENTS for _ in segments]
+    return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, of_heads(cfg, sinks_N), *segments)
+
+
+def fused(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, segments_BT: jax.Array | None = None,
+    *, kernel: str, cfg: config.Model, interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
+
+    heads_N: see `of_heads`.
+    """
+    if kernel == "splash":
+        from gspmd_lm.model.kernels import splash
+
+        T = q_BTNH.shape[1]
+        made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
+        segments = None if segments_BT is None else (segments_BT, segments_BT)
+        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
+    from gspmd_lm.model.kernels import cudnn, documents
+
+    packed = None if segments_BT is None else documents.runs(segments_BT)
+    return with_sums((cudnn.forward, cudnn.backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (packed,))
+
+
+def attend_to_cache(
+    q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array, cfg: config.Model,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Attention of one new token per row, in `slot`, to the slots of the cache that hold its text, [B, 1, N, H].
+
+    start_B: int32, the first slot of each row's text.
+    """
+    slots_1S = jnp.arange(k_BSKH.shape[1])[None]
+    seen_B1S = _before(slot[None, None], slots_1S, cfg.sliding_window) & (slots_1S >= start_B[:, None])[:, None]
+    keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
+    heads_N = of_heads(cfg, sinks_N)
+    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_N, cfg=cfg), OUT)
+
+
+def unsupported(
+    kernel: str, model: config.Model, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config, if it is one.
+
+    capability: the compute capability of a GPU; () where it is not known, or is none.
+    """
+    if kernel != "xla" and model.attention_scores_dtype != "float32":
+        return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
+    if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
+        return f"model.positions: {model.positions}"
+    if kernel == "cudnn":
+        found, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
+        if capability and capability < AMPERE:
+            return f"compute capability {found} (only {oldest} and newer)"
+        if (segments or model.attention_chunk) and capability and capability < HOPPER:  # a chunk is a document, too
+            asked = "data.packing: documents" if segments else f"model.attention_chunk: {model.attention_chunk}"
+            return f"{asked} on compute capability {found} (only {hopper} and newer)"
+        if model.attention_softcap:
+            return f"model.attention_softcap: {model.attention_softcap}"
+        if model.compute_dtype == "float32":
+            return "model.compute_dtype: float32 (only bfloat16)"
+        most = 128 if capability and capability[0] != HOPPER[0] else 256
+        if model.head_dim % 8 or model.head_dim > most:
+            return f"model.head_dim: {model.head_dim} (only multiples of 8 up to {most})"
+        if seq == 1:
+            return "data.seq: 1 (only 2 and more)"
+    if kernel == "splash" and seq % LANES:
+        return f"data.seq: {seq} (only multiples of {LANES})"
+    return None
+
+
+def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array:
+    """[B, T, S]: whether a query's token sees a key's, given the positions of both."""
+    ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
+    seen_BTS = ahead_BTS >= 0
+    return seen_BTS & (ahead_BTS < window) if window else seen_BTS
+
+
+def sees(cfg: config.Model) -> Any:
+    """The scope of attention, for `foresight`: how far a query sees."""
+    return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
+
+
+def masked(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, heads_N: jax.Array,
+    cfg: config.Model,
+) -> jax.Array:  # fmt: skip
+    """Attention as XLA compiles it, of some queries to keys before them, [B, T, N, H]."""
+    seen_BTS = _before(queries.at_BT, keys.at_BT, cfg.sliding_window)
+    if queries.segments_BT is not None and keys.segments_BT is not None:
+        seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
+    # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
+    rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
+    attention = cheap(functools.partial(_xla, cfg=cfg))
+    # The derivative of this softmax needs the weights alone, not also what they are made of.
+    with sees(cfg), jax.softmax_custom_jvp(True):
+        at_BS = keys.places_BT if rounded else keys.at_BT
+        return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
+
+
+@scope("kind", "attention")
+def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
+    """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
+    scale, bias, slopes_N11 = scores_scale(cfg), None, heads_N[:, None, None]
+    if cfg.positions == "alibi":
+        distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
+        bias = slopes_N11 * distance_BTS[:, None]
+    elif cfg.positions == "alibi_bf16":
+        # The compiler may leave out a conversion to bfloat16 and back, which would not round then.
+        bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+        keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
+        bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
+    dtype = jnp.dtype(cfg.attention_scores_dtype)
+    plain = dtype == jnp.float32 and not cfg.attention_softcap and not cfg.attention_sinks
+    if plain and q_BTNH.dtype != jnp.float32:  # its derivative multiplies in the dtype of q, too
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
+    # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them. In float32 it
+    # multiplies the values with the weights, not the weights with the values, which CPUs have to transpose for that.
+    q_BKGTH = rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
+    scores_BKGTS = jnp.einsum("BKGTH,BSKH->BKGTS", q_BKGTH, k_BSKH, preferred_element_type=dtype) * scale
+    if cfg.attention_softcap:
+        scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
+    if bias is not None:
+        scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=k_BSKH.shape[2]).astype(dtype)
+    masked_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1)
+    if cfg.attention_sinks:  # the share that is left to the keys
+        sinks_KG11 = rearrange(heads_N.astype(jnp.float32), "(K G) -> K G 1 1", K=k_BSKH.shape[2])
+        weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(masked_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
+    weights_BKGTS = weights_BKGTS.astype(q_BTNH.dtype)
+    return rearrange(jnp.einsum("BKGTS,BSKH->BKGTH", weights_BKGTS, v_BSKH), "B K G T H -> B T (K G) H")
+
+
+def scores_scale(cfg: config.Model) -> float:
+    """What q k is multiplied with."""
+    return cfg.query_scale or cfg.head_dim**-0.5
+
+
+def of_heads(cfg: config.Model, sinks_N: jax.Array | None) -> jax.Array:
+    """A number for each head: its sink, or otherwise its slope, which is 0 for heads of padding."""
+    return sinks_N if sinks_N is not None else jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """How fast each head's attention falls with distance, [N], float32 (arXiv 2108.12409).
+
+    For a power of two, 2^(-8/N), 2^(-16/N), ...; otherwise those of the power below, then every other one of the
+    power above, as BLOOM has it.
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    slopes += [2 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
+    return jnp.asarray(slopes, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_sums(
+    passes: tuple[Any, Any], cfg: config.Model, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
+    heads_N: jax.Array, given: tuple[Any, ...],
+) -> jax.Array:  # fmt: skip
+    """Attention by a kernel whose passes, forward and backward, give and take softmax sums, [B, T, N, H].
+
+    `given` is what both take besides. heads_N: the sinks, if the config has any.
+    """
+    return _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given)[0]
+
+
+def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given):
+    out_BTNH, lse_BTN = passes[0](q_BTNH, k_BSKH, v_BSKH, cfg, *given)
+    if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
+        total_BTN = jnp.logaddexp(lse_BTN, heads_N.astype(jnp.float32))
+        out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
+    out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN)
+
+
+def _with_sums_backward(passes, cfg, saved, dout_BTNH):
+    q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN = saved
+    dq, dk, dv = passes[1](q_BTNH, k_BSKH, v_BSKH, cfg, out_BTNH, lse_BTN, dout_BTNH, *given)
+    dheads_N = None
+    if cfg.attention_sinks:
+        along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)
+        dheads_N = -(jnp.exp(heads_N.astype(jnp.float32) - lse_BTN) * along_BTN).sum((0, 1)).astype(heads_N.dtype)
+    return dq.astype(q_BTNH.dtype), dk, dv, dheads_N, None
+
+
+with_sums.defvjp(_with_sums, _with_sums_backward)
+
+
+def splash_block(seq: int, head_dim: int, itemsize: int) -> int:
+    """The rows of a block of queries or keys: the most that divide `seq` and leave room in the on-chip memory.
+
+    1024 rows of a bfloat16 head of 128 compile within the 16 MB that one kernel gets by default on v4, v5e and v5p.
+    Blocks of 2048, which AI-Hypercomputer/tpu-recipes uses on v6e, need xla_tpu_scoped_vmem_limit_kib: 98304 and
+    have the same static schedule per visited score: 21% and 35% of peak forward and backward (causal half, T 8192,
+    H 128, libtpu 0.0.42), as blocks of 1024 have; blocks of 512 have 15% and 30%.
+    """
+    row_bytes = -(-head_dim // LANES) * LANES * itemsize
+    most = max(SPLASH_BLOCK_BYTES // row_bytes, LANES)
+    return next(block for block in range(min(most, seq), 0, -LANES) if seq % block == 0)

@@ -1,0 +1,186 @@
+"""Attention over a sequence that the rules split: context parallelism, in one of three forms.
+
+gather   each device gathers all keys and values; their gradients are a reduce-scatter (arXiv 2407.21783, 3.3.2)
+ring     keys and values go round, and are used on the way: see kernels/ring.py (arXiv 2310.01889)
+ulysses  sequences are exchanged for heads, and back: all-to-alls (arXiv 2309.14509)
+
+A causal mask leaves little work to the first tokens and much to the last ones. So a training step deals its rows: with
+n devices and 2n pieces of a row, device i works on pieces i and 2n-1-i. The step does so itself, by `dealt`. Rows come
+in their usual order from whoever makes them, and what is computed does not depend on the order: each token takes its
+place in the row along.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_lm import config
+from gspmd_lm.model.kernels import attention
+from gspmd_lm.model.kernels.attention import HEAD, OUT, Tokens
+from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, shard, split
+
+# Arrays as each device has them within attention: of heads, and of tokens.
+HEADS = "q: batch seq heads whole"
+TOKENS = "q: batch seq"
+ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
+
+
+def sequence() -> Split:
+    """How the sequence is split within a block; in one piece where rules split some of its arrays otherwise."""
+    found = {split(array, "seq") for array in ALIKE}
+    return found.pop() if len(found) == 1 else Split()
+
+
+def keys_spec(array: str) -> str:
+    """What `shard` calls keys or values: those of a device's own tokens, or those that its queries read."""
+    return f"{array}: batch {'seq' if sequence().pieces > 1 else 'kv_seq'} kv_heads head_dim"
+
+
+def order(length: int, devices: int) -> np.ndarray:
+    """The places in a row of `length` tokens that are dealt to each device in turn."""
+    piece = np.arange(length).reshape(2 * devices, -1)
+    return np.concatenate([np.r_[piece[i], piece[-1 - i]] for i in range(devices)])
+
+
+def deals(length: int, pieces: int, form: str) -> bool:
+    """Whether rows of `length` tokens, split into pieces, are dealt."""
+    return pieces > 1 and form != "ulysses" and length % (2 * pieces) == 0
+
+
+def dealt(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its tokens dealt to the devices, and `places`: where each token stands in its row, [B, T].
+
+    Without `places`, tokens stand in their order.
+    """
+    over, names = sequence(), [name for name, x in batch.items() if x.ndim == 2]
+    B, T = batch["tokens"].shape
+    if over.pieces == 1 or not deals(T, over.pieces, context()):
+        return batch
+    stacked = "q: whole batch seq"
+
+    def exchanged(x_ABT: jax.Array) -> jax.Array:
+        """Device i has the pieces 2i and 2i+1; piece p goes to device p or, from p = n on, to 2n-1-p."""
+        to = [*range(over.pieces), *reversed(range(over.pieces))]
+        sent = [
+            permuted(half, over, dict(enumerate(to[first::2]))) for first, half in enumerate(jnp.split(x_ABT, 2, -1))
+        ]
+        even = jax.lax.axis_index(over.over) % 2 == 0
+        return jnp.concatenate([jnp.where(even, *sent), jnp.where(even, *sent[::-1])], axis=-1)
+
+    moved = per_device(exchanged, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
+    places_BT = jnp.broadcast_to(jnp.asarray(order(T, over.pieces), jnp.int32), (B, T))
+    return batch | dict(zip(names, moved, strict=True)) | {"places": places_BT}
+
+
+def permuted(x: jax.Array, over: Split, to: dict[int, int]) -> jax.Array:
+    """`x` of the device that sends to this one. Devices are counted along the axes of `over`."""
+    # jax.lax.ppermute counts them along the axes of the mesh, in whatever order it is given names.
+    along = [over.over.index(name) for name in jax.sharding.get_abstract_mesh().axis_names if name in over.over]
+    sizes = [jax.lax.axis_size(name) for name in over.over]
+    counted = np.argsort(np.arange(over.pieces).reshape(sizes).transpose(along).ravel()).tolist()
+    return jax.lax.ppermute(x, over.over, [(counted[source], counted[target]) for source, target in to.items()])
+
+
+def attend(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.Model,
+    sinks_N: jax.Array | None = None, interpret: bool = False,
+) -> jax.Array:  # fmt: skip
+    """`attention.attend` to keys and values that are placed as `keys_spec` says.
+
+    A row that is not dealt, such as a prompt, has no order that a ring could go round in: its keys are gathered.
+    """
+    over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
+    form = context() if over.over else "gather"
+    if over.pieces == 1 or q_BTNH.shape[1] == 1:
+        return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, sinks_N)
+    how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
+    if form == "ulysses":
+        local: Any = functools.partial(_ulysses, **how)
+    elif form == "ring" and "places" in batch:
+        from gspmd_lm.model.kernels import ring
+
+        local = functools.partial(ring.attend, **how)
+    else:
+        local = functools.partial(_gather, **how, dealt="places" in batch)
+    tokens = [positions_BT] if segments_BT is None else [positions_BT, segments_BT]
+    inputs = [HEADS, HEADS, HEADS, HEAD, *(TOKENS for _ in tokens)]
+    heads_N = attention.of_heads(cfg, sinks_N)
+    return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_N, *tokens), OUT)
+
+
+def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, dealt):
+    """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
+
+    gather: Any = functools.partial(_whole, over, dealt)
+    k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
+
+    def whole(x_BT: jax.Array) -> jax.Array:
+        return gather(x_BT[None])[0]
+
+    T, device = k_BSKH.shape[1], jax.lax.axis_index(over.over)
+    places_T = order(T, over.pieces) if dealt else np.arange(T)
+    segments = None if segments_BT is None else (segments_BT, whole(segments_BT))
+    if kernel == "splash":
+        from gspmd_lm.model.kernels import splash
+
+        piece = T // over.pieces // (2 if dealt else 1)
+        named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
+        made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.pieces, **named)
+        made = splash.of_device(made, over.pieces, device)
+        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
+    own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.pieces, -1), device)
+    whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
+    queries = Tokens(own_1T, segments and segments[0], None)
+    keys = Tokens(jnp.arange(T)[None], segments and segments[1], whole_positions)
+    return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_N, cfg)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _whole(over: Split, dealt: bool, x_ABT: jax.Array) -> jax.Array:
+    """The tokens of all devices, in the order of the text, of several arrays."""
+    with jax.named_scope("keys"):
+        x_nABT = jax.lax.all_gather(x_ABT, over.over)
+        if dealt:
+            early, late = jnp.split(x_nABT, 2, axis=3)
+            x_nABT = jnp.concatenate([early, late[::-1]])
+        return jnp.moveaxis(x_nABT, 0, 2).reshape(*x_ABT.shape[:2], -1, *x_ABT.shape[3:])
+
+
+def _apart(over: Split, dealt: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.Array]:
+    """The derivative of `_whole`. It is written here because autodiff would add up halves that are mostly zeros."""
+    with jax.named_scope("keys"):
+        pieces = over.pieces * (2 if dealt else 1)
+        dx_nABT = jnp.moveaxis(dx_ABT.reshape(*dx_ABT.shape[:2], pieces, -1, *dx_ABT.shape[3:]), 2, 0)
+        if dealt:
+            early, late = jnp.split(dx_nABT, 2)
+            dx_nABT = jnp.concatenate([early, late[::-1]], axis=3)
+        return (jax.lax.psum_scatter(dx_nABT, over.over),)
+
+
+_whole.defvjp(lambda over, dealt, x: (_whole(over, dealt, x), None), _apart)
+
+
+def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
+    """Attention of a part of a device's heads over the whole sequence."""
+
+    def exchanged(x: jax.Array, have: int, want: int) -> jax.Array:
+        return jax.lax.all_to_all(x, over.over, split_axis=have, concat_axis=want, tiled=True)
+
+    def whole(x_BT: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x_BT, over.over, axis=1, tiled=True)
+
+    q_BTNH, k_BSKH, v_BSKH = (exchanged(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
+    segments_BT = None if segments_BT is None else whole(segments_BT)
+    device = jax.lax.axis_index(over.over)
+    own_N = jax.lax.dynamic_index_in_dim(heads_N.reshape(over.pieces, -1), device, keepdims=False)
+    if kernel != "xla":
+        fused = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
+        out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_N, segments_BT)
+    else:
+        rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
+        tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
+        out_BTNH = attention.masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_N, cfg)
+    return exchanged(out_BTNH, 1, 2)

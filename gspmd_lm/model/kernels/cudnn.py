@@ -1,0 +1,121 @@
+"""cuDNN's attention on NVIDIA GPUs, forward and backward, with its softmax sums.
+
+jax.nn.dot_product_attention has no packed documents and rounds the sums to bfloat16. Its own function below that,
+jax._src.cudnn, has both. But up to jax 0.10.2 it reads the wrong keys of packed documents if keys have fewer heads than
+queries (jax-ml/jax#39521), and it asks the GPU at hand what the kernel may do, also where a program is compiled for
+another one. So its two primitives, which are cuDNN's calls, are used here. `attention.unsupported` says what they lack.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as kernels
+
+from gspmd_lm import config
+from gspmd_lm.errors import InputError
+from gspmd_lm.hardware.chips import chip_of
+from gspmd_lm.model.kernels.attention import scores_scale, unsupported
+from gspmd_lm.model.kernels.documents import Documents, Part, Ranges, each
+from gspmd_lm.sharding.annotate import device_kind
+
+_SCORE_MOD = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters  # since jax 0.12
+_OFFSETS = 2**31  # cuDNN is told in int32 where a document begins, counted in numbers
+_UNSEEN = -1e30  # finite: a query that sees no key then has a sum that vanishes beside any other
+
+
+def forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, packed: Documents | Part | None = None,
+    *, causal: bool = True,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The result of the kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N], float32.
+
+    A causal query sees the keys before it, no more than the window of the config. Any other query sees all keys. Either
+    stays within its document, if they are `packed`. A query without a key has the result 0.
+    """
+    _check(cfg, q_BTNH.shape[1], packed is not None)
+    call = functools.partial(_call, kernels._dot_product_attention_fwd_p, cfg, causal, (q_BTNH, k_BSKH, v_BSKH))
+    if packed is None:
+        out_BTNH, sums_BNT = call(is_training=True)
+        return out_BTNH, jnp.swapaxes(sums_BNT, 1, 2)
+
+    def add(found: Any, part: Part) -> Any:
+        (out_BTNH, sums_DNT), own = call(part=part, is_training=True), part.queries
+        # Without a document, any sum will do.
+        lse_BTN = sums_DNT[jnp.where(own.mine_BT, own.of_BT, 0), :, jnp.where(own.mine_BT, own.place_BT, 0)]
+        return _of(own, out_BTNH, found[0]), _of(own, lse_BTN, found[1])
+
+    return each(packed, add, (jnp.zeros_like(q_BTNH), jnp.full(q_BTNH.shape[:3], _UNSEEN, jnp.float32)))
+
+
+def backward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, out_BTNH: jax.Array,
+    lse_BTN: jax.Array, dout_BTNH: jax.Array, packed: Documents | Part | None = None, *, causal: bool = True,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The gradients of queries, keys and values, given the result and the softmax sums over all keys."""
+    qkv = q_BTNH, k_BSKH, v_BSKH
+    call = functools.partial(_call, kernels._dot_product_attention_bwd_p, cfg, causal, qkv)
+    after = out_BTNH.astype(q_BTNH.dtype), dout_BTNH.astype(q_BTNH.dtype)
+    if packed is None:
+        dq, dk, dv = call((jnp.swapaxes(lse_BTN, 1, 2), *after))
+        return dq, dk, dv
+
+    def add(found: Any, part: Part) -> Any:
+        own, D = part.queries, len(part.queries.lengths)
+        to = jnp.where(own.mine_BT, own.of_BT, D)  # beyond the end: it is not set
+        sums_DNT = jnp.zeros((D, q_BTNH.shape[2], q_BTNH.shape[1]), jnp.float32)
+        sums_DNT = sums_DNT.at[to, :, own.place_BT].set(lse_BTN, mode="drop")
+        new = call((sums_DNT, *after), part)
+        return tuple(map(_of, (own, part.keys, part.keys), new, found))
+
+    return each(packed, add, tuple(jnp.zeros_like(x) for x in qkv))
+
+
+def _check(cfg: config.Model, seq: int, packed: bool) -> None:
+    """Raises InputError for what the GPU that is compiled for cannot do, RuntimeError where cuDNN is not installed."""
+    kernels.check_cudnn_version()
+    chip = chip_of(device_kind())
+    capability = chip.gpu.compute_capability if chip and chip.gpu else ()
+    if reason := unsupported("cudnn", cfg, seq=seq, segments=packed, capability=capability):
+        raise InputError(f"attention by cuDNN on {device_kind()} cannot do {reason}\n  fix   attention: {{gpu: xla}}")
+
+
+def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new` for tokens of these documents. Of other tokens, the kernel leaves its results as the memory was."""
+    return jnp.where(ranges.mine_BT.reshape(*ranges.mine_BT.shape, *(1,) * (new.ndim - 2)), new, old)
+
+
+def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any = (), part: Part | None = None,
+          **options: Any) -> list[jax.Array]:  # fmt: skip
+    """What a primitive gives. `after` is what a backward pass is given of the forward pass."""
+    none, masks = jnp.zeros(0, qkv[0].dtype), kernels.MaskType
+    where, mask = [none] * 4, masks.CAUSAL if causal else masks.NO_MASK
+    if part:
+        told = [_told(*of) for of in zip(part, qkv[:2], strict=True)]
+        where = [x for pair in zip(*told, strict=True) for x in pair]
+        mask = masks.PADDING_CAUSAL if causal else masks.PADDING
+    if _SCORE_MOD:
+        options |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return primitive.bind(
+        *qkv, none, *where, none, none, *after, scale=scores_scale(cfg), seed=0, dropout_rate=0.0,
+        variadic_args=(False, False), mask_type=mask, layout=kernels.AttentionLayout.BTNH.value,
+        sliding_window_length=cfg.sliding_window or None, **options,
+    )  # fmt: skip
+
+
+def _told(ranges: Ranges, x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How long documents are, and with which number of the array they begin, in the shapes of jax's primitives.
+
+    These have a row of D / B documents for each row of tokens, and of one more where they begin. cuDNN itself takes D
+    and D + 1 of them, one after the other.
+    """
+    B, T, heads, size = x_BTNH.shape
+    if x_BTNH.size >= _OFFSETS:
+        raise InputError(
+            f"attention by cuDNN to packed documents: a device has {B} rows of {T} tokens with {heads} heads of "
+            f"{size} numbers, and cuDNN counts up to {_OFFSETS}\n  fix   use more microbatches"
+        )
+    begins = jnp.pad(ranges.begins, (0, B - 1), constant_values=B * T) * (heads * size)
+    return ranges.lengths.reshape(B, -1), begins.reshape(B, -1)

@@ -1,0 +1,94 @@
+"""Packed documents as cuDNN is told of them: where each begins and how long it is, so many of them in one call.
+
+How many documents a batch has is known when it is there, and how many a call has is known when it is compiled. So a
+loop calls until all documents had their turn. It turns once unless they are short.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm.sharding.annotate import scope
+
+AT_ONCE = 32  # the documents of a row, on average, in one call: it holds the sums of a whole row for each of them
+
+
+class Ranges(NamedTuple):
+    """Tokens of rows [B, T] that belong to D documents. int32; tokens are counted through all rows."""
+
+    mine_BT: jax.Array  # whether a token belongs to one of them
+    of_BT: jax.Array  # the number of its document
+    place_BT: jax.Array  # its place in the document
+    begins: jax.Array  # [D + 1]: the first token of each; of what comes after the last one: B * T
+    lengths: jax.Array  # [D]: 0 for a document that does not exist
+
+
+class Part(NamedTuple):
+    """The documents of one call."""
+
+    queries: Ranges
+    keys: Ranges
+
+
+class Documents(NamedTuple):
+    """All documents of rows, which are counted through all rows; see `Ranges`."""
+
+    of_BT: jax.Array
+    place_BT: jax.Array
+    begins: jax.Array
+    total: jax.Array
+
+
+def runs(segments_BT: jax.Array) -> Documents:
+    """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one."""
+    B, T = segments_BT.shape
+    change_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    of_BT = jnp.cumsum(change_BT.ravel(), dtype=jnp.int32).reshape(B, T) - 1
+    begins = jnp.nonzero(change_BT.ravel(), size=B * T + _at_once(B, T) + 1, fill_value=B * T)[0].astype(jnp.int32)
+    return Documents(of_BT, _counted(B, T) - begins[of_BT], begins, of_BT[-1, -1] + 1)
+
+
+def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> Part:
+    """The documents that queries share with keys before them: of each row, the last one of the keys, or none."""
+    B = len(segments_BT)
+    goes_on_B1 = segments_BT[:, :1] == key_segments_BS[:, -1:]
+    first_BT = jnp.cumprod(segments_BT == segments_BT[:, :1], axis=1) * goes_on_B1
+    last_BS = jnp.cumprod((key_segments_BS == key_segments_BS[:, -1:])[:, ::-1], axis=1)[:, ::-1] * goes_on_B1
+
+    def ranges(mine_BT: jax.Array) -> Ranges:
+        T, lengths_B = mine_BT.shape[1], mine_BT.sum(1, dtype=jnp.int32)
+        begins_B = jnp.arange(B, dtype=jnp.int32) * T + jnp.argmax(mine_BT, axis=1).astype(jnp.int32)
+        of_BT = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], mine_BT.shape)
+        # cuDNN's call is for two documents of a row at least.
+        begins = jnp.pad(begins_B, (0, B + 1), constant_values=B * T)
+        return Ranges(mine_BT > 0, of_BT, _counted(B, T) - begins_B[:, None], begins, jnp.pad(lengths_B, (0, B)))
+
+    return Part(ranges(first_BT), ranges(last_BS))
+
+
+def each(packed: Documents | Part, add: Callable[[Any, Part], Any], found: Any) -> Any:
+    """`found` after `add` of each part of the documents."""
+    if isinstance(packed, Part):
+        return add(found, packed)
+    at_once, tokens = _at_once(*packed.of_BT.shape), packed.of_BT.size
+
+    def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        first, found = state
+        begins = jax.lax.dynamic_slice_in_dim(packed.begins, first, at_once + 1)
+        mine_BT = (packed.of_BT >= first) & (packed.of_BT < first + at_once)
+        own = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
+        return first + at_once, add(found, Part(own, own))
+
+    assert len(packed.begins) == tokens + at_once + 1
+    with scope("turns", "1"):
+        return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), found))[1]
+
+
+def _at_once(B: int, T: int) -> int:
+    return B * max(2, min(AT_ONCE, T))
+
+
+def _counted(B: int, T: int) -> jax.Array:
+    return jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)

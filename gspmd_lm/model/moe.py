@@ -1,0 +1,177 @@
+"""A mixture of experts: each token is computed by the few experts that its router chooses."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from gspmd_lm import config
+from gspmd_lm.model.layers import Mlp, activated
+from gspmd_lm.model.moe_dispatch import mixed, per_token
+from gspmd_lm.model.weights import adapted, bias, matrix, weight
+from gspmd_lm.sharding.annotate import like, shard
+from gspmd_lm.sharding.partial_sums import einsum
+
+ROUTING = "routing: batch seq scores"
+
+
+class Routed(NamedTuple):
+    """What the router of a layer did; with a first dimension, those of several layers."""
+
+    load_C: jax.Array  # float32: how many tokens of the batch each expert was chosen for
+    penalty_B: jax.Array  # float32: what the router adds to the mean loss of a token of each row
+
+
+class Experts(nn.Module):
+    """Routed experts, and experts that compute every token."""
+
+    cfg: config.Model
+
+    def setup(self):
+        cfg = self.cfg
+        E, D, F = cfg.experts, cfg.embed, cfg.expert_width
+        exact = dataclasses.replace(cfg, compute_dtype="float32")
+        self.router = matrix(self, "router", "embed scores", (D, E), exact)
+        if cfg.router_bias:
+            self.router_bias = bias(self, "router_bias", "scores", (E,), exact)
+        if cfg.balance == "bias":
+            at_rest = dataclasses.replace(exact, weight_dtype="float32")
+            self.balance_bias = bias(self, "balance_bias", "scores", (E,), at_rest)
+        names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
+        inward = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
+        down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
+        self.b_in, self.b_down = [None] * len(names), None
+        if cfg.mlp_bias:
+            zeros = nn.initializers.zeros
+            self.b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
+            self.b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
+        self.w_in, self.w_down = [adapted(self, w, cfg) for w in inward], adapted(self, down, cfg)
+        if cfg.shared_mlp:
+            self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.shared_mlp))
+        if cfg.shared_gate:
+            self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
+
+    def __call__(self, x_BTD: Any) -> tuple[Any, Routed]:
+        """What the experts add to the residual stream, still to be written, and what the router did.
+
+        `x_BTD` comes from `partial_sums.read`.
+        """
+        cfg = self.cfg
+        with jax.default_matmul_precision("highest"):
+            logits_BTC = shard(einsum("BTD,DC->BTC", x_BTD, self.router), ROUTING)
+        if cfg.router_bias:
+            logits_BTC += self.router_bias
+        scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
+        if cfg.routing == "sparsemixer":
+            chosen_BTk, shares_BTkC = sparsemixer(logits_BTC, cfg.experts_per_token, cfg.router_jitter)
+        else:
+            chosen_BTk, shares_BTkC = self._chosen(scores_BTC), scores_BTC[:, :, None]
+        at_BTkC = chosen_BTk[..., None] == jnp.arange(cfg.experts)
+        weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
+        if cfg.normalized_weights:
+            weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
+        routed = self._routed(logits_BTC, scores_BTC, at_BTkC)
+        most = self.capacity(chosen_BTk.shape[1])
+        if most:
+            chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
+
+        hidden = functools.partial(activated, cfg)
+        inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
+        weights_BTk *= cfg.expert_scale
+        y_BTD = mixed(x_BTD, chosen_BTk, weights_BTk, inward, down, hidden, most, cfg.weighted_input)
+        if cfg.shared_mlp:
+            shared_BTD = self.shared(x_BTD)
+            if cfg.shared_gate:
+                gate_BT = like(einsum("BTD,D->BT", x_BTD, self.shared_gate), "tokens: batch seq")
+                shared_BTD = jax.nn.sigmoid(gate_BT)[..., None] * shared_BTD
+            y_BTD = y_BTD + shared_BTD
+        return y_BTD, routed
+
+    def capacity(self, length: int) -> int:
+        """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
+        cfg = self.cfg
+        return math.ceil(cfg.capacity_factor * length * cfg.experts_per_token / cfg.experts)
+
+    def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
+        """The experts of each token, [B, T, k], the highest scores first."""
+        scores_BTC = jax.lax.stop_gradient(scores_BTC)
+        if self.cfg.balance == "bias":
+            scores_BTC += jax.lax.stop_gradient(self.balance_bias)
+        return per_token(self._highest, scores_BTC)
+
+    def _highest(self, scores_BTC: jax.Array) -> jax.Array:
+        """The highest scores of each token, in the groups that it may use."""
+        cfg = self.cfg
+        if cfg.groups_per_token < cfg.expert_groups:
+            in_groups = scores_BTC.reshape(*scores_BTC.shape[:2], cfg.expert_groups, -1)
+            of_group, _ = jax.lax.top_k(in_groups, 2 if cfg.routing == "sigmoid" else 1)
+            _, groups = jax.lax.top_k(of_group.sum(-1), cfg.groups_per_token)
+            used = (groups[..., None] == jnp.arange(cfg.expert_groups)).any(-2)
+            scores_BTC = jnp.where(used[..., None], in_groups, -jnp.inf).reshape(scores_BTC.shape)
+        return jax.lax.top_k(scores_BTC, cfg.experts_per_token)[1]
+
+    def _routed(self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array) -> Routed:
+        """Loads and penalties. Every token of the batch counts, whether it has a target or not."""
+        cfg = self.cfg
+        load_BC = jax.lax.stop_gradient(at_BTkC.sum((1, 2), dtype=jnp.float32))
+        rows, length = scores_BTC.shape[:2]
+        penalty_B = jnp.zeros(rows)
+        if cfg.balance in ("batch", "row"):
+            share_BC = (scores_BTC / scores_BTC.sum(-1, keepdims=True)).mean(1)
+            chosen_BC = load_BC / (length * cfg.experts_per_token)
+            if cfg.balance == "batch":
+                share_BC, chosen_BC = share_BC.mean(0), chosen_BC.mean(0)
+            penalty_B += cfg.balance_weight * cfg.experts * (share_BC * chosen_BC).sum(-1)
+        if cfg.router_z_loss:
+            log_z_BT = jax.nn.logsumexp(logits_BTC, axis=-1)
+            penalty_B += cfg.router_z_loss * jnp.square(log_z_BT).mean(1)
+        return Routed(load_BC.sum(0), penalty_B)
+
+
+def sparsemixer(logits_BTC: jax.Array, k: int, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token, [B, T, k], and for each of them the shares of all experts, [B, T, k, C].
+
+    Each time, the expert with the highest logit is chosen among those that are left. Experts with a share are those
+    that are left and whose logits are lower by at most 2 * jitter, relatively. Source: arXiv 2409.12136, whose training
+    also chooses at random among them; here the highest is always chosen.
+    """
+    left_BTC, sizes_BTC, chosen, shares = logits_BTC, jax.lax.stop_gradient(logits_BTC), [], []
+    for _ in range(k):
+        best_BT1 = jax.lax.stop_gradient(left_BTC).max(-1, keepdims=True)
+        far_BTC = (best_BT1 - sizes_BTC) / jnp.maximum(jnp.abs(sizes_BTC), best_BT1) > 2 * jitter
+        shares.append(jax.nn.softmax(jnp.where(far_BTC, -jnp.inf, left_BTC)))
+        chosen.append(left_BTC.argmax(-1))
+        left_BTC = jnp.where(chosen[-1][..., None] == jnp.arange(left_BTC.shape[-1]), -jnp.inf, left_BTC)
+    return jnp.stack(chosen, -1), jnp.stack(shares, 2)
+
+
+def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> dict[str, Any]:
+    """Parameters whose `balance_bias` has moved against the loads of a step, [layers with experts, C].
+
+    Source: auxiliary-loss-free balancing, arXiv 2408.15664.
+    """
+    moves_LC = cfg.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
+    flat: dict[Any, Any] = dict(flatten_dict(params))
+    stack = cfg.stacks[-1]
+    kinds = len(stack.kinds)
+    sparse = [i for i in range(stack.layers) if stack.kinds[i % kinds].experts]  # the layers with experts, in order
+    for i in range(kinds):
+        block = (f"block_{i}",) if kinds > 1 else ()
+        rows = [row for row, layer in enumerate(sparse) if layer < stack.scanned and layer % kinds == i]
+        if rows:
+            flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[jnp.array(rows)]
+    for row, layer in enumerate(sparse):
+        if layer >= stack.scanned:
+            flat[(f"layer_{stack.first + layer}", "mlp", "balance_bias")] += moves_LC[row]
+    return unflatten_dict(flat)
+
+
+def _within(at_BTkC: jax.Array, capacity: int) -> jax.Array:
+    """[B, T, k]: whether a token is one of the first `capacity` tokens of its row that an expert was chosen for."""
+    place_BTC = jnp.cumsum(at_BTkC.any(2), axis=1, dtype=jnp.int32)
+    return jnp.where(at_BTkC, place_BTC[:, :, None], 0).sum(-1) <= capacity

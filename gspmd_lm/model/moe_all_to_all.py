@@ -1,0 +1,112 @@
+"""The way of a device's tokens to their experts, in the order of experts, and back. It runs inside of one device."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm.sharding.annotate import Split, platform, scope
+
+
+class Travel(NamedTuple):
+    """Where the rows of a device go. A row is a token on its way to one of its experts."""
+
+    k: int  # experts of a token
+    order_N: jax.Array  # the rows, sorted by expert
+    place_N: jax.Array  # where each of them is in that order
+    rows: int  # M: the rows of the buffer of sorted rows where experts compute
+    sizes_E: jax.Array  # the rows of each expert of this device
+    there: "Segments | None" = None  # how rows travel to other devices, and back; None: they stay
+    back: "Segments | None" = None
+
+    def out(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[M, D]: the tokens, once for each of their experts, where these compute.
+
+        With weights, a row is multiplied by its own before it leaves.
+        """
+        rows_ND = x_nD[self.order_N // self.k]
+        if weights_BTk is not None:
+            rows_ND = (weights_BTk.reshape(-1, 1)[self.order_N] * rows_ND).astype(rows_ND.dtype)
+        return self.there.exchanged(rows_ND, self.rows) if self.there else rows_ND[: self.rows]
+
+    def home(self, y_MD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `out`."""
+        y_nkD = self.each_home(y_MD).reshape(-1, self.k, y_MD.shape[1]).astype(jnp.float32)
+        if weights_BTk is not None:
+            y_nkD *= weights_BTk.reshape(-1, self.k, 1)
+        return y_nkD.sum(1).astype(y_MD.dtype)
+
+    def each_home(self, y_MD: jax.Array) -> jax.Array:
+        """[N, D]: the rows of each token, in the order of tokens."""
+        y_ND = self.back.exchanged(y_MD, len(self.order_N)) if self.back else y_MD
+        return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
+
+
+class Segments(NamedTuple):
+    """What a device sends and receives, one entry for each expert: arguments of `jax.lax.ragged_all_to_all`."""
+
+    over: Split
+    starts: jax.Array  # of the slices that are sent
+    sent: jax.Array  # their sizes
+    targets: jax.Array  # where they begin at their receivers
+    received: jax.Array  # the sizes of what arrives
+
+    def exchanged(self, rows_ND: jax.Array, size: int) -> jax.Array:
+        """[size, D]: what arrives; zeros where nothing does."""
+        into = jnp.zeros((size, *rows_ND.shape[1:]), rows_ND.dtype)
+        with scope("rules", "dispatched"):
+            exchange = _simulated if platform() == "cpu" else jax.lax.ragged_all_to_all
+            return exchange(rows_ND, into, *self[1:], axis_name=self.over.over)
+
+
+def plan(chosen_BTk: jax.Array, experts: int, over: Split, travels: bool, capacity: int) -> Travel:
+    """The way of the tokens of a device that has `experts` experts, of which `over` says how all are split.
+
+    Rows whose expert is nowhere, or not here if they stay, come last and are computed by none. Where tokens travel,
+    the buffer holds what may arrive at most: any number of tokens may choose the experts of one device.
+    """
+    B, T, k = chosen_BTk.shape
+    most = B * T * min(k, experts)  # rows of one device for the experts of another
+    most = min(most, B * experts * min(T, capacity)) if capacity else most
+    flat_N, all_ = chosen_BTk.reshape(-1), experts * over.pieces
+    if not travels and over.pieces > 1:
+        flat_N = flat_N - experts * jax.lax.axis_index(over.over)
+        flat_N = jnp.where(flat_N < 0, experts, flat_N)
+    local = all_ if travels else experts
+    order_N = jnp.argsort(flat_N)
+    sizes = (flat_N[:, None] == jnp.arange(local)).sum(0, dtype=jnp.int32)
+    travel = Travel(k, order_N, jnp.argsort(order_N), most if not travels else len(flat_N), sizes)
+    if not travels or over.pieces == 1:
+        return travel
+    here = jax.lax.axis_index(over.over)
+    sizes_sE = jax.lax.all_gather(sizes, over.over)  # s: the device that sends
+    before_sE = jnp.cumsum(sizes_sE, 0) - sizes_sE  # what earlier devices send to the same expert
+    starts_sE = jnp.cumsum(sizes_sE, 1) - sizes_sE
+    totals_re = sizes_sE.sum(0).reshape(over.pieces, experts)  # r: the device that receives
+    first_E = (jnp.cumsum(totals_re, 1) - totals_re).reshape(-1)  # where the rows of an expert begin at its device
+    targets_sE = first_E + before_sE
+
+    def mine(x_sE: jax.Array) -> jax.Array:
+        """What concerns the experts of this device, by sender."""
+        return jax.lax.dynamic_slice_in_dim(x_sE, here * experts, experts, 1).reshape(-1)
+
+    there = Segments(over, starts_sE[here], sizes_sE[here], targets_sE[here], mine(sizes_sE))
+    back = Segments(over, mine(targets_sE), mine(sizes_sE), mine(starts_sE), sizes_sE[here])
+    return travel._replace(rows=over.pieces * most, sizes_E=totals_re[here], there=there, back=back)
+
+
+def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all` for the CPU, where XLA has none (jax issue 34755): every device receives all rows."""
+    all_sND, starts_s, sent_s, targets_s = (
+        jax.lax.all_gather(x, axis_name) for x in (rows_ND, starts, sent, targets)
+    )  # fmt: skip
+    here, each = jax.lax.axis_index(axis_name), len(starts) // len(all_sND)
+    first, size, at = (
+        jax.lax.dynamic_slice_in_dim(x, here * each, each, 1).reshape(-1, 1) for x in (starts_s, sent_s, targets_s)
+    )
+    offset_gM = jnp.arange(len(into_MD)) - at  # g: the slices that arrive here
+    found_gM = (offset_gM >= 0) & (offset_gM < size)
+    source_gM = jnp.arange(len(at))[:, None] // each * rows_ND.shape[0] + first + offset_gM
+    source_M = jnp.where(found_gM, source_gM, 0).sum(0)
+    rows_MD = all_sND.reshape(-1, rows_ND.shape[1])[source_M]
+    return jnp.where(found_gM.any(0)[:, None], rows_MD, into_MD)

@@ -1,0 +1,309 @@
+"""Tokens on their way to the experts that compute them, and back.
+
+Each device sorts its own tokens by expert, and computes them with its own copy of the experts' weights. The gradients
+of the copies are addends, which leave as other gradients do (partial_sums.py). What is split decides what else happens:
+
+- `mlp`, or `expert` over axes that do not split tokens: devices compute parts of the same tokens' outputs, which are
+  addends too.
+- `expert` over axes that split tokens: tokens travel to the devices that have their experts, and results travel home.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gspmd_lm.model.kernels.grouped import grouped, outer
+from gspmd_lm.model.moe_all_to_all import Travel, plan
+from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, placement, remat, scope, split, use
+from gspmd_lm.sharding.partial_sums import TOKENS, Addends, Partial, Read, Sum, gradient
+
+WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
+
+
+def mixed(
+    x_BTD: Any,
+    chosen_BTk: jax.Array,
+    weights_BTk: jax.Array,
+    inward: Sequence[tuple[Adapted, Weight | None]],
+    down: tuple[Adapted, Weight | None],
+    activated: Callable[..., jax.Array],
+    capacity: int = 0,
+    weighted_input: bool = False,
+) -> Any:
+    """The weighted sum of what each token's experts compute, [B, T, D], still to be passed to `partial_sums.write`.
+
+    x_BTD: from `partial_sums.read`. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
+    inward: matrices [E, D, F] and their biases, whose products `activated` turns into one. down: [E, F, D] and its
+    bias. capacity: what an expert computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers.
+    weighted_input: the weights multiply what experts read, and not what they compute.
+    """
+    weights, tree = jax.tree.flatten(tuple(zip(*inward, down, strict=True)))
+    path = down[0].weight.path
+    held = tuple(w.holding(None) for w in weights)
+    how = _how(held, tree, path, activated, capacity, chosen_BTk.shape, weighted_input)
+    arrays = [w.array for w in weights]
+    alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
+    x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
+    y_zBTD: Any = _mixed(how, x, slot, weights_BTk, chosen_BTk, *arrays)
+    return y_zBTD[0] if alone else Partial((Addends(y_zBTD, how.sum),))
+
+
+def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
+    """`function`, which treats tokens alike and gives [B, T, ...] of the same rank, run by each device on its tokens.
+
+    Partitioners gather the operand of a sort, although each row of it is sorted by itself.
+    """
+    place = [(*(part.over for part in _tokens(x_BTC.shape[1])), ())]
+    return _each(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
+
+
+def _tokens(length: int) -> tuple[Split, Split]:
+    """How rows are split, and how the sequence is. A single token (of generation) is not."""
+    return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
+
+
+class _How(NamedTuple):
+    """How a mixture is computed under the rules."""
+
+    weights: tuple[Weight, ...]  # without their arrays
+    tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
+    down: str  # the path of w_down, which is split as what experts compute
+    activated: Callable[..., jax.Array]
+    capacity: int
+    batch: Split
+    seq: Split
+    expert: Split
+    mlp: Split
+    travels: bool  # tokens travel to their experts
+    inner: Split  # over devices that compute parts of the same outputs
+    weighted_input: bool
+
+    def holding(self, arrays: Sequence[Any]) -> tuple[Sequence[Adapted], Sequence[Weight | None]]:
+        """The matrices and the biases with the arrays that a device has of them."""
+        return jax.tree.unflatten(self.tree, [w.holding(array) for w, array in zip(self.weights, arrays, strict=True)])
+
+    @property
+    def sum(self) -> Sum:
+        axes = ("mlp", self.mlp), ("expert", self.expert)
+        names = [f"{self.down}.{axis}" for axis, over in axes if over.pieces > 1]
+        return Sum(self.inner, tuple(names), tuple(w.path for w in self.weights))
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The mesh axes that split tokens."""
+        return self.batch.over + self.seq.over
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have different rows or columns of what they compute."""
+        return self.tokens + self.inner.over
+
+    def place(self, axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """How a weight is split where it is used."""
+        over = {"expert": self.expert.over, "mlp": self.mlp.over}
+        return tuple(over.get(axis, ()) for axis in axes)
+
+    def rows(self, weight: Weight) -> Split:
+        """The devices whose addends of the weight's gradient are added up."""
+        axes = set(weight.axes)
+        own = {name for names in self.place(weight.axes) for name in names}
+        # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
+        local = self.tokens + (self.mlp.over if "rank" in axes else ())
+        place, over = placement(), tuple(name for name in local if name not in own)
+        return place.over(over) if place else Split()
+
+
+def _how(
+    weights: tuple[Weight, ...], tree: Any, down: str, activated: Any, capacity: int, shape: tuple[int, ...],
+    weighted_input: bool,
+) -> _How:  # fmt: skip
+    batch, seq = _tokens(shape[1])
+    expert, mlp = split(down, "expert"), split(down, "mlp")
+    tokens = {*batch.over, *seq.over}
+    if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
+        mlp = Split()
+    travels = bool(expert.over) and {*expert.over} <= tokens
+    place, inner = placement(), mlp.over + (() if travels else expert.over)
+    return _How(
+        weights, tree, down, activated, capacity, batch, seq, expert, mlp, travels,
+        place.over(inner) if place else Split(), weighted_input,
+    )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
+    """[pieces of `how.inner`, B, T, D]. With a slot, the gradient of `x_BTD` is that of the slot."""
+    return _forward(how, x_BTD, slot, weights_BTk, chosen_BTk, *arrays)[0]
+
+
+def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array):
+    used = [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
+
+    def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
+        travel = _travel(how, chosen_BTk, used)
+        x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
+        rows_MD, sizes_E = travel.out(x_nD, before), travel.sizes_E
+        (*inward, down), (*b_in, b_down) = how.holding(used)
+        in_MF, low_MR = [], []
+        for matrix, b in zip(inward, b_in, strict=True):
+            x_MF, *low = _product(matrix, rows_MD, sizes_E)
+            with scope("of", matrix.weight.path):
+                in_MF.append(x_MF if b is None else x_MF + _of_rows(b.array, sizes_E, len(x_MF)))
+            low_MR.append(low)
+        y_MD, *low = _product(down, how.activated(*in_MF), sizes_E)
+        if b_down is not None:
+            with scope("of", down.weight.path):
+                y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
+        return travel.home(y_MD, after).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
+
+    inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
+    y, kept = _each(local, inputs, [(how.inner.over, *_x(how)), (how.local, ())])(x_BTD, weights_BTk, chosen_BTk, *used)
+    names = ("dispatched", "hidden", "low_rank")
+    kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
+    # As in partial_sums.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
+    return y, (kept, slot is None, weights_BTk, chosen_BTk, arrays, used if remat() else None)
+
+
+def _backward(how: _How, saved: Any, dy: jax.Array):
+    kept, whole, weights_BTk, chosen_BTk, arrays, used = saved
+    used = used or [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
+
+    def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
+        rows_MD, in_MF, low_MR = kept
+        travel = _travel(how, chosen_BTk, used)
+        before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
+        dy_MD = travel.out(dy.reshape(-1, dy.shape[-1]), after)
+        sizes_E, (matrices, (*_, b_down)) = travel.sizes_E, how.holding(used)
+        hidden_MF, back = jax.vjp(how.activated, *in_MF)
+        dhidden_MF, *ddown = _derivatives(matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
+        din_MF = back(dhidden_MF)
+        drows, dused = [], []
+        for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
+            d, *found = _derivatives(matrix, [rows_MD, *low], d_MF, sizes_E)
+            drows.append(d)
+            dused += found
+        dused += ddown
+        drows_MD = sum(drows[1:], drows[0])
+        # What is weighted, times its weighted gradient: the output, or what experts read.
+        weighted, gradient_ = (rows_MD, drows_MD) if how.weighted_input else (hidden_MF, dhidden_MF)
+        weighted_M1 = (weighted * gradient_.astype(jnp.float32)).sum(1, keepdims=True)
+        if b_down is not None:
+            if not how.weighted_input:
+                b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
+                weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
+            # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
+            dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
+        dx = travel.home(drows_MD, before).reshape(dy.shape)
+        weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
+        return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(how.weights, dused, strict=True))
+
+    rows = [how.rows(w) for w in how.weights]
+    places = [how.place(w.axes) for w in how.weights]
+    out = (how.inner.over, *_x(how))
+    inputs = [out, _x(how), _x(how), (how.local, ()), *places]
+    outputs = [out, out, *(None if w.frozen else (over.over, *place)
+                           for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
+    dx, weighted, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
+    weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
+    # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
+    # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
+    dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
+    found: Any = [
+        None if d is None else _reduced(w.holding(array), how.down, over, d)
+        for w, array, over, d in zip(how.weights, arrays, rows, dused, strict=True)
+    ]
+    if not how.weights[0].scanned:
+        found = jax.lax.optimization_barrier(found)
+    return (dx[0], None, dweights_BTk, None, *found) if whole else (None, dx, dweights_BTk, None, *found)
+
+
+_mixed.defvjp(_forward, _backward)
+
+
+def _reduced(weight: Weight, down: str, over: Split, addends: jax.Array) -> jax.Array:
+    """The sum of the addends of a weight's gradient. `down`: see `_How`."""
+    with scope("of", weight.path):
+        if over.pieces == 1:
+            return gradient(addends[0], weight)
+        axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
+        axes += [f"{down}.mlp"] if {*over.over} & {*split(down, "mlp").over} else []
+        return gradient(Partial((Addends(addends, Sum(over, tuple(axes))),)), weight)
+
+
+def _x(how: _How) -> tuple[tuple[str, ...], ...]:
+    """How tokens are split."""
+    return how.batch.over, how.seq.over, ()
+
+
+def _each(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+    """`function`, run by each device on its own pieces; inputs and outputs: the mesh axes of each dimension."""
+    place = placement()
+    return place.each(function, inputs, outputs) if place else function
+
+
+def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Travel:
+    """The way of a device's tokens."""
+    return plan(chosen_BTk, len(used[0]), how.expert, how.travels, how.capacity)
+
+
+def _first(how: _How) -> jax.Array | float:
+    """1 on one of the devices that compute parts of the same outputs, 0 on the others."""
+    return 1.0 if how.mlp.pieces == 1 else jnp.where(jax.lax.axis_index(how.mlp.over) == 0, 1.0, 0.0)
+
+
+def _product(matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[jax.Array]:
+    """The product of each row with its expert's matrix; with an adapter, also what lies between its two matrices."""
+    with scope("of", matrix.weight.path):
+        y_MF = grouped(rows_MD, matrix.weight.array, sizes_E)
+    if not matrix.adapter:
+        return [y_MF]
+    a, b = matrix.adapter
+    with scope("of", a.path, b.path):
+        low_MR = matrix.scale * grouped(rows_MD, a.array, sizes_E)
+        added_MF = grouped(low_MR, b.array, sizes_E)
+    return [y_MF + added_MF, low_MR]
+
+
+def _derivatives(matrix: Adapted, given: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array) -> list[Any]:
+    """The gradients of what `_product` was given: the rows, the matrix, and those of an adapter.
+
+    given: the rows and, with an adapter, what lies between its two matrices.
+    """
+    with scope("of", matrix.weight.path):
+        drows_MD = grouped(dy_MF, matrix.weight.array, sizes_E, transposed=True)
+    found = [_gradient(matrix.weight, given[0], dy_MF, sizes_E)]
+    if matrix.adapter:
+        (a, b), (rows_MD, low_MR) = matrix.adapter, given
+        with scope("of", a.path, b.path):
+            dlow_MR = matrix.scale * grouped(dy_MF, b.array, sizes_E, transposed=True)
+            drows_MD += grouped(dlow_MR, a.array, sizes_E, transposed=True)
+        found += [_gradient(a, rows_MD, dlow_MR, sizes_E), _gradient(b, low_MR, dy_MF, sizes_E)]
+    return [drows_MD, *found]
+
+
+def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array | None:
+    if weight.frozen:
+        return None
+    with scope("optimizer", weight.path):
+        return outer(rows_MD, dy_MF, sizes_E)
+
+
+def _hot(sizes_E: jax.Array, rows: int, dtype: Any) -> jax.Array:
+    """[M, E]: 1 for the expert of each row."""
+    ends_E, at_M1 = jnp.cumsum(sizes_E), jnp.arange(rows)[:, None]
+    return ((at_M1 < ends_E) & (at_M1 >= ends_E - sizes_E)).astype(dtype)
+
+
+def _of_rows(b_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
+    """The bias of each row's expert, [M, F]; zeros for rows without an expert."""
+    return jnp.einsum("ME,EF->MF", _hot(sizes_E, rows, b_EF.dtype), b_EF, precision="highest")
+
+
+def _of_experts(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """The derivative of `_of_rows`."""
+    return jnp.einsum("ME,MF->EF", _hot(sizes_E, len(d_MF), d_MF.dtype), d_MF)

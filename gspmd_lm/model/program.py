@@ -1,0 +1,90 @@
+"""What the jitted programs of training, scoring and generation have in common."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from gspmd_lm.config import Config
+from gspmd_lm.model.supported import Pass, kernel_said
+from gspmd_lm.runtime import compiler
+from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.sharding.annotate import placed_by
+from gspmd_lm.sharding.placement import MeshPlacement
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.shapes import Arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A config or task under rules on a mesh: where its arrays live, and the context in which it is traced."""
+
+    config: Any  # config.Config or task.Task
+    rules: Rules
+    arrays: Arrays
+    mesh: Mesh
+
+    @functools.cached_property
+    def placement(self) -> MeshPlacement:
+        """What answers the questions of the model."""
+        return MeshPlacement(self.rules, self.mesh)
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The sharding of what every device has all of."""
+        return self.placement.sharding("rules", "", (), ())
+
+    @property
+    def settings(self) -> Config | None:
+        """The settings of the decoder; None for a model of one's own."""
+        return self.config
+
+    @property
+    def asked(self) -> Pass:
+        """What the program asks of attention, if it is the decoder's."""
+        raise NotImplementedError
+
+    @property
+    def attention(self) -> str:
+        """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
+        cfg, on = self.settings, meshes.processor(self.mesh.devices.flat[0])
+        return kernel_said(self.rules, cfg, on, self.asked) if cfg else ""
+
+    @property
+    def matmul_precision(self) -> str:
+        """As `jax.default_matmul_precision` takes it."""
+        return self.config.model.matmul_precision
+
+    @contextlib.contextmanager
+    def traced(self, placement: MeshPlacement | None = None) -> Iterator[None]:
+        """The context of a whole program: backward rules are traced after the forward pass has returned.
+
+        `placement` answers the model's questions, or the program's own if it is None.
+        """
+        with placed_by(placement or self.placement), jax.default_matmul_precision(self.matmul_precision):
+            yield
+
+    def compile(self, lowered: jax.stages.Lowered, what: str = "", fix: str = "") -> jax.stages.Compiled:
+        """A program, compiled with the rules' options for the devices of the mesh.
+
+        Raises InputError for an option that the compiler refuses and, if `what` is given, where the devices have not
+        enough memory: it says that `what` does not fit, and `fix`.
+        """
+        platform, devices = meshes.platform(self.mesh), list(self.mesh.devices.flat)
+        rows, path = self.rules.compiler_options, self.rules.path
+        options = compiler.options(platform, rows, path, devices[0].device_kind)
+        program = compiler.compile(lowered, options, platform, path)
+        if what:
+            compiler.check_room(program, devices, what, fix)
+        return program
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with the sharding or format of each."""
+    return jax.tree.map(
+        lambda like, where: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=where), shapes, shardings
+    )

@@ -1,0 +1,230 @@
+"""What kernels and rules cannot do of what a config asks, and the attention kernel that the rules come to."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from gspmd_lm.config import Config
+from gspmd_lm.hardware.chips import Processor
+from gspmd_lm.model.kernels import grouped_gpu
+from gspmd_lm.model.kernels.attention import unsupported
+from gspmd_lm.model.kernels.context import ALIKE, deals
+from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check
+
+_FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
+
+
+class Pass(NamedTuple):
+    """What a program asks of attention, besides what the model asks."""
+
+    seq: int  # tokens of a row
+    segments: bool = False  # whether a row holds several texts
+    padded: bool = False  # whether a row holds one text with padding before it
+
+
+def attention_lacks(
+    kernel: str, config: Config, rules: Rules, asked: Pass, capability: tuple[int, ...] = ()
+) -> str | None:
+    """What `kernel` cannot do of the attention that a pass computes, or None.
+
+    capability: the compute capability of a GPU; () where it is not known, or is none.
+    """
+    over, seq, piece = split_sequence(rules), asked.seq, asked.seq
+    if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
+        return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
+    if over and rules.context != "ulysses":
+        if kernel == "cudnn" and rules.context == "gather":
+            return "context: gather (only ring and ulysses)"
+        pieces = rules.piece_count(over)
+        piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
+    kinds = [  # a chunk that is as long as a row restricts nothing
+        kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
+        for kind in config.model.layer_kinds
+        if not kind.linear_attention
+    ]
+
+    def lacking(segments: bool) -> str | None:
+        known: Any = {"seq": piece, "segments": segments, "capability": capability}
+        found = (unsupported(kernel, kind, **known) for kind in kinds)
+        return next(filter(None, found), None)
+
+    found = lacking(asked.segments)
+    if not found and asked.padded and lacking(True):
+        return "prompts that are padded on the left"
+    if found and piece != seq:
+        found = found.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")
+    return found
+
+
+def split_sequence(rules: Rules) -> tuple[str, ...]:
+    """The mesh axes that split the sequence of all arrays within a block alike."""
+    found = {rules.split("rules", array, "seq") for array in ALIKE}
+    return found.pop() if len(found) == 1 else ()
+
+
+def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
+    """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
+    processor has and that can do what a pass asks.
+
+    Raises ShardingError where the rules choose a kernel that could do so, but not on this processor.
+    """
+    kernel, capability = rules.attention.get(on.platform), on.compute_capability
+    if kernel is None:
+        able = (one for one in KERNELS[on.platform] if not attention_lacks(one, config, rules, asked, capability))
+        return dataclasses.replace(rules, attention={**rules.attention, on.platform: next(able)})
+    reason = attention_lacks(kernel, config, rules, asked, capability)
+    if reason and not attention_lacks(kernel, config, rules, asked):  # other reasons are found by `attention_problems`
+        place = rules.place(f"attention.{on.platform}", kernel)
+        check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, _FASTEST)])
+    return rules
+
+
+def kernel_said(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
+    """The attention kernel of settled rules, with the reason where it is not the fastest of the platform.
+
+    '' where the platform has only one.
+    """
+    kernel, reasons = rules.kernel(on.platform), []
+    for faster, reason, instead in _faster(rules, config, on, asked):
+        if reason is None:
+            return f"{kernel}, as {rules.place(f'attention.{on.platform}', kernel)} says; {faster} can do it too"
+        fix = f"; fix {instead}" if instead else ""
+        reasons.append(f"{faster} on {on.name} does not support {reason}{fix}")
+    because = f", since {'; '.join(reasons)}" if reasons else ""
+    return f"{kernel}{because}" if len(KERNELS[on.platform]) > 1 else ""
+
+
+def faster_kernel(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
+    """The flags that would have a faster kernel compute attention; '' where none can."""
+    flags = (
+        f"--set rules.attention.{on.platform}={faster} {instead}".rstrip()
+        for faster, reason, instead in _faster(rules, config, on, asked)
+        if reason is None or instead
+    )
+    return next(flags, "")
+
+
+def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterator[tuple[str, str | None, str]]:
+    """The kernels that are faster than that of settled rules, what each cannot do, and the flag with which it can."""
+    kernels = KERNELS[on.platform]
+    for faster in kernels[: kernels.index(rules.kernel(on.platform))]:
+        reason = attention_lacks(faster, config, rules, asked, on.compute_capability)
+        yield faster, reason, _instead(faster, reason, config, rules, asked) if reason else ""
+
+
+def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
+    """The flag with which `kernel` can do what a pass asks; '' where the model itself asks for it."""
+    if reason.startswith("data.packing") and not config.data.messages_field:  # conversations are always kept apart
+        able = not attention_lacks(kernel, config, rules, asked._replace(segments=False))
+        return "--set data.packing=stream" if able else ""
+    if reason.startswith("context"):
+        ring = dataclasses.replace(rules, context="ring")
+        wrong = [one for one in _context_problems(config, ring, asked.seq, not asked.padded) if not one.warning]
+        able = not wrong and not attention_lacks(kernel, config, ring, asked)
+        return "--set rules.context=ring" if able else ""
+    return ""
+
+
+def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
+    """The problems that the attention kernel that the rules choose cannot do what a pass asks (see `attention_lacks`),
+    and that the keys of a split sequence cannot reach their queries as `context` says."""
+    problems = _context_problems(config, rules, asked.seq, dealt=not asked.padded)
+    kernel = rules.kernel(platform)
+    reason = attention_lacks(kernel, config, rules, asked)
+    if not reason:
+        return problems
+    place = rules.place(f"attention.{platform}", kernel)
+    instead = _instead(kernel, reason, config, rules, asked) or "change the config"
+    fix = f"{_FASTEST}, or {instead}"
+    return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
+
+
+def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> list[Problem]:
+    """`dealt`: whether rows are dealt to devices, as in training. A prompt is not, and its keys are gathered."""
+    form, over, model = rules.context, split_sequence(rules), config.model
+    place, found = rules.place("context", form), []
+
+    def wrong(message: str, fix: str, warning: bool = False) -> None:
+        found.append(Problem(f"context: {message}", place, fix, warning=warning))
+
+    if not over:
+        if form != "gather" and any(rules.split("rules", array, "seq") for array in ALIKE):
+            fix = "write rules.seq in place of rows for single arrays, or --set rules.context=gather"
+            wrong(f"{form} needs a sequence that is split alike in {', '.join(ALIKE)}", fix)
+        return found
+    if "linear" in model.kind_of_each_layer:
+        found.append(
+            Problem(
+                "model.linear_attention: a state goes from token to token, and no device has all of a row", place,
+                f"do not split seq over {', '.join(over)}",
+            )
+        )  # fmt: skip
+    pieces = rules.piece_count(over)
+    split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
+    if form == "ulysses":
+        own = model.kv_head_rows
+        heads = rules.split("rules", "q", "heads")
+        if rules.split("rules", "k", "kv_heads") != heads:  # keys are repeated for each device's heads
+            own = model.head_rows
+        each = own // rules.piece_count(heads)
+        if own % rules.piece_count(heads) == 0 and each % pieces:
+            most = " x ".join(["kv_heads" if own == model.kv_head_rows else "heads", *heads])
+            wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
+                  f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
+    elif dealt and seq % (2 * pieces) and seq % pieces == 0:
+        fix = f"make data.seq a multiple of {2 * pieces}"
+        if form == "ring":
+            wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
+        else:
+            wrong(f"data.seq={seq} does not divide into 2 pieces for each of {split}, so the last device has most of "
+                  "the work of a causal mask", fix, warning=True)  # fmt: skip
+    if form == "ring" and dealt:
+        window = next((kind.sliding_window for kind in model.layer_kinds if kind.sliding_window), 0)
+        lacking = {
+            f"sliding_window: {window}": window,
+            f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
+            f"attention_scores_dtype: {model.attention_scores_dtype}": model.attention_scores_dtype != "float32",
+            "attention_sinks: true": model.attention_sinks,
+        }
+        for asked in filter(lacking.get, lacking):
+            wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
+    return found
+
+
+def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
+    """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
+    found = attention_problems(config, rules, platform, asked)
+    return [*found, *_experts_problems(config, rules, platform)]
+
+
+def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
+    """The problems that rules and the mixtures of experts of a config do not fit each other."""
+    model, found = config.model, []
+    if not model.experts:
+        return []
+    path = "layers.mlp.w_down"
+    names, row = rules.split("rules", path, "expert"), rules.row("rules", path, "expert")
+    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)}
+    if row and {*names} & tokens and {*names} - tokens:
+        there, not_there = (", ".join(name for name in names if (name in tokens) is kind) for kind in (True, False))
+        message = f"experts: expert would be split over {there}, which splits tokens, and {not_there}, which does not"
+        fix = f"--set rules.{row.key}={there}, so that tokens travel"
+        found.append(Problem(message, row.place, fix, f"--set rules.{row.key}={not_there}, so that none does"))
+    if model.capacity_factor and (over := split_sequence(rules)):
+        message = "model.capacity_factor: an expert computes the first tokens of a row, and no device has all of a row"
+        seq = rules.row("rules", "block_input", "seq")
+        place = seq.place if seq else rules.path
+        fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
+        found.append(Problem(message, place, fix))
+    sides = [size // rules.piece_count(rules.split("rules", path, axis))
+             for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
+    if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides):
+        narrow = model.compute_dtype == "bfloat16"
+        lacks = f"matrices of {sides[0]} x {sides[1]} on a device (only multiples of 16)"
+        lacks = lacks if narrow else f"model.compute_dtype: {model.compute_dtype} (only bfloat16)"
+        fix = "use multiples of 16" if narrow else "--set model.compute_dtype=bfloat16"
+        message = f"experts: a slow loop computes them, since the kernel for GPUs does not support {lacks}"
+        found.append(Problem(message, row.place if row else rules.path, fix, warning=True))
+    return found

@@ -1,0 +1,117 @@
+"""What is computed, as plain functions: a model, its loss, its batch and its optimizer."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm.errors import InputError
+from gspmd_lm.sharding.annotate import Spec
+from gspmd_lm.sharding.names import Vocabulary
+
+Batch = Mapping[str, jax.Array]
+
+
+class Input(NamedTuple):
+    """One array of a batch, over all devices."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str  # its name and logical axes, as in `shard`: "images: batch patch pixel"; the first axis is the rows
+
+
+def everything(params: Any) -> tuple[Any, Any]:
+    """({}, params): all parameters are trained."""
+    return {}, params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is computed, and what its arrays are called. The functions see one device and the whole batch.
+
+    `explain` compiles in another process, which imports the functions: they stand in a module, not in a script.
+    """
+
+    name: str
+    vocabulary: Vocabulary
+    inputs: Mapping[str, Input]
+    # A random key -> parameters: a nested dict of arrays, each annotated with `nn.with_logical_partitioning`.
+    init: Callable[[jax.Array], Any]
+    # (parameters, batch, key or None) -> a NamedTuple of float32 sums over the batch, one of them `loss`.
+    sums: Callable[[Any, Batch, jax.Array | None], Any]
+    # A tree of placement.Named, shaped like what is trained -> the optimizer. Axes and paths may decide who decays.
+    optimizer: Callable[[Any], Any]
+    count: Callable[[Batch], jax.Array] | None = None  # what the sums are divided by; None: the number of rows
+    evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
+    metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
+    partition: Callable[[Any], tuple[Any, Any]] = everything  # into what training leaves and what it changes
+    # (what training leaves, sums) -> the same parameters after the step, for those that change by another rule.
+    moved: Callable[[Any, Any], Any] | None = None
+    random: bool = False  # whether training gives `sums` a key, another one in each step
+    seed: int = 0
+    matmul_precision: str = "default"
+    compute_dtype: str = "float32"  # of activations
+    float32: tuple[str, ...] = ()  # activations that are float32 whatever `compute_dtype` says
+    tokens: int = 0  # of a batch, for speeds; 0: the number of rows
+    config: Any = None  # the settings that it was made from: of the decoder, config.Config
+
+    def __post_init__(self):
+        if not self.inputs:
+            raise InputError(f"task {self.name}: a batch has no arrays\n  fix   name them in inputs")
+        wrong = [
+            f"  {name}: {tuple(one.shape)} has another number of dimensions than its spec {one.spec!r}"
+            for name, one in self.inputs.items()
+            if len(one.shape) != len(_spec(one).axes)
+        ]
+        wrong += [
+            f"  {name}: the first axis of {one.spec!r} is not {self.vocabulary.rows}"
+            for name, one in self.inputs.items()
+            if _spec(one).axes[:1] != (self.vocabulary.rows,)
+        ]
+        if len({one.shape[:1] for one in self.inputs.values()}) > 1:
+            wrong.append("  inputs have different numbers of rows")
+        if wrong:
+            lines = "\n".join(wrong)
+            raise InputError(
+                f"task {self.name}: inputs\n{lines}\n"
+                f'  fix   Input((rows, 16), "float32", "name: {self.vocabulary.rows} axis"), alike for all in rows'
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch, over all devices."""
+        return next(iter(self.inputs.values())).shape[0]
+
+    def specs(self) -> dict[str, Spec]:
+        """The array's name and the logical axes of each input."""
+        return {name: _spec(one) for name, one in self.inputs.items()}
+
+    def batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a batch of `rows` rows."""
+        return {
+            name: jax.ShapeDtypeStruct((rows, *one.shape[1:]), jnp.dtype(one.dtype))
+            for name, one in self.inputs.items()
+        }
+
+    def counted(self, batch: Batch) -> jax.Array:
+        """What the sums over a batch are divided by."""
+        return self.count(batch) if self.count else jnp.asarray(next(iter(batch.values())).shape[0], jnp.float32)
+
+    def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
+        """What evaluation adds up over batches."""
+        if self.evaluate:
+            return self.evaluate(params, batch)
+        return self.sums(params, batch, None)._asdict() | {"count": self.counted(batch)}
+
+    def means(self, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+        """What a step tells of its sums."""
+        if self.metrics:
+            return self.metrics(sums, count, step)
+        return {name: total / count for name, total in sums._asdict().items()} | {"count": count}
+
+
+def _spec(one: Input) -> Spec:
+    array, _, axes = one.spec.partition(": ")
+    return Spec(array, tuple(axes.split()))

@@ -1,0 +1,244 @@
+"""The platform, devices and processes of a run, and its compiler options."""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.util
+import logging
+import mmap
+import os
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+from platform import libc_ver
+
+import jax
+import jaxlib
+
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.hardware.chips import GPU_MEMORY_SHARE, PLATFORMS
+from gspmd_lm.runtime import processes, quiet
+
+JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
+
+# Seconds that simulated devices wait for each other before XLA warns, and before XLA ends the process. The defaults, 20
+# and 40, are too short where other work on the machine delays a device.
+PATIENT_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+}
+
+# Parameters of glibc's mallopt, with their numbers in malloc.h: one heap for all threads, all memory from it, and at
+# most 2 GiB of it free.
+MALLOC = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
+MEMORY_SHARES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jax's, and its older name
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """What this process runs on. Counts are over all processes."""
+
+    platform: str  # cpu, gpu or tpu
+    device_kind: str
+    device_count: int
+    process_index: int
+    process_count: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that prints and writes logs."""
+        return self.process_index == 0
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are threads of the CPU."""
+        return self.platform == "cpu"
+
+
+def start(
+    *,
+    platform: str | None = None,
+    simulated_devices: int = 8,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    keep_memory: bool = False,
+) -> Runtime:
+    """The devices of this run. It must be called before anything else touches a device.
+
+    A program that has called it may call it again for as many simulated devices or fewer, of which it takes the first.
+
+    `platform` takes precedence over JAX_PLATFORMS, and both over the platform that is found. `simulated_devices` is per
+    process and counts only on cpu. Processes join as the three flags say. Without flags, jax finds the processes of
+    Slurm, Open MPI, an indexed Kubernetes job or a TPU VM; `num_processes=1` alone keeps this process by itself. XLA
+    aborts a process that waits for the others in vain for 5 minutes. With `keep_memory`, a process with simulated
+    devices keeps memory that it frees, which makes many steps faster and takes more memory.
+
+    Raises InputError if a flag is wrong, if the platform cannot be used, or if jax cannot join the processes.
+    """
+    _check_flags(coordinator, num_processes, process_id)
+    if simulated_devices < 1:
+        raise InputError(f"--devices={simulated_devices}: at least 1 device is needed\n  fix   --devices=8")
+    chosen = _choose_platform(platform)
+    jax.config.update("jax_platforms", JAX_PLATFORMS[chosen])
+    if not jax.distributed.is_initialized():
+        _join(chosen, coordinator, num_processes, process_id)
+    if chosen == "cpu":
+        prepare_cpu(simulated_devices)
+        if keep_memory:
+            _keep_freed_memory()
+    elif chosen == "gpu":
+        _take_memory()
+    with quiet.unless_there(chosen):
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            raise InputError(_absent(chosen, str(error))) from error
+        if jax.default_backend() != chosen:
+            raise InputError(_absent(chosen, f"jax runs on {jax.default_backend()}"))
+    if chosen == "cpu" and jax.local_device_count() < simulated_devices:
+        raise InputError(_too_late(jax.local_device_count(), simulated_devices))
+    return Runtime(chosen, devices[0].device_kind, len(devices), jax.process_index(), jax.process_count())
+
+
+def _choose_platform(asked: str | None) -> str:
+    """cpu, gpu or tpu, found without starting a backend, which would fix the devices before they are chosen.
+
+    TPU chips need no search: on their hosts jax, when imported, sets jax_platforms to "tpu,cpu".
+    """
+    origin = f"--platform={asked}"
+    preset: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if asked is None and preset:
+        asked, origin = preset.split(",")[0], f"JAX_PLATFORMS={preset}"
+    if asked is not None:
+        name = {"cuda": "gpu"}.get(asked.lower(), asked.lower())
+        if name not in PLATFORMS:
+            raise InputError(
+                f"{origin}: unknown platform{did_you_mean(name, PLATFORMS)}\n  fix   use cpu, gpu (or cuda) or tpu"
+            )
+        return name
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and quiet.is_there("gpu"):
+        if any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins")):
+            return "gpu"
+        _log.warning("an NVIDIA GPU is here, but jax's plugin is not installed: pip install 'gspmd_lm[cuda]' to use it")
+    if quiet.is_there("tpu") and not importlib.util.find_spec("libtpu"):
+        _log.warning("this may be a TPU host, but libtpu is not installed: pip install 'gspmd_lm[tpu]' to use it")
+    return "cpu"
+
+
+def prepare_cpu(device_count: int) -> None:
+    """Sets up `device_count` simulated devices, before the first one is touched."""
+    # XLA:CPU gives a process as many threads as there are cores or devices. All of them can then block in collectives
+    # over different mesh axes and wait for devices that no thread is left to run. Spare threads prevent this. A device
+    # that has no others to wait for would only have its work cut finer (benchmarks/README.md).
+    if device_count > 1 or jax.distributed.is_initialized():
+        for name in ("PJRT_NPROC", "NPROC"):
+            os.environ.setdefault(name, str(max(32, 4 * device_count)))
+    given = os.environ.get("XLA_FLAGS", "")
+    more = [f"--{name}={value}" for name, value in PATIENT_FLAGS.items() if name not in given and _xla_knows(name)]
+    os.environ["XLA_FLAGS"] = " ".join([given, *more]).strip()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between processes; one process does not use it
+    try:
+        jax.config.update("jax_num_cpu_devices", device_count)
+    except RuntimeError as error:  # a device was touched before
+        if jax.local_device_count() < device_count:
+            raise InputError(_too_late(jax.local_device_count(), device_count)) from error
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep up to 2 GiB that this process frees, for the next step.
+
+    XLA:CPU takes new memory for each step. Without this, large pieces go back to the system after a step, and the next
+    step gets them again page by page, which takes up to a sixth of its CPU time (benchmarks/README.md). Another libc
+    stays as it is.
+    """
+    if libc_ver()[0] == "glibc":
+        for parameter, value in MALLOC.values():
+            ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def _take_memory() -> None:
+    """Has jax take GPU_MEMORY_SHARE of a GPU's memory, unless the environment says how much, once it first uses one."""
+    name = next((name for name in MEMORY_SHARES if os.environ.get(name)), MEMORY_SHARES[0])
+    os.environ[name] = os.environ.get(name) or str(GPU_MEMORY_SHARE)
+    _log.info("%s=%s: the share of each GPU's memory that this process takes", name, os.environ[name])
+
+
+def simulate_later(device_count: int) -> None:
+    """Has `device_count` devices simulated when a CPU is first used. If one is in use already, nothing changes."""
+    with contextlib.suppress(InputError):  # whoever needs more devices than there are is told so by `start`
+        prepare_cpu(device_count)
+
+
+def _xla_knows(flag: str) -> bool:
+    """Whether the library that parses XLA_FLAGS has a flag. An unknown flag there ends the process."""
+    library = Path(jaxlib.__file__).with_name("libjax_common.so")
+    if not library.exists():
+        return False
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(f"\0{flag}\0".encode()) >= 0
+
+
+def _check_flags(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    fix = "\n  fix   --coordinator=HOST:PORT --num_processes=N --process_id=I (I from 0 to N-1), all three or none"
+    if num_processes is not None and num_processes < 1:
+        raise InputError(f"--num_processes={num_processes}: at least 1 process is needed{fix}")
+    if num_processes == 1 and coordinator is None and not process_id:
+        return
+    given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise InputError(
+            f"{', '.join(name for name in given if name not in missing)} given without {' and '.join(missing)}{fix}"
+        )
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise InputError(f"--coordinator={coordinator}: no port{fix}")
+    if process_id is not None and num_processes is not None and not 0 <= process_id < num_processes:
+        raise InputError(f"--process_id={process_id} must be at least 0 and below --num_processes={num_processes}{fix}")
+
+
+def _join(platform: str, coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Starts jax.distributed if there are, or may be, other processes."""
+    if coordinator is None and (num_processes == 1 or not _launched_in_parallel(platform)):
+        return
+    _log.info("waiting for the other processes%s", f" at {coordinator}" if coordinator else "")
+    # It takes SIGTERM, also where nobody asks for it, and agrees on a step that may be past: Orbax asks it about steps
+    # that it has saved, which sets it back. agreement.py takes its place.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            cluster_detection_method="deactivate" if coordinator else None,
+            heartbeat_timeout_seconds=processes.HEARTBEAT_S,
+        )
+    except (ValueError, RuntimeError) as error:
+        if coordinator is None and "coordinator_address should be defined" in str(error):
+            return  # jax does not recognise the environment: this process is alone
+        raise InputError(
+            f"the other processes cannot be joined: {error}\n"
+            "  fix   give --coordinator, --num_processes and --process_id, or run by itself with --num_processes=1"
+        ) from error
+
+
+def _launched_in_parallel(platform: str) -> bool:
+    """Whether jax should look for other processes. In a pod without an indexed job, it would warn or raise."""
+    counts = [os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
+    return platform == "tpu" or "JOB_COMPLETION_INDEX" in os.environ or any(count != "1" for count in counts)
+
+
+def _absent(platform: str, reason: str) -> str:
+    extra = {"gpu": "cuda", "tpu": "tpu"}.get(platform)
+    install = f"pip install 'gspmd_lm[{extra}]' on a machine that has one, or " if extra else ""
+    return f"platform {platform} cannot be used: {reason}\n  fix   {install}--platform=cpu to simulate devices"
+
+
+def _too_late(have: int, want: int) -> str:
+    return (
+        f"{want} simulated device{'s' * (want > 1)} asked for, but jax already runs with {have}\n"
+        f"  fix   use {have}, or call runtime.start before anything touches a device"
+    )

@@ -1,0 +1,355 @@
+"""The words with which a model says where its arrays live. On one device each of them is the identity.
+
+A model names arrays and axes and never sees a mesh. Code that traces a step gives the names a placement by `placed_by`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.sharding.names import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter as a layer holds it: its array, and the facts that the rules and `use` need."""
+
+    array: jax.Array  # at rest, or in use if `used`
+    path: str  # "layers.attention.wq"
+    axes: tuple[str, ...]  # the logical axis of each dimension
+    compute_dtype: jnp.dtype
+    frozen: bool = False  # its gradient is never computed
+    scanned: bool = False  # it belongs to a layer of the scan
+    used: bool = False
+
+    def holding(self, array: Any) -> "Weight":
+        return dataclasses.replace(self, array=array)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A matrix, and the two matrices of its low-rank adapter if it has one (arXiv 2106.09685).
+
+    They are of class Weight, or anything else that a tree may have.
+    """
+
+    weight: Any
+    adapter: tuple[Any, ...] = ()
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+
+class Split(NamedTuple):
+    """How an axis is split. A model compares splits and counts pieces; it never reads the mesh axes."""
+
+    over: tuple[str, ...] = ()  # mesh axes
+    pieces: int = 1
+
+
+class Spec(NamedTuple):
+    """An array's name and logical axes, and the table of the rules file that places it."""
+
+    array: str
+    axes: tuple[str, ...]
+    table: str = "rules"  # in use; "weights" at rest; "optimizer" as a gradient
+
+
+class Placement(Protocol):
+    """The answers of rules and a mesh to a model's questions. The functions of this module ask the questions."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The names of the model's axes and arrays."""
+        ...
+
+    @property
+    def remat(self) -> Callable[..., Any] | None:
+        """See `annotate.remat`."""
+        ...
+
+    @property
+    def attention(self) -> str:
+        """The attention kernel: xla, cudnn or splash."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """See `annotate.platform`."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """See `annotate.device_kind`."""
+        ...
+
+    @property
+    def context(self) -> str:
+        """See `annotate.context`."""
+        ...
+
+    def unroll(self, turns: int) -> int:
+        """See `annotate.unroll`."""
+        ...
+
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        """`x`, placed where the rules place the array that `spec` names."""
+        ...
+
+    def split(self, array: str, axis: str) -> Split:
+        """How an axis of an array in use is split, for code that makes a copy or an addend for each piece."""
+        ...
+
+    def pieces(self, array: str, axis: str) -> int:
+        """See `annotate.pieces`."""
+        ...
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        """The split over these mesh axes."""
+        ...
+
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """[pieces, ...]: a copy of `x`, which is placed as `spec` says, for each piece of `split`."""
+        ...
+
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension, which has one addend for each piece of `split`, placed as `spec` says.
+
+        The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
+        """
+        ...
+
+    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        """`x`, whose last axis is split as that of a table is, on the way to `home`, one mesh axis after the other.
+
+        Compilers know an exchange of one axis for another one, and not of one for two.
+        """
+        ...
+
+    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+        """See `annotate.per_device`."""
+        ...
+
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        """`function`, run by each device on its own pieces. Inputs and outputs tell the mesh axes of each dimension.
+
+        An output that is None has None for its place.
+        """
+        ...
+
+
+def scope(role: str, *names: str) -> Any:
+    """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
+
+    The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
+    summed over ("sum"), the weights that operations belong to ("of"), which keys a query sees ("sees": so many of the
+    last ones, or all), how many turns of a loop count whose data decide ("turns"), or what work they are ("kind":
+    attention). Without names nothing is written.
+    """
+    return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
+
+
+_current: ContextVar[Placement | None] = ContextVar("placement", default=None)
+
+
+@contextlib.contextmanager
+def placed_by(placement: Placement | None) -> Iterator[None]:
+    """A context in which `placement` places the arrays of what is traced."""
+    token = _current.set(placement)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def placement() -> Placement | None:
+    """The placement in effect; None on a single device."""
+    return _current.get()
+
+
+def parse(text: str, rank: int) -> Spec:
+    """Spec("residual", ("batch", "seq", "embed")) for 'residual: batch seq embed', an array of `rank` dimensions.
+
+    Raises InputError for another number of dimensions. Under a placement, it is also raised for a name that the model
+    does not have.
+    """
+    array, _, names = text.partition(": ")
+    axes, place = tuple(names.split()), placement()
+    if len(axes) != rank:
+        raise InputError(
+            f'shard(x, "{text}"): {array} has {len(axes)} axes here, and x has {rank} dimensions\n'
+            '  fix   name each dimension of x once: "array: axis axis ..."'
+        )
+    if place:
+        known = place.vocabulary
+        _check_name(text, "activation", array, known.activations)
+        for axis in axes:
+            _check_name(text, "axis", axis, known.axes)
+    return Spec(array, axes)
+
+
+def _check_name(text: str, what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise InputError(
+            f'shard(x, "{text}"): the model has no {what} {name}{did_you_mean(name, known)}\n'
+            f"  fix   use one of {', '.join(known)}, or add {name} to the model's vocabulary"
+        )
+
+
+# What a model asks about
+
+
+def split(array: str, axis: str) -> Split:
+    """How the rules split an axis of an array; in one piece on a single device."""
+    place = placement()
+    return place.split(array, axis) if place else Split()
+
+
+def pieces(array: str, axis: str) -> int:
+    """Into how many pieces the rules split an axis of an activation.
+
+    A loop over the axis takes a part of every piece in each turn, so that all devices have work in it.
+    """
+    place = placement()
+    return place.pieces(array, axis) if place else 1
+
+
+def remat() -> Callable[..., Any] | None:
+    """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
+    place = placement()
+    return place.remat if place else None
+
+
+def unroll(turns: int) -> int:
+    """How many turns of a loop over layers, which has `turns`, the program writes out one after the other."""
+    place = placement()
+    return place.unroll(turns) if place else 1
+
+
+def cheap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
+
+    Elementwise steps are computed again faster than their results are read back from memory.
+    """
+    return function if remat() else jax.checkpoint(function, prevent_cse=False)
+
+
+def attention_kernel() -> str:
+    """The attention kernel that the rules choose for the platform at hand."""
+    place = placement()
+    return place.attention if place else "xla"
+
+
+def platform() -> str:
+    """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
+    place = placement()
+    return place.platform if place else "cpu"
+
+
+def device_kind() -> str:
+    """What jax calls the devices that a program is traced for, such as TPU v6 lite."""
+    place = placement()
+    return place.device_kind if place else "cpu"
+
+
+def context() -> str:
+    """How the keys of a split sequence reach its queries: gather, ring or ulysses."""
+    place = placement()
+    return place.context if place else "gather"
+
+
+def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`.
+
+    A dimension called `whole` is not split.
+    """
+    place = placement()
+    return place.per_device(function, inputs, output) if place else function
+
+
+# The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that
+# is still to be made is an array of addends (partial_sums.py). JAX's explicit axes, whose types know unreduced sums,
+# would take less code. But with them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules
+# file may ask for, such as any split of the token table, unless the model says at the operation where its result lives.
+# The 22 are those of benchmarks/explicit_axes.py.
+
+
+def parameter(
+    module: nn.Module,
+    name: str,
+    axes: str,
+    shape: tuple[int, ...],
+    init: nn.initializers.Initializer,
+    dtype: Any = "float32",
+    compute_dtype: Any = None,
+) -> Weight:
+    """A parameter of `module`, annotated with one logical axis per dimension: "embed mlp". Layers read it with `use`.
+
+    It rests in `dtype` and is used in `compute_dtype`, by default the same.
+    """
+    names = tuple(axes.split())
+    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(dtype))
+    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
+
+
+def shard(x: jax.Array, spec: str) -> jax.Array:
+    """The activation `x`, placed as the rules say. Remat policies refer to it by its name.
+
+    `spec` names the array and each of its dimensions: "residual: batch seq embed".
+    """
+    return checkpoint_name(like(x, spec), spec.partition(":")[0])
+
+
+def like(x: jax.Array, spec: str) -> jax.Array:
+    """`x`, placed like the activation that `spec` names, although `x` is not that activation.
+
+    Before a `shard` that gathers, it fixes the dtype that is sent: the dtype of `x`.
+    """
+    place, found = placement(), parse(spec, x.ndim)
+    return place.constrain(x, found) if place else x
+
+
+def use(weight: Weight, dtype: Any = None) -> jax.Array:
+    """The weight, placed as the rules say for use. It is cast to its compute dtype first and gathered afterwards.
+
+    A wider `dtype` changes neither its values nor the bytes that are sent. Only its gradients are added up in `dtype`.
+    """
+    spec = Spec(weight.path, weight.axes)
+    return _use(spec, weight.compute_dtype, jnp.dtype(dtype or weight.compute_dtype), weight.array)
+
+
+def used(weight: Weight) -> Weight:
+    """The weight with its array in use, for products in a loop that is not differentiated."""
+    return dataclasses.replace(weight, array=use(weight), used=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _use(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> jax.Array:
+    place = placement()
+    with scope("rules", spec.array):
+        w = w.astype(compute_dtype)
+    if place:
+        # The cast weight is placed at rest too. Otherwise some compilers gather before they cast: twice the bytes.
+        w = place.constrain(place.constrain(w, spec._replace(table="weights")), spec)
+    return w.astype(dtype)
+
+
+def _use_forward(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _use(spec, compute_dtype, dtype, w), jnp.zeros((), w.dtype)
+
+
+def _use_backward(spec: Spec, compute_dtype: Any, dtype: Any, like: jax.Array, dw: jax.Array) -> tuple[jax.Array]:
+    place = placement()
+    dw = place.constrain(dw, spec._replace(table="optimizer")) if place else dw
+    return (dw.astype(like.dtype),)
+
+
+_use.defvjp(_use_forward, _use_backward)

@@ -1,0 +1,120 @@
+"""The table of logical axes and arrays of the decoder."""
+
+from gspmd_lm.sharding.names import Vocabulary
+
+# Logical axis -> its letter in shapes and einsums, and its meaning.
+AXES = {
+    "batch": ("B", "sequences"),
+    "seq": ("T", "query positions"),
+    "kv_seq": ("S", "key positions"),
+    "embed": ("D", "model width"),
+    "embedding_width": ("W", "width of a token table that is not as wide as the model"),
+    "layers": ("L", "scanned layers"),
+    "positions": ("-", "rows of a position table"),
+    "mlp": ("F", "feed-forward width"),
+    "heads": ("N", "query heads"),
+    "kv_heads": ("K", "key and value heads"),
+    "head_dim": ("H", "size of one head"),
+    "key_dim": ("I", "size of a key, in the state of linear attention"),
+    "taps": ("A", "tokens that a short convolution sees"),
+    "vocab": ("V", "padded vocabulary"),
+    "expert": ("E", "experts"),
+    "scores": ("C", "scores of a router, one for each expert"),
+    "rank": ("R", "rank of an adapter, or of the product beside attention"),
+    "streams": ("M", "residual streams"),
+    "coefficients": ("U", "how much streams enter each other"),
+    "stream_width": ("O", "model width, where a matrix goes from stream to stream"),
+    "layer_embed": ("Y", "width of a token's embedding for one layer"),
+}
+
+# Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
+WEIGHTS = {
+    "embedding": "token table",
+    "embedding_in": "projection of the token table's rows, where they have a width of their own",
+    "embedding_out": "projection of the output back to that width",
+    "position_embedding": "table of learned positions",
+    "unembedding": "output matrix of an untied model",
+    "unembedding_bias": "its bias",
+    "wq": "query projection",
+    "wk": "key projection",
+    "wv": "value projection",
+    "wo": "output projection of attention",
+    "bq": "query bias",
+    "bk": "key bias",
+    "bv": "value bias",
+    "bo": "bias of the output projection",
+    "sinks": "each head's logit of nothing",
+    "wg": "projection of the gate on the output of attention",
+    "linear_q": "query projection of linear attention",
+    "linear_k": "key projection of linear attention",
+    "linear_v": "value projection of linear attention",
+    "linear_z": "projection of the gate on the output of linear attention",
+    "linear_a": "projection of how fast a head of linear attention forgets",
+    "linear_b": "projection of how much a token changes the state of linear attention",
+    "linear_out": "output projection of linear attention",
+    "conv_q": "short convolution of queries of linear attention",
+    "conv_k": "short convolution of its keys",
+    "conv_v": "short convolution of its values",
+    "decay": "logarithm of how fast each head of linear attention forgets",
+    "decay_bias": "what is added to the projection of it",
+    "streams_in": "projection of the embedded tokens to each residual stream but the first",
+    "streams_out": "projection of each residual stream but the first before all are added",
+    "altup_router": "what turns a token into features that streams are predicted and corrected by",
+    "altup_predict": "what turns these features into how much streams enter each other before a block",
+    "altup_correct": "what turns them into how much of the block's change enters each stream",
+    "altup_scale": "scale of the first stream where a layer's embedding is multiplied with it",
+    "laurel_in": "first matrix of the low-rank product beside attention",
+    "laurel_out": "second matrix of the low-rank product beside attention",
+    "layer_table": "table of each token's embeddings for all layers",
+    "layer_in": "projection of the embedded tokens to a part of their embeddings for each layer",
+    "layer_gate": "what turns the first stream into the gate of a layer's embedding",
+    "layer_out": "projection of a gated embedding of a layer to the residual streams",
+    "w_gate": "gate projection of a gated MLP",
+    "w_up": "first projection of the MLP",
+    "w_down": "second projection of the MLP",
+    "router": "what turns a token into a logit for each expert",
+    "router_bias": "bias of the router's logits",
+    "balance_bias": "what is added to scores when experts are chosen",
+    "shared_gate": "what turns a token into the logit of the shared experts' gate",
+    "b_gate": "bias of w_gate",
+    "b_up": "bias of w_up",
+    "b_down": "bias of w_down",
+    "scale": "scale of a norm (final_norm.scale, attention_norm.scale, ...)",
+    "bias": "bias of a norm",
+}
+# Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
+ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
+WEIGHTS |= {
+    name: f"{'first' if name.endswith('_a') else 'second'} matrix of the adapter of {of}"
+    for name, of in ADAPTERS.items()
+}
+ACTIVATIONS = {
+    "tokens": "the batch: input tokens, and what has their shape",
+    "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
+    "residual": "the residual stream between blocks",
+    "block_input": "what the projections of a block read: the normed residual, gathered",
+    "q": "queries",
+    "k": "keys",
+    "v": "values",
+    "attention_out": "output of attention, before wo",
+    "hidden": "output of the MLP's activation, before w_down",
+    "routing": "the logits of a router",
+    "low_rank": "output of an adapter's first matrix",
+    "logits": "one chunk of the logits",
+    "cache": "keys and values of the tokens so far, kept while text is generated",
+    "state": "what linear attention carries from token to token while text is generated",
+}
+ARRAYS = WEIGHTS | ACTIVATIONS
+# Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
+# `dispatched`: tokens where their experts compute them, sorted by expert.
+_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank")
+IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
+DECODER = Vocabulary(
+    axes=AXES,
+    weights=WEIGHTS,
+    adapters=ADAPTERS,
+    activations=ACTIVATIONS,
+    remat=IN_BLOCKS,
+    settings={"batch": "data.batch", "vocab": "model.padded_vocab"},
+)

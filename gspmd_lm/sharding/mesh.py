@@ -1,0 +1,61 @@
+"""The jax Mesh of a rules file and devices."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from gspmd_lm.hardware.chips import Processor, chip_of
+from gspmd_lm.sharding.rules import Problem, Rules, check
+
+
+def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
+    """The mesh of filled `rules` over exactly as many `devices`, which may be real, simulated or compile-only.
+
+    Simulated devices keep their order, and the last mesh axis varies fastest. Accelerators are ordered so that mesh
+    axes follow the physical topology. `rules.dcn` says which part of an axis crosses slices or hosts.
+
+    Raises ShardingError if the devices are several TPU slices and `rules.dcn` does not fit them.
+    """
+    assert rules.devices == len(devices), (rules.mesh, len(devices))
+    shape = tuple(rules.mesh.values())
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    if slices > 1 and math.prod(rules.dcn.values()) != slices:
+        axis = next((name for name, size in rules.mesh.items() if size % slices == 0), next(iter(rules.mesh)))
+        message = f"dcn: the devices are {slices} slices, the rules say {math.prod(rules.dcn.values())}"
+        place = rules.place("dcn", dict(rules.dcn))
+        check([Problem(message, place, f"say which mesh axis crosses them, such as --set rules.dcn.{axis}={slices}")])
+    if devices[0].platform == "cpu" or len(devices) == 1:
+        grid = np.array(devices).reshape(shape)
+    elif rules.dcn:
+        across = tuple(rules.dcn.get(name, 1) for name in rules.mesh)
+        within = tuple(size // outer for size, outer in zip(shape, across, strict=True))
+        grid = mesh_utils.create_hybrid_device_mesh(
+            within,
+            across,
+            devices,
+            process_is_granule=slices == 1,  # every GPU host reports slice 0
+            allow_split_physical_axes=True,
+        )
+    else:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(rules.mesh), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def platform(mesh: Mesh) -> str:
+    """cpu, gpu or tpu, as in a rules file. jax calls compile-only GPUs cuda or rocm."""
+    return processor(mesh.devices.flat[0]).platform
+
+
+def processor(device: Any) -> Processor:
+    """What decides which kernels a jax device can run."""
+    found = str(device.platform)
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(found, found)
+    version = str(getattr(device, "compute_capability", "")) if name == "gpu" else ""
+    capability = tuple(map(int, version.split("."))) if re.fullmatch(r"\d+\.\d+", version) else (0, 0)
+    chip = chip_of(device.device_kind)
+    return Processor(name, chip.name if chip else device.device_kind, capability if name == "gpu" else ())

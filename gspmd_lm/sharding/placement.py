@@ -1,0 +1,391 @@
+"""Logical axes + rules + mesh -> where arrays live, for the model (annotate.Placement) and for whole trees."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.sharding.annotate import Spec, Split, placed_by, scope
+from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.rules import Problem, Rules, check
+
+# On one CPU device, loops over layers of up to so many turns are written out unless the rules say otherwise. XLA then
+# copies less: 58 instead of 201 MB a step of bench_4m (benchmarks/one_device.py). Longer loops stay, so that large
+# models compile in the same time as before. So do layers that are recomputed: without a loop, XLA:CPU computes them
+# again and holds what they were to save nevertheless.
+UNROLLED_TURNS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """The path and logical axes of one leaf of a tree: what a rules file needs to know of it."""
+
+    path: str
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlacement:
+    """Answers the model's questions with the rules and the mesh of one step."""
+
+    rules: Rules
+    mesh: Mesh
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.rules.vocabulary
+
+    @property
+    def attention(self) -> str:
+        return self.rules.kernel(self.platform)
+
+    @property
+    def platform(self) -> str:
+        return meshes.platform(self.mesh)
+
+    @property
+    def device_kind(self) -> str:
+        return self.mesh.devices.flat[0].device_kind
+
+    @property
+    def context(self) -> str:
+        return self.rules.context
+
+    @property
+    def remat(self) -> Callable[..., Any] | None:
+        return policy(self.rules)
+
+    def unroll(self, turns: int) -> int:
+        chosen = self.rules.unroll
+        if chosen is None:
+            small = turns <= UNROLLED_TURNS and self.remat is None
+            chosen = turns if small and self.platform == "cpu" and self.mesh.size == 1 else 1
+        return turns if chosen == "all" else min(chosen, turns)
+
+    def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """Where `table` puts an array. Raises ShardingError for an array that was not checked before."""
+        spec, problems = self.rules.resolve(table, path, axes, shape)
+        check(problems)
+        return NamedSharding(self.mesh, _partition_spec(spec))
+
+    def shardings(self, table: str, named: Any, abstract: Any) -> Any:
+        """A tree of shardings for a tree of Named leaves and one of their shapes."""
+        return jax.tree.map(
+            lambda leaf, like: self.sharding(table, leaf.path, leaf.axes, like.shape),
+            named,
+            abstract,
+            is_leaf=lambda leaf: isinstance(leaf, Named),
+        )
+
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        with scope(spec.table, spec.array):
+            return jax.lax.with_sharding_constraint(x, self.sharding(spec.table, spec.array, spec.axes, x.shape))
+
+    def split(self, array: str, axis: str) -> Split:
+        return _split(self.rules, array, axis)
+
+    def pieces(self, array: str, axis: str) -> int:
+        return _split(self.rules, array, axis).pieces
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        return Split(mesh_axes, self.rules.piece_count(mesh_axes))
+
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """A device holds the copy of its own piece, which is what it holds of `x`: nothing moves."""
+        place = self.sharding(spec.table, spec.array, spec.axes, x.shape)
+        each = [tuple(name for name in names if name not in split.over) for names in _dimensions(place.spec, x.ndim)]
+        sharding = NamedSharding(self.mesh, _partition_spec([split.over, *each]))
+        with scope(spec.table, spec.array):
+            return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.pieces, *x.shape)), sharding)
+
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension of `addends`, which is split over the mesh axes of `split`.
+
+        The partitioner would make it an all-reduce and a slice on CPU, and elsewhere where its pass for
+        reduce-scatters does not match. That is twice the traffic, so psum_scatter is said here. A mesh axis that does
+        not split the result is summed with psum. So is one inside of which an axis that is not summed over splits the
+        same dimension: the blocks of a reduce-scatter would come out in the wrong order.
+        """
+        over = split.over
+        result = self.sharding(spec.table, spec.array, spec.axes, addends.shape[1:])
+        if not over:
+            with scope(spec.table, spec.array):
+                return jax.lax.with_sharding_constraint(addends.sum(0), result)
+        dimensions = _dimensions(result.spec, addends.ndim - 1)
+        scatter: list[tuple[int, tuple[str, ...]]] = []
+        for dimension, names in enumerate(dimensions):
+            inner = names
+            while inner and not set(inner) <= set(over):
+                inner = inner[1:]
+            if inner:
+                scatter.append((dimension, inner))
+                dimensions[dimension] = names[: len(names) - len(inner)]
+        scattered = {name for _, names in scatter for name in names}
+        summed = tuple(name for name in over if name not in scattered)
+        leftover = [tuple(name for name in names if name not in over) for names in dimensions]
+
+        def local(x: jax.Array) -> jax.Array:
+            x = x[0]
+            for dimension, names in scatter:
+                x = _scattered(x, names, dimension, self.platform)
+            return jax.lax.psum(x, summed) if summed else x
+
+        out = [
+            names + next((inner for at, inner in scatter if at == dimension), ())
+            for dimension, names in enumerate(leftover)
+        ]
+        with scope(spec.table, spec.array):
+            reduced = jax.shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=_partition_spec([over, *leftover]),
+                out_specs=_partition_spec(out),
+                check_vma=False,
+            )(addends)
+            return jax.lax.with_sharding_constraint(reduced, result)
+
+    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        columns = self.rules.split(table.table, table.array, table.axes[-1])
+        want = [self.rules.split(home.table, home.array, axis) for axis in home.axes[:-1]]
+        moved = [name for name in columns if any(name in names for names in want)]
+        if len({names for names in want if set(names) & set(moved)}) < 2:
+            return x
+        left = list(columns)
+        for name in (None, *reversed(moved[1:])):
+            left = [other for other in left if other != name]
+            there = [tuple(other for other in names if other in moved and other not in left) for names in want]
+            sharding = NamedSharding(self.mesh, _partition_spec([*there, left]))
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x
+
+    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+        def spec(text: str) -> PartitionSpec:
+            array, _, axes = text.partition(": ")
+            return _partition_spec([self.rules.split("rules", array, axis) for axis in axes.split()])
+
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(map(spec, inputs)), out_specs=spec(output), check_vma=False
+        )
+
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        into = tuple(map(_partition_spec, inputs))
+        out = tuple(None if place is None else _partition_spec(place) for place in outputs)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
+
+
+def policy(rules: Rules) -> Callable[..., Any] | None:
+    """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed."""
+    policies, chosen = jax.checkpoint_policies, rules.remat
+    if chosen.policy == "none":
+        return None
+    if chosen.policy == "block":
+        return policies.nothing_saveable
+    if chosen.policy == "dots":
+        # A product that is summed over devices has its own batch dimension; its sum is kept as `residual`.
+        sums = policies.save_only_these_names("residual")
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, sums)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(chosen.save),
+        names_which_can_be_offloaded=list(chosen.offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+class Recorder:
+    """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them,
+    and marks in the program where each array is placed: see `marked`.
+
+    Loops are cut as the rules say, and axes compare as split alike or not. Sums have one addend, because an axis that
+    does not divide has no equal pieces.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.asked: set[str] = set()  # keys of the rules file, besides its tables, that the model asks about
+        self.compared: set[tuple[str, str]] = set()  # arrays and axes whose splits the model compares
+        self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
+        self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
+        self.used: set[str] = set()  # paths of the weights that the model places for use
+        self.constraints = 0  # how often the model calls flax's with_logical_constraint, which places nothing here
+        self.problems: list[Problem] = []
+        self.program: Any = None  # the jaxpr, once the function is traced
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.rules.vocabulary
+
+    @property
+    def remat(self) -> Callable[..., Any] | None:
+        self.asked.add("remat")
+        return None
+
+    @property
+    def attention(self) -> str:
+        self.asked.add("attention")
+        return "xla"
+
+    @property
+    def platform(self) -> str:
+        return "recorded"
+
+    @property
+    def device_kind(self) -> str:
+        return "recorded"
+
+    @property
+    def context(self) -> str:
+        self.asked.add("context")
+        return self.rules.context
+
+    def unroll(self, turns: int) -> int:
+        self.asked.add("unroll")
+        return 1
+
+    def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
+        """Notes an activation of this shape."""
+        array, axes, table = spec
+        self.problems += self.rules.resolve(table, array, axes, shape)[1]
+        self.arrays[array] = axes, shape
+        self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
+
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        if spec.array in self.vocabulary.activations:
+            self.note(spec, x.shape)
+        elif spec.table == "rules":
+            self.used.add(spec.array)
+        return mark(x, spec)
+
+    def split(self, array: str, axis: str) -> Split:
+        self.compared.add((array, axis))
+        return _split(self.rules, array, axis)._replace(pieces=1)
+
+    def pieces(self, array: str, axis: str) -> int:
+        return _split(self.rules, array, axis).pieces
+
+    def over(self, mesh_axes: tuple[str, ...]) -> Split:
+        return Split(mesh_axes)
+
+    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return x[None]
+
+    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return self.constrain(addends.sum(0), spec)
+
+    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+        if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests
+            self.used.add(table.array)
+        return x
+
+    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+        return function
+
+    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+        return function
+
+
+def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
+    """The sum of `x` over mesh axes, of which each device keeps its piece of `dimension`. It runs inside of one device.
+
+    TPU programs reduce the whole array, which is twice the traffic, where a piece does not end with a tile, such as 128
+    columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). The pieces are then made blocks of rows, one behind
+    the other in memory. Any dimension but the last may be that of the rows; fewer than 8 of them stay pieces.
+
+    TPU programs may also reduce the whole array where a dimension of size 1 comes first, as in a batch of one row: on
+    v5e and v6e always, on v5p for small arrays. Such a dimension is left out.
+    """
+    if platform == "tpu" and dimension and x.shape[0] == 1:
+        return _scattered(x[0], names, dimension - 1, platform)[None]
+    pieces, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
+    size = x.shape[dimension] // pieces
+    aligned = size * x.dtype.itemsize % (512 if last else 32) == 0 or (not last and size % 8)
+    if platform != "tpu" or x.ndim == 1 or aligned:
+        return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+    if last:
+        return jnp.swapaxes(_blocks(jnp.swapaxes(x, -2, -1), names, dimension - 1, pieces), -2, -1)
+    return _blocks(x, names, dimension, pieces)
+
+
+def _blocks(x: jax.Array, names: Sequence[str], dimension: int, pieces: int) -> jax.Array:
+    """The piece of the sum that a device keeps, summed as one of several blocks of an array."""
+    apart = x.reshape(*x.shape[:dimension], pieces, -1, *x.shape[dimension + 1 :])
+    apart = with_layout_constraint(jnp.moveaxis(apart, dimension, 0), Layout(tuple(range(apart.ndim))))
+    return jax.lax.psum_scatter(apart, names, scatter_dimension=0)
+
+
+def mark(x: jax.Array, spec: Spec) -> jax.Array:
+    """`x`, marked in a recorded program as what `spec` places. See `marked`."""
+    return checkpoint_name(x, f"{spec.table} {spec.array}: {' '.join(spec.axes)}")
+
+
+def marked(name: str) -> Spec | None:
+    """The placement that an operation `name` of a recorded program marks; None for other names."""
+    table, _, rest = name.partition(" ")
+    array, colon, axes = rest.partition(": ")
+    return Spec(array, tuple(axes.split()), table) if colon else None
+
+
+def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:
+    """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
+    recorder, of_flax = Recorder(rules), _NoRules([("", None)])
+    with placed_by(recorder), nn.logical_axis_rules(of_flax):
+        recorder.program = jax.make_jaxpr(function)(*abstract)
+    recorder.constraints = of_flax.asked
+    return recorder
+
+
+class _NoRules(list[tuple[str, None]]):
+    """Rules for flax's words, which place nothing; and how often a constraint asked them. Flax asks no empty ones."""
+
+    asked = 0
+
+    def __iter__(self) -> Iterator[tuple[str, None]]:
+        self.asked += 1
+        return super().__iter__()
+
+
+def as_recorded(recorder: Recorder) -> AbstractContextManager[None]:
+    """A context in which a model's questions have the answers that `recorder` gave, and nothing is noted."""
+    return placed_by(Recorder(recorder.rules))
+
+
+def problems(
+    rules: Rules,
+    params: list[tuple[Named, Any]],
+    activations: Recorder | None = None,
+    optimizer: Sequence[tuple[Named, Any]] = (),
+) -> list[Problem]:
+    """Everything about `rules` that does not fit the arrays of a model, warnings included.
+
+    `activations` are what the model was recorded to name under the same rules; None where no model runs.
+    """
+    found = list(rules.problems)
+    tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
+    tables += [("optimizer", pair) for pair in optimizer]
+    for table, (leaf, like) in tables:
+        found += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
+    found += activations.problems if activations else []
+    found += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
+    return list(dict.fromkeys(found))
+
+
+def _split(rules: Rules, array: str, axis: str) -> Split:
+    over = rules.split("rules", array, axis)
+    return Split(over, rules.piece_count(over))
+
+
+def _partition_spec(spec: Any) -> PartitionSpec:
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in map(tuple, spec)))
+
+
+def _dimensions(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
+    full = (*spec, *(None,) * (rank - len(spec)))
+    return [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in full]

@@ -1,0 +1,253 @@
+"""Rules from the plain values of a YAML file, with every problem of the file collected."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from gspmd_lm.config import core_yaml
+from gspmd_lm.config.paths import find_file, read_text
+from gspmd_lm.errors import did_you_mean
+from gspmd_lm.hardware.chips import PLATFORMS
+from gspmd_lm.sharding.axes import DECODER
+from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.rules import (
+    CONTEXTS,
+    KERNELS,
+    MESH_AXES,
+    TABLES,
+    Problem,
+    Remat,
+    Row,
+    Rules,
+    ShardingError,
+    either,
+    flow,
+    place,
+)  # fmt: skip
+
+SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "unroll", "attention", "context", "compiler_options", "dcn")
+
+
+def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:
+    """The rules of a file, with its problems in `.problems`.
+
+    `name` is a path, or a name in rules/; "none" is rules/single.yaml. `mesh_override` is 'tensor=4' or
+    'data=2,tensor=4'. `vocabulary` has the names of the model's axes and arrays. Each of `overrides`, such as
+    'rules.rules.residual.seq=null' or 'rules.remat=block', is laid over the file before `mesh_override`. Raises
+    InputError if the file does not exist or is not a YAML mapping, or if an override cannot be laid over it.
+    """
+    path = find_file("single" if name == "none" else name, "rules")
+    text = read_text(path)
+    raw = core_yaml.parse(text, str(path))
+    if not isinstance(raw, dict):
+        kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
+        raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
+                            f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
+    reader = _Reader(str(path), vocabulary)
+    found = reader.laid(raw, mesh_override, overrides)
+    if reader.flags:
+        text = f"# {path} with {' '.join(dict.fromkeys(reader.flags.values()))}\n{core_yaml.dump(found)}"
+    return dataclasses.replace(reader.rules(found), text=text)
+
+
+def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
+    """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
+    reader = _Reader(path, vocabulary)
+    return reader.rules(reader.laid(raw, mesh_override, ()))
+
+
+class _Reader:
+    """Turns the plain values of one rules file into Rules, and collects every problem."""
+
+    def __init__(self, path: str, vocabulary: Vocabulary):
+        self.path = path
+        self.vocabulary = vocabulary
+        self.problems: list[Problem] = []
+        self.flags: dict[str, str] = {}  # key -> the flag that set it
+
+    def wrong(self, message: str, key: str, value: Any, fix: str) -> None:
+        self.problems.append(Problem(message, place(self.path, self.flags, key, value), fix))
+
+    def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
+        """Whether `word` is one of `words`. If not, that is a problem."""
+        words = tuple(words)
+        if word not in words:
+            self.wrong(f"{what} {flow(word)}{did_you_mean(str(word), words)}", key, value, f"use {either(words)}{fix}")
+        return word in words
+
+    def size(self, number: Any, what: str, key: str, fix: str = "") -> bool:
+        """Whether `number` is a whole number from 1. If not, that is a problem."""
+        good = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        if not good:
+            self.wrong(f"{what}={flow(number)} is not a size", key, number, f"write a whole number from 1{fix}")
+        return good
+
+    def mapping(self, key: str, value: Any) -> Mapping[Any, Any]:
+        if value is not None and not isinstance(value, dict):
+            self.wrong(f"{key}: must be a mapping", key, value, f"write '{key}: {{name: value}}' or drop it")
+        return value if isinstance(value, dict) else {}
+
+    def laid(self, raw: Mapping[Any, Any], mesh_override: str, overrides: Sequence[str]) -> dict[Any, Any]:
+        """The values of a file with those of flags laid over them."""
+        found = dict(raw)
+        for text in overrides:
+            self.lay(found, text)
+        if mesh_override and isinstance(found.get("mesh"), dict):
+            found["mesh"] = self.sizes(found["mesh"], mesh_override)
+        return found
+
+    def lay(self, raw: dict[Any, Any], text: str) -> None:
+        """Lays one 'rules.KEY=VALUE' over the values of a file. What follows the section in KEY is one row."""
+        flag = f"--set {text}"
+        name, equals, written = text.partition("=")
+        first, _, key = name.strip().partition(".")
+        if not equals or first != "rules" or not key or key.endswith("."):
+            raise ShardingError(
+                f"{flag}: not a key of a rules file and its value\n"
+                "  fix   write --set rules.TABLE.ROW=VALUE, such as rules.rules.heads=null"
+            )
+        section, _, row = key.partition(".")
+        if section not in SECTIONS:
+            row_of_rules = key.rpartition(".")[2] in self.vocabulary.axes
+            table = "rules" if row_of_rules else "mesh" if key in MESH_AXES else ""
+            fix = f"--set rules.{table}.{key}={written}" if table else f"use {either(SECTIONS)}"
+            hint = "" if table else did_you_mean(section, SECTIONS)
+            raise ShardingError(f"{flag}: a rules file has no section {section}{hint}\n  fix   {fix}")
+        value, within = core_yaml.parse(written, flag), raw
+        path = [section, row] if row else [section]
+        if section == "compiler_options":
+            path = key.split(".", 2)
+        for number, part in enumerate(path[:-1], 1):
+            if within.get(part) is not None and not isinstance(within[part], dict):
+                known = ".".join(path[:number])
+                raise ShardingError(f"{flag}: in {self.path}, {known} is {flow(within[part])}, which has no rows\n"
+                                    f"  fix   --set rules.{known}=VALUE")  # fmt: skip
+            within[part] = dict(within.get(part) or {})
+            within = within[part]
+        within[path[-1]] = value
+        self.flags[key] = flag
+
+    def sizes(self, mesh: Mapping[Any, Any], override: str) -> dict[Any, Any]:
+        """The sizes of a mesh with those of --mesh laid over them."""
+        raw = dict(mesh)
+        for item in filter(None, override.split(",")):
+            name, _, size = item.partition("=")
+            if name not in raw:
+                raise ShardingError(
+                    f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
+                    f"  fix   its axes are {', '.join(map(str, raw))}"
+                )
+            if not size.removeprefix("-").isdigit():
+                raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh={name}=SIZE")
+            raw[name] = int(size)
+            self.flags[f"mesh.{name}"] = f"--mesh={override}"
+        return raw
+
+    def rules(self, raw: Mapping[Any, Any]) -> Rules:
+        for key, value in raw.items():
+            self.known(key, SECTIONS, "unknown section", str(key), value)
+        mesh = self.mesh(raw.get("mesh"))
+        rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
+        microbatches, context = raw.get("microbatches", 1), raw.get("context", CONTEXTS[0])
+        return Rules(
+            path=self.path,
+            vocabulary=self.vocabulary,
+            mesh=mesh,
+            rows=rows,
+            remat=self.remat(raw.get("remat", "none")),
+            microbatches=microbatches if self.size(microbatches, "microbatches", "microbatches") else 1,
+            unroll=self.unroll(raw.get("unroll")),
+            attention=self.attention(raw.get("attention")),
+            context=context
+            if self.known(context, CONTEXTS, "context: unknown form", "context", context)
+            else CONTEXTS[0],
+            compiler_options={
+                platform: self.mapping(f"compiler_options.{platform}", entries)
+                for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))
+            },
+            dcn=self.dcn(raw.get("dcn"), mesh),
+            problems=tuple(self.problems),
+            flags=self.flags,
+        )
+
+    def mesh(self, raw: Any) -> dict[str, int]:
+        if not isinstance(raw, dict) or not raw:
+            self.wrong("mesh: a rules file needs a mesh", "mesh", raw, "write for example 'mesh: {tensor: 8}'")
+            return {}
+        mesh: dict[str, int] = {}
+        for name, size in raw.items():
+            self.known(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
+            rest = ", or -1 for all the devices that are left"
+            mesh[str(name)] = size if size == -1 or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
+        still_open = [name for name, size in mesh.items() if size == -1]
+        if len(still_open) > 1:
+            self.wrong(f"mesh: {' and '.join(still_open)} are both -1", "mesh", raw, "give all but one of them a size")
+            mesh |= dict.fromkeys(still_open[1:], 1)
+        return mesh
+
+    def table(self, table: str, value: Any, mesh: Mapping[str, int]) -> Iterable[Row]:
+        axes = self.vocabulary.axes
+        for key, target in self.mapping(table, value).items():
+            array, _, axis = str(key).rpartition(".")
+            where = f"{table}.{key}"
+            names = tuple(target) if isinstance(target, list) else () if target is None else (target,)
+            found = len(self.problems)
+            if axis not in axes:
+                hint = did_you_mean(axis, axes)
+                if not array and axis in self.vocabulary.arrays:
+                    hint = f" ({axis} is an array: write {axis}.AXIS)"
+                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(axes)}")
+            for at, name in enumerate(names):
+                if name in names[:at]:
+                    self.wrong(f"{where}: {flow(name)} appears twice", where, target, f"name {flow(name)} once")
+                elif mesh:  # a missing mesh is a problem already
+                    what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
+                    self.known(name, mesh, what, where, target, rest)
+            if len(self.problems) == found and mesh:
+                yield Row(place(self.path, self.flags, where, target), table, array, axis, names)
+
+    def remat(self, value: Any) -> Remat:
+        if not isinstance(value, dict):
+            policies = "none", "block", "dots", "{save: [q, k, v], offload: [residual]}"
+            good = self.known(value, policies, "remat: unknown policy", "remat", value)
+            return Remat(value if good else "none")
+        lists: dict[str, list[str]] = {"save": [], "offload": []}
+        for key, names in value.items():
+            if not self.known(key, lists, "remat: unknown entry", f"remat.{key}", names):
+                continue
+            if not isinstance(names, list):
+                self.wrong(f"remat.{key}: must be a list", f"remat.{key}", names, "write for example [q, k, v]")
+                continue
+            what = "remat: no activation of a block is named"
+            kept = self.vocabulary.kept
+            lists[key] = [name for name in names if self.known(name, kept, what, f"remat.{key}", names)]
+        for name in sorted(set(lists["save"]) & set(lists["offload"])):
+            self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
+        return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
+
+    def unroll(self, value: Any) -> int | Literal["all"] | None:
+        good = value is None or value == "all" or self.size(value, "unroll", "unroll", ", or 'all'")
+        return value if good else None
+
+    def by_platform(self, section: str, value: Any) -> list[tuple[str, Any]]:
+        entries = self.mapping(section, value).items()
+        what = f"{section}: unknown platform"
+        return [
+            (name, entry) for name, entry in entries if self.known(name, PLATFORMS, what, f"{section}.{name}", entry)
+        ]
+
+    def attention(self, value: Any) -> dict[str, str]:
+        chosen: dict[str, str] = {}
+        for platform, kernel in self.by_platform("attention", value):
+            what = f"attention: {platform} has no kernel"
+            if self.known(kernel, KERNELS[platform], what, f"attention.{platform}", kernel):
+                chosen[platform] = kernel
+        return chosen
+
+    def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
+        return {
+            name: slices
+            for name, slices in self.mapping("dcn", value).items()
+            if self.known(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
+            and self.size(slices, f"dcn: {name}", f"dcn.{name}")
+        }

@@ -1,0 +1,123 @@
+"""What a model's arrays are: paths, logical axes, shapes and activations, and which rules do not fit them."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from gspmd_lm.config import Model
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.sharding import placement
+from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.placement import Named, Recorder
+from gspmd_lm.sharding.rules import Problem, Rules, check
+
+Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The arrays of a model, from shapes alone: nothing is allocated."""
+
+    named_params: Any  # trees of placement.Named
+    params: Any  # trees of jax.ShapeDtypeStruct
+    named_trained: Any  # the part of the parameters that is trained
+    trained: Any
+    named_optimizer: Any = ()  # where nothing is trained, the optimizer has no state
+    optimizer: Any = ()
+    transform: Any = None  # optax.GradientTransformation
+
+    @property
+    def parameter_count(self) -> int:
+        return _count(self.params)
+
+    @property
+    def trained_count(self) -> int:
+        return _count(self.trained)
+
+    def active_count(self, model: Model, trained: bool = False) -> int:
+        """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained."""
+        leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
+        share = model.experts_per_token / model.experts if model.experts else 1.0
+        return round(sum(like.size * (share if "expert" in leaf.axes else 1.0) for leaf, like in leaves))
+
+
+def arrays(
+    init: Callable[[jax.Array], Any], vocabulary: Vocabulary, trained: Callable[[Any], Any] = lambda params: params
+) -> Arrays:
+    """The parameters that `init` draws with a random key, annotated by `nn.with_logical_partitioning`.
+
+    `trained` takes a tree shaped like the parameters and gives the part of it that training changes. Raises InputError
+    for another tree than nested dicts, and for parameters and axes that the vocabulary does not have.
+    """
+    boxed = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+    params = nn.unbox(boxed)
+    _check_dicts(params)
+    named = jax.tree_util.tree_map_with_path(
+        lambda path, spec: Named(".".join(str(key.key) for key in path), tuple(spec)), nn.get_partition_spec(boxed)
+    )
+    _check_names(pairs(named, params), vocabulary)
+    return Arrays(named, params, trained(named), trained(params))
+
+
+def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
+    """The leaves of a tree of Named, each with the leaf of `abstract` that it names."""
+    leaves = jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))
+    return list(zip(leaves, jax.tree.leaves(abstract), strict=True))
+
+
+def checked(
+    found: Arrays, rules: Rules, recorded: Iterable[Recorder] = (), more: Iterable[Problem] = ()
+) -> list[Problem]:
+    """The warnings about `rules` for the arrays of a model. Nothing is compiled or allocated.
+
+    `recorded` are the activations that the model names in each of its programs under the same rules, and `more` the
+    problems that its arrays do not show. Raises ShardingError that lists everything that does not fit.
+    """
+    params = pairs(found.named_params, found.params)
+    optimizer = pairs(found.named_optimizer, found.optimizer)
+    problems = [
+        problem
+        for activations in list(recorded) or [None]
+        for problem in placement.problems(rules, params, activations, optimizer)
+    ]
+    return check(dict.fromkeys([*problems, *more]))
+
+
+def _check_dicts(params: Any) -> None:
+    """Raises InputError for parameters that are not nested dicts of arrays, such as the state of an NNX module."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        if other := [key for key in path if not isinstance(key, jax.tree_util.DictKey)]:
+            raise InputError(
+                f"the model's parameters are not nested dicts of arrays: {other[0]} in {jax.tree_util.keystr(path)}\n"
+                "  fix   have init return such dicts, as that of flax.nnx.bridge.to_linen does for an NNX module"
+            )
+
+
+def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) -> None:
+    """Raises InputError for parameters whose names or axes are not the model's: no rule could speak of them."""
+    wrong = []
+    for leaf, like in params:
+        name, known = leaf.path.rpartition(".")[2], f"  {leaf.path}: {' '.join(leaf.axes)}"
+        if len(leaf.axes) != len(like.shape):
+            wrong.append(f"  {leaf.path}: {len(leaf.axes)} logical axes for {len(like.shape)} dimensions")
+        if name not in vocabulary.weights:
+            wrong.append(f"{known}: no weight is named {name}{did_you_mean(name, vocabulary.weights)}")
+        wrong += [
+            f"{known}: unknown axis {axis}{did_you_mean(str(axis), vocabulary.axes)}"
+            for axis in leaf.axes
+            if axis not in vocabulary.axes
+        ]
+    if wrong:
+        lines = "\n".join(dict.fromkeys(wrong))
+        raise InputError(
+            f"the model's parameters do not agree with its vocabulary\n{lines}\n"
+            "  fix   make each with `parameter` or nn.with_logical_partitioning, one axis per dimension, and have its "
+            "name and its axes in the vocabulary"
+        )
+
+
+def _count(tree: Any) -> int:
+    return sum(like.size for like in jax.tree.leaves(tree))

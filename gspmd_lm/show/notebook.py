@@ -1,0 +1,140 @@
+"""What the functions of api.py give back: objects that show themselves, in a notebook as a page, elsewhere as text."""
+
+import dataclasses
+import html
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+from rich.console import Console
+
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
+from gspmd_lm.foresight.report import Report, to_json
+from gspmd_lm.model.task import Task
+from gspmd_lm.plan import outcome, written
+from gspmd_lm.plan.search import Plan
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.show import page, plan_page, plan_terminal, run_page, terminal
+from gspmd_lm.workdir import history
+
+PAGE_HEIGHT = 640  # of a page within a notebook, in pixels; it scrolls
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation(Report):
+    """A report on a layout's costs. Its attributes are those of the JSON of `explain`, in docs/explain_json.md."""
+
+    def __repr__(self) -> str:
+        return text([self])
+
+    def _repr_html_(self) -> str:
+        return framed(page.render([self]))
+
+    def to_json(self) -> Any:
+        """The plain values that `explain --json` writes."""
+        return to_json([self])
+
+
+class Comparison(tuple[Explanation, ...]):
+    """Explanations of several layouts, in the order in which they were asked for."""
+
+    def __new__(cls, reports: Iterable[Report]) -> "Comparison":
+        return super().__new__(cls, (Explanation(**vars(report)) for report in reports))
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return framed(page.render(self))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FoundPlan(Plan):
+    """What a search found, with the rules file of the best layout."""
+
+    batch: int = 0  # rows of a step
+
+    @classmethod
+    def of(cls, plan: Plan, task: Task | Config) -> "FoundPlan":
+        return cls(**vars(plan), batch=task.data.batch if isinstance(task, Config) else task.rows)
+
+    @property
+    def yaml(self) -> str:
+        """The text of the best layout's rules file. Raises InputError where nothing fits."""
+        if self.best is None:
+            raise InputError(f"no layout of {self.config} fits on {self.target.text}")
+        return written.rules_file(self, self.best, self._command)
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the best layout. Raises InputError where nothing fits."""
+        content = self.yaml
+        assert self.best is not None, "else there is no yaml"
+        return dataclasses.replace(self.best.rules, text=content)
+
+    @property
+    def _command(self) -> str:
+        return f"gspmd_lm.plan({self.config!r}, {self.target.text!r})"
+
+    @property
+    def _outcome(self) -> outcome.Outcome:
+        chip = self.target.chip
+        return outcome.Outcome(self, self.batch, outcome.hourly_usd(chip.name, {}) if chip else None)
+
+    def __repr__(self) -> str:
+        if self.best is None:
+            return f"{plan_terminal.summary(self._outcome)}; no layout fits"
+        console = _console(140)
+        plan_terminal.show(self._outcome, console)
+        return _printed(console)
+
+    def _repr_html_(self) -> str:
+        return framed(plan_page.render([self._outcome], [], self._command))
+
+
+class Trained(dict[str, float]):
+    """The values that a run logged last, by name, and its `workdir`."""
+
+    def __init__(self, last: Mapping[str, float], workdir: epath.Path):
+        super().__init__(last)
+        self.workdir = workdir
+
+    @property
+    def run(self) -> history.Run:
+        """All that the run has logged, as the verb plot reads it."""
+        return history.read([str(self.workdir)])[0]
+
+    @property
+    def losses(self) -> list[tuple[float, float]]:
+        """The steps that were logged, each with its loss."""
+        return self.run.points("loss")
+
+    def _repr_html_(self) -> str:
+        return framed(run_page.render([self.run], f"gspmd_lm.train(..., workdir={str(self.workdir)!r})"))
+
+
+def text(reports: Sequence[Report], width: int = 120) -> str:
+    """The page of a report, or the comparison of several, as the command line prints it."""
+    console = _console(width)
+    terminal.show(reports, console)
+    return _printed(console)
+
+
+def framed(document: str) -> str:
+    """A whole page within a notebook, apart from its styles and scripts."""
+    return (
+        f'<iframe srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
+        f'style="width:100%;height:{PAGE_HEIGHT}px;border:0"></iframe>'
+    )
+
+
+def _console(width: int) -> Console:
+    # Plain text, also where a notebook's kernel asks for colours.
+    return Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False)
+
+
+def _printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()

@@ -1,0 +1,357 @@
+"""The checkpoints of a run: written in the background with their sha256, restored under any sharding.
+
+A checkpoint counts as good once a later step was finite: its weights then gave a finite loss and finite gradients. The
+newest good checkpoint is never rotated away. A checkpoint that no finite step followed is used only if it is asked for.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.files import json_object
+from gspmd_lm.runtime.processes import from_first
+from gspmd_lm.workdir import orbax_folder, same_model, trees
+from gspmd_lm.workdir.health import Verdicts
+
+_TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half a step behind
+_ITEMS = ("state", "run")  # in the folder of a step: Orbax's arrays, and a JSON file with architecture and extra
+
+_NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own format: a committed folder is named by its step
+
+_log = logging.getLogger(__name__)
+
+
+def of_run(
+    workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
+) -> "closing[Checkpoints]":
+    """A context with the checkpoints of a run's workdir, which are closed when it ends."""
+    return closing(
+        Checkpoints(
+            str(epath.Path(workdir) / "checkpoints"),
+            keep=config.train.keep_checkpoints,
+            keep_every=config.train.keep_every,
+            architecture=same_model.facts(config.model),
+            report=report,
+        )
+    )
+
+
+class Chosen(NamedTuple):
+    """A checkpoint that agrees with its manifest and with the run's architecture."""
+
+    step: int
+    folder: epath.Path
+    extra: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run: numbered folders of an Orbax CheckpointManager, each with a sha256 manifest.
+
+    Every process of a run calls every method, in the same order. Before the first save nothing is created, cleaned up
+    or deleted, so another program may read the checkpoints of a run in progress.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        keep: int,
+        keep_every: int,
+        architecture: Mapping[str, Any],
+        report: Callable[[str], None] = _log.warning,
+    ):
+        """Opens `directory`, a local path or a gs:// URL, which need not exist.
+
+        keep: how many of the newest steps stay. keep_every: every multiple of it stays too; 0 means none.
+        architecture: plain values that are saved with each step. `choose` refuses a step with other values.
+        report: called on the first process, about steps that are not used and steps that a rewind replaces.
+
+        Raises:
+            InputError: `directory` is a file, or a path of a kind that cannot be opened.
+        """
+        self.directory = orbax_folder.opened(directory)
+        self._keep = keep
+        self._keep_every = keep_every
+        self._architecture = same_model.as_json(architecture)
+        self._report = report if jax.process_index() == 0 else lambda message: None
+        self._at = -1  # the step that was last saved, even if it is still being written, or restored
+        self._undamaged = -1  # the step that last agreed with its manifest
+        self._opened_for_saving = False
+        self._saved: list[str] = []  # the names of the arrays that are being written
+        self._verdicts = Verdicts(self.directory)
+        self._kept_too = _Steps()
+        logging.getLogger("absl").addFilter(orbax_folder.is_worth_reading)
+
+    def steps(self) -> list[int]:
+        """The steps whose writing has finished, oldest first."""
+        return from_first(self._steps())
+
+    def newest_good(self) -> int | None:
+        """The newest step that is known to be good."""
+        good = [step for step in self._steps() if self._verdicts.on(step)] if jax.process_index() == 0 else []
+        return from_first(max(good, default=None))
+
+    def confirm(self, finite_step: int) -> None:
+        """Notes that `finite_step` was finite, so that earlier steps that were saved or restored here are good."""
+        self._verdicts.confirm(finite_step)
+        if self._verdicts.unwritten and not self.writing:
+            self._verdicts.write(self._steps())
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is in progress."""
+        return self._opened_for_saving and self._manager.is_saving_in_progress()
+
+    def give_up(self) -> int | None:
+        """The newest good step. Notes that no finite step followed the step that was saved or restored last."""
+        self.wait()
+        self._verdicts.reject()
+        self._verdicts.write(self._steps())
+        return self.newest_good()
+
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], keep: int | None = None) -> None:
+        """Copies `state` (a pytree of arrays) to the host, then writes it in the background, with `extra` (small JSON).
+
+        The checkpoint of step `keep` stays too, until another one is named at a later save.
+        Waits for an earlier save. The step that was just saved or restored is not written again. Other steps from
+        `step` on belong to a course that the run left, because it was rewound or they were damaged. They are reported
+        and deleted first, so that the step that was saved last is always the newest.
+
+        Raises:
+            RunFailed: the earlier save failed, or this one cannot begin. Nothing is saved then.
+        """
+        run = same_model.as_json({"architecture": self._architecture, "extra": extra})
+        self.wait()
+        manager = self._manager
+        if step == self._at and step in manager.all_steps():
+            return
+        left = [old for old in manager.all_steps() if old >= step]
+        if left:
+            self._report(f"checkpoint {step} replaces {_listed(left)} in {self.directory}, which the run left")
+            self._empty_trash()
+        for old in left:
+            manager.delete(old)
+        self._kept_too.steps = {self.newest_good(), keep}
+        self._at = step
+        self._verdicts.ask(step)
+        self._saved = [name for name, _ in trees.named(state)]
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run))
+        try:
+            manager.save(step, args=args, force=True)  # force: the caller decides when to save
+        except OSError as error:
+            raise self._not_written(error) from error
+
+    def wait(self) -> None:
+        """Returns when the save in progress has been written. Raises RunFailed if it failed."""
+        if not self._opened_for_saving:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            self._verdicts.unknown.discard(self._at)
+            self._manager.reload()  # the manager has forgotten the steps that this save would have replaced
+            raise self._not_written(error) from error
+        if self._verdicts.unwritten:
+            self._verdicts.write(self._steps())
+
+    def close(self) -> None:
+        """Waits as `wait` does, then ends the background threads and deletes what is left of deleted steps."""
+        if not self._opened_for_saving:
+            return
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+            self._empty_trash()
+
+    def candidates(self, step: int | None = None) -> list[int]:
+        """The steps that `choose` tries, in its order; none if nothing was saved. No file of arrays is read.
+
+        Raises:
+            InputError: `step` does not exist, no finite step followed any of them, or the first of them has another
+                architecture.
+        """
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise InputError(
+                f"{self.directory}: there is no checkpoint {step}\n"
+                f"  fix   {f'use one of {_listed(steps)}' if steps else 'give the workdir of a run that has saved one'}"
+            )
+        found = self._not_bad(steps[::-1]) if step is None else [step]
+        if steps and not found:
+            raise InputError(
+                f"{self.directory}: no finite step followed any checkpoint ({_listed(steps)})\n"
+                f"  fix   --step={steps[-1]} uses it nevertheless; or give another workdir"
+            )
+        legible = [one for one in found[:1] if jax.process_index() == 0 and not self._damage(one, ("run",))]
+        for first in from_first(legible):
+            self._described(first)
+        return found
+
+    def choose(self, step: int | None = None, abstract_state: Any = None) -> Chosen | None:
+        """The newest undamaged checkpoint, or `step`; None if there is none. Its arrays are not read.
+
+        Its files are compared with their manifest. A damaged step is reported, and the one before it is tried. The same
+        happens to a step that no finite step followed. abstract_state: what `restore` will be asked for.
+
+        Raises:
+            InputError: as `candidates` does. Also if `step` or every step is damaged, or if a checkpoint has another
+                tree, shape or dtype than `abstract_state`.
+        """
+        self.wait()
+        candidates = self.candidates(step)
+        if not candidates:
+            return None
+        chosen = self._first_undamaged(candidates)
+        folder, run = self._described(chosen)
+        if abstract_state is not None:
+            saved = orbax_folder.tree(folder / "state")
+            if set(saved) == {"params"}:
+                raise InputError(
+                    f"{folder}: holds weights without the state of a training run\n"
+                    f"  fix   train from them in another --workdir, with --set train.init_from={self.directory.parent}"
+                )
+            trees.compare(saved, abstract_state, f"{folder}")
+        return Chosen(chosen, folder, run["extra"])
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+        """The step, the state and the extra of the checkpoint that `choose` finds; None if there is none.
+
+        abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding that it is to have.
+        Raises InputError as `choose` does.
+        """
+        found = self.choose(step, abstract_state)
+        if not found:
+            return None
+        state = orbax_folder.read(found.folder / "state", abstract_state)
+        self._at = found.step
+        if not from_first(self._verdicts.on(found.step)):
+            self._verdicts.ask(found.step)
+        return found.step, state, found.extra
+
+    def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
+        """The step and the parameters of a checkpoint, which may hold a whole state or {"params": parameters}.
+
+        The checkpoint is chosen, checked and placed as by `restore`. The parameters are cast to the dtypes of
+        `abstract_params`. The rest of the state is not read.
+        """
+        found = self.choose(step)
+        if not found:
+            return None
+        saved = orbax_folder.tree(found.folder / "state")
+        wanted = {"params": abstract_params}
+        trees.compare({name: tree for name, tree in saved.items() if name in wanted}, wanted, f"{found.folder}", True)
+        return found.step, orbax_folder.read(found.folder / "state", wanted)["params"]
+
+    def _steps(self) -> list[int]:
+        return sorted(found.step for found in _NAMES.find_all(self.directory))
+
+    def _not_bad(self, steps: Sequence[int]) -> list[int]:
+        bad = [step for step in steps if self._verdicts.on(step) is False] if jax.process_index() == 0 else []
+        bad = from_first(bad)
+        if bad:
+            self._report(
+                f"checkpoint {_listed(bad[::-1])} in {self.directory}: not used, because no finite step followed"
+            )
+        return [step for step in steps if step not in bad]
+
+    def _not_written(self, error: Exception) -> RunFailed:
+        kept = [step for step in self._steps() if step != self._at] if jax.process_index() == 0 else []
+        newest = f"checkpoint {kept[-1]} is the newest and is intact" if kept else "there is no other checkpoint yet"
+        text = " ".join(str(error).split())
+        return RunFailed(
+            f"checkpoint {self._at} was not written to {self.directory}: {text[:300]}\n"
+            f"  fix   check the folder (free space, permissions, connection), then start the same command: {newest}"
+        )
+
+    @cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        policies = ocp.checkpoint_managers
+        kept: list[Any] = [policies.LatestN(self._keep), self._kept_too]
+        if self._keep_every:
+            kept.append(policies.EveryNSteps(self._keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            todelete_subdir=_TRASH,
+            cleanup_tmp_directories=True,  # a killed run leaves half-written steps
+            lightweight_initialize=True,  # a damaged old step must not prevent new ones
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._before_commit,
+                create_directories_asynchronously=False,  # a failure there would block the exit for 20 minutes
+            ),
+        )
+        handlers = {"state": orbax_folder.writer(), "run": ocp.JsonCheckpointHandler()}
+        manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+        self._opened_for_saving = True
+        return manager
+
+    def _before_commit(self) -> None:
+        """Writes the manifest, so that no checkpoint is ever without its manifest or without all of its arrays.
+
+        Orbax calls this on the first process, in the background thread. All processes have then written all files, and
+        the folder does not count as a checkpoint yet.
+        """
+        self._empty_trash()
+        (folder,) = [path for path in self.directory.iterdir() if path.name.split(".")[0] == str(self._at)]
+        missing = sorted(set(self._saved) - orbax_folder.names(folder / "state"))
+        if missing:
+            raise RuntimeError(f"{folder}: {len(missing)} arrays were not written, among them {missing[0]}")
+        files.seal(folder, _ITEMS)
+
+    def _empty_trash(self) -> None:
+        trash = self.directory / _TRASH
+        if jax.process_index() == 0 and trash.exists():
+            trash.rmtree()
+
+    def _first_undamaged(self, candidates: Sequence[int]) -> int:
+        """The first of `candidates` that agrees with its manifest; the first process decides. Raises InputError."""
+        damages: dict[int, str] = {}
+        chosen = -1
+        for step in candidates if jax.process_index() == 0 else ():
+            damage = self._damage(step, _ITEMS)
+            if not damage:
+                chosen = self._undamaged = step
+                break
+            damages[step] = damage
+            self._report(f"checkpoint {step} in {self.directory} is damaged ({damage}) and is not used")
+        chosen, found = from_first([chosen, list(damages.items())])
+        if chosen < 0:
+            lines = "\n".join(f"  {step}: {damage}" for step, damage in found)
+            raise InputError(
+                f"{self.directory}: damaged, and no other checkpoint to use\n{lines}\n"
+                "  fix   restore another step, or start in another --workdir"
+            )
+        return chosen
+
+    def _damage(self, step: int, items: Sequence[str]) -> str:
+        return "" if step == self._undamaged else files.damage(self.directory / str(step), items)
+
+    def _described(self, step: int) -> tuple[epath.Path, dict[str, Any]]:
+        """The folder of a step and the JSON that its run saved. Raises InputError if it has another architecture."""
+        folder = self.directory / str(step)
+        run = json_object((folder / "run" / "metadata").read_bytes(), folder / "run" / "metadata")
+        same_model.check(run["architecture"], self._architecture, f"{folder}")
+        return folder, run
+
+
+class _Steps:
+    """A preservation policy for Orbax that keeps given steps."""
+
+    def __init__(self) -> None:
+        self.steps: set[int | None] = set()
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        return [checkpoint.step in self.steps for checkpoint in checkpoints]
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))

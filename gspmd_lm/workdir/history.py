@@ -1,0 +1,156 @@
+"""What runs have left in their workdirs: metrics, samples, settings, and what they were made with."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.config import core_yaml, paths
+from gspmd_lm.errors import InputError
+from gspmd_lm.files import json_object
+from gspmd_lm.workdir import log
+
+LAST = 10  # speeds are medians over so many of the last logged rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run. Rows are as metrics.jsonl has them: of training, and of evaluation."""
+
+    name: str
+    workdir: str
+    rows: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    config: dict[str, Any]
+    rules: str  # the text of rules.yaml
+    about: dict[str, Any]  # versions.json
+    damage: str = ""  # lines about what cannot be read
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return int(max((row["step"] for row in (*self.rows, *self.evaluations)), default=0))
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of one step; 0 if the config does not say it."""
+        return self.whole("data", "batch") * self.whole("data", "seq")
+
+    def whole(self, section: str, key: str) -> int:
+        """A setting that is a number above 0; 0 if the config has none there."""
+        values = self.config.get(section)
+        value = values.get(key) if isinstance(values, dict) else None
+        return value if type(value) is int and value > 0 else 0
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation with the lowest held-out loss."""
+        return min(
+            (row for row in self.evaluations if row.get("eval_loss") is not None),
+            key=lambda row: row["eval_loss"],
+            default=None,
+        )
+
+    def last(self, key: str) -> float | None:
+        """The value that was logged last."""
+        return next((row[key] for row in reversed(self.rows) if row.get(key) is not None), None)
+
+    def speed(self, key: str) -> float | None:
+        """The median of the values that were logged last."""
+        found = [row[key] for row in self.rows if row.get(key) is not None]
+        return statistics.median(found[-LAST:]) if found else None
+
+    def points(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) for each row that has the value; of evaluation for a key such as eval_loss."""
+        rows = self.evaluations if key.startswith("eval_") else self.rows
+        return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def read(folders: Sequence[str]) -> list[Run]:
+    """The runs in folders: each is a workdir, or holds workdirs.
+
+    What cannot be read of a run is left out, and its `damage` says so. Raises InputError for a folder without runs, or
+    if no run has rows.
+    """
+    workdirs: dict[str, epath.Path] = {}
+    for folder in folders:
+        path = epath.Path(folder) if files.is_remote(folder) else epath.Path(folder).expanduser()
+        found = _workdirs(path)
+        if not found:
+            what = f"no {log.METRICS} in it" if path.exists() else "there is no such folder"
+            raise InputError(
+                f"{folder}: {what}\n  fix   give the --workdir of a run that has taken a step, or a folder of runs"
+            )
+        workdirs |= {str(workdir): workdir for workdir in found}
+    names = [workdir.name for workdir in workdirs.values()]
+    runs = [_read(workdir, workdir.name if names.count(workdir.name) == 1 else str(workdir))
+            for workdir in workdirs.values()]  # fmt: skip
+    if not any(run.rows or run.evaluations for run in runs):
+        raise InputError("\n".join([*(run.damage for run in runs), "  fix   wait until the run has taken a step"]))
+    return runs
+
+
+def _workdirs(path: epath.Path) -> list[epath.Path]:
+    if (path / log.METRICS).exists():
+        return [path]
+    return [one for one in sorted(path.iterdir()) if (one / log.METRICS).exists()] if path.is_dir() else []
+
+
+def _read(workdir: epath.Path, name: str) -> Run:
+    damage: list[str] = []
+
+    def rows_of(name: str) -> list[dict[str, Any]]:
+        try:
+            rows, damaged = log.read(workdir / name)
+        except OSError as error:
+            rows, damaged = [], f"cannot be read ({files.reason(error)})"
+        damage.extend([f"{workdir / name}: {damaged}"] if damaged else [])
+        return rows
+
+    def value_of(name: str, parse: Callable[[str, str], Any], missing: Any) -> Any:
+        """What a file says; `missing` if there is no such file, or if it is not what it should be."""
+        path = workdir / name
+        try:
+            found = parse(paths.read_text(path), str(path)) if path.exists() else missing
+        except InputError as error:
+            damage.append(" ".join(map(str.strip, str(error).partition("\n  fix")[0].splitlines())))
+            return missing
+        if not isinstance(found, type(missing)):
+            damage.append(f"{path}: is a {type(found).__name__}, and is left out")
+            return missing
+        return found
+
+    rows = rows_of(log.METRICS)
+    run = Run(
+        name=name,
+        workdir=str(workdir),
+        rows=[row for row in rows if "loss" in row],
+        evaluations=[row for row in rows if "eval_loss" in row],
+        samples=rows_of(log.SAMPLES),
+        config=value_of("config.yaml", core_yaml.parse, {}),
+        rules=value_of("rules.yaml", lambda text, _: text, ""),
+        about=value_of("versions.json", json_object, {}),
+    )
+    if not (run.rows or run.evaluations):
+        damage.append(f"{workdir / log.METRICS}: has no rows of training or evaluation")
+    return dataclasses.replace(run, damage="\n".join(damage))
+
+
+def settings(run: Run) -> dict[str, str]:
+    """The settings of a run, each as `section.key`, and its rules."""
+    found = {f"{section}.{key}": json.dumps(value) for section, values in run.config.items()
+             if isinstance(values, dict) for key, value in values.items()}  # fmt: skip
+    return found | {"rules": run.rules.partition("\n")[0].lstrip("# ")}
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The settings that are not the same in all runs, with the value in each."""
+    each = [settings(run) for run in runs]
+    keys = dict.fromkeys(key for one in each for key in one)
+    found = {key: [one.get(key, "-") for one in each] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}

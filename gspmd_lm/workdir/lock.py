@@ -1,0 +1,188 @@
+"""A lock with which one run at a time writes to a workdir. A run that died does not keep it.
+
+On a file system this is the system's own lock, which ends with the process that holds it. An object store has no locks.
+There it is an object that can be created only if it does not exist, and that its holder rewrites as long as it lives.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.files import json_object
+
+LOCK, HOLDER = "lock", "lock.json"  # in a workdir: the file that the system locks, and the name of its holder
+BEAT_S = 30.0
+STALE_S = 300.0  # how long a holder may be silent
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
+    """A context in which this process alone writes to an existing workdir. Gives a check that this is still so.
+
+    A lock that a dead process left is taken over, and `say` is told so. On an object store a start waits until the lock
+    is stale, so that a job may be started again at once.
+
+    Raises InputError if another run holds the lock, with its process, its host and the time since when. The check
+    raises RunFailed if the lock was lost.
+    """
+    if files.is_remote(workdir):
+        with _Beating(f"{workdir}/{HOLDER}", say) as beating:
+            yield beating.check
+        return
+    lock, holder = filelock.FileLock(workdir / LOCK), Path(workdir / HOLDER)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise refused(workdir, _read(holder)) from error
+    except NotImplementedError:  # filelock before version 4 gives up on a file system without locks
+        with _Beating(str(holder.absolute()), say) as beating:
+            yield beating.check
+        return
+    except OSError as error:
+        raise InputError(f"{workdir}: cannot be written in ({files.reason(error)})\n  fix   --workdir=DIR") from error
+    try:
+        if left := _read(holder):
+            say(f"{workdir}: the lock of {_described(left)} is taken over: that process is gone")
+        files.replace(holder, json.dumps(_me()))
+        yield lambda: None
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def refused(workdir: object, holder: dict[str, Any] | None) -> InputError:
+    """The error for a second run."""
+    who = _described(holder) if holder else "another process"
+    return InputError(f"{workdir}: {who} is writing there\n  fix   wait for it or stop it, or give another --workdir")
+
+
+def _me() -> dict[str, Any]:
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+    }
+
+
+def _described(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('process')} on {holder.get('host')}, since {holder.get('since')},"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return _parsed(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _parsed(written: bytes) -> dict[str, Any] | None:
+    try:
+        return json_object(written, HOLDER)
+    except InputError:
+        return None
+
+
+class _Beating:
+    """A lock that is an object of a store: created only if it does not exist, and rewritten every BEAT_S.
+
+    It is stale if a waiting start saw no new beat for STALE_S. It is also stale if its last beat is older than STALE_S
+    and no new one came for longer than BEAT_S. The first rule needs no clock but the waiting process's own.
+    """
+
+    def __init__(self, url: str, say: Say):
+        import fsspec
+
+        self.store, self.path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self.url, self.say = url, say
+        self.mine = _me() | {"token": secrets.token_hex(8)}
+        self.lost = ""
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "_Beating":
+        self._acquire()
+        self.thread = threading.Thread(target=self._beat, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.ended.set()
+        self.thread.join(BEAT_S)
+        if not self.lost and (held := self._read()) and held.get("token") == self.mine["token"]:
+            self.store.rm_file(self.path)
+
+    def check(self) -> None:
+        """Raises RunFailed if the lock was lost."""
+        if self.lost:
+            raise RunFailed(
+                f"{self.url}: {self.lost}\n  fix   see which of the two runs is to go on, and start it again"
+            )
+
+    def _acquire(self) -> None:
+        waited_from = seen_at = time.monotonic()
+        seen: bytes | None = None
+        while not self._create():
+            written, now = self._written(), time.monotonic()
+            holder = _parsed(written)
+            who = _described(holder) if holder else "a process that left no name"
+            if written != seen:
+                if seen is None:
+                    self.say(f"{self.url}: {who} holds the lock; waiting until it ends or is silent")
+                elif now - waited_from > STALE_S:
+                    raise refused(self.url.rpartition("/")[0], holder)
+                seen, seen_at = written, now
+            silent_s, beat = now - seen_at, holder.get("beat") if holder else None
+            aged = isinstance(beat, float) and time.time() - beat > STALE_S and silent_s >= BEAT_S * 1.5
+            if aged or silent_s > STALE_S:
+                self.say(f"{self.url}: the lock of {who} is taken over: it was silent for {STALE_S / 60:.0f} minutes")
+                with contextlib.suppress(FileNotFoundError):
+                    self.store.rm_file(self.path)
+                continue
+            time.sleep(min(BEAT_S / 3, 5.0))
+
+    def _create(self) -> bool:
+        try:
+            self.store.pipe_file(self.path, self._beaten(), mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def _beaten(self) -> bytes:
+        return json.dumps(self.mine | {"beat": time.time()}).encode()
+
+    def _written(self) -> bytes:
+        try:
+            return self.store.cat_file(self.path)
+        except OSError:
+            return b""
+
+    def _read(self) -> dict[str, Any] | None:
+        return _parsed(self._written())
+
+    def _beat(self) -> None:
+        while not self.ended.wait(BEAT_S):
+            try:
+                holder = self._read()
+                if holder is not None and holder.get("token") != self.mine["token"]:
+                    self.lost = f"the lock was taken over by {_described(holder)} while this process was silent"
+                    return
+                self.store.pipe_file(self.path, self._beaten())
+            except Exception as error:  # the store may answer at the next beat
+                self.say(f"warning: {self.url}: the lock could not be renewed: {error}")

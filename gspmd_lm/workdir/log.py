@@ -1,0 +1,154 @@
+"""The log of a run: metrics.jsonl and samples.jsonl in its workdir, and the trackers that get the same values."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.config import Train
+from gspmd_lm.errors import InputError
+from gspmd_lm.files import json_object
+from gspmd_lm.workdir import trackers
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+_MOST = 1e39  # above the numbers of float32
+
+
+class Sample(NamedTuple):
+    """A text that the model wrote during evaluation, after a prompt."""
+
+    prompt: str
+    text: str
+
+
+class Log:
+    """The files of a run that grow, and its trackers. Only the first process makes one."""
+
+    def __init__(
+        self,
+        workdir: epath.Path,
+        start_step: int,
+        train: Train,
+        config: dict[str, Any],
+        say: Callable[[str], None] = lambda _: None,
+    ):
+        """Opens the log of a run that is at `start_step`. Rows of later steps are dropped.
+
+        Lines that cannot be read are left out, and `say` reports them.
+        """
+        self.metrics = _Rows(workdir / METRICS, start_step, say)
+        self.samples = _Rows(workdir / SAMPLES, start_step, say)
+        online = [tracker for tracker in train.trackers if tracker != "tensorboard"]
+        if online and self.metrics.dropped:
+            say(f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
+                "new ones")  # fmt: skip
+        self.trackers = trackers.start(workdir, start_step, train, config)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one row. Values that are not finite are written as null, which every JSON reader accepts."""
+        self.metrics.add(step, {key: value if math.isfinite(value) else None for key, value in values.items()})
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        for tracker in self.trackers:
+            tracker.log(step, finite)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Adds a row for each sample."""
+        for number, sample in enumerate(samples, 1):
+            self.samples.add(step, sample._asdict())
+            for tracker in self.trackers:
+                tracker.text(step, f"sample {number}", f"**{sample.prompt}**{sample.text}")
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+
+
+class _Rows:
+    """A file with a JSON object on each line, which has a step."""
+
+    def __init__(self, path: epath.Path, start_step: int, say: Callable[[str], None]):
+        """Opens a file, which need not exist, and drops the rows of later steps than `start_step`.
+
+        A file with lines that cannot be read is kept beside it, as it was.
+        """
+        self.path = path
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder, but must be a file\n  fix   move it away")
+        old, lines, rows = _parsed(path)
+        if damaged := damage(rows):
+            aside = _free(path)
+            files.replace(aside, old)
+            say(f"warning: {path}: {damaged}; {aside.name} is the file as it was")
+        kept = [line for line, row in zip(lines, rows, strict=True) if row and row["step"] <= start_step]
+        self.dropped = len(lines) - len(kept)
+        text = b"".join(line + b"\n" for line in kept)
+        if old != text:
+            files.replace(path, text)
+        self.remote = text if files.is_remote(path) else None
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        row = json.dumps({"step": step, **values}) + "\n"
+        if self.remote is not None:  # object stores do not append: the file is written whole
+            self.remote += row.encode()
+            files.replace(self.path, self.remote)
+        else:
+            with files.naming(Path(self.path)), self.path.open("a") as file:
+                file.write(row)
+
+
+def read(path: epath.Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file of this log, and a sentence about lines that cannot be read.
+
+    A last line without an end is passed over, because a run may be writing it. Numbers that are not finite are None.
+    """
+    content, _, rows = _parsed(path)
+    whole = rows if content.endswith(b"\n") or not rows or rows[-1] else rows[:-1]
+    return [row for row in rows if row], damage(whole)
+
+
+def damage(rows: Sequence[object]) -> str:
+    """What to say about lines that hold no row; '' if there are none."""
+    damaged = [str(number) for number, row in enumerate(rows, 1) if not row]
+    if len(damaged) < 2:
+        return f"line {damaged[0]} cannot be read and is left out" if damaged else ""
+    return f"{len(damaged)} lines cannot be read and are left out, among them {', '.join(damaged[:5])}"
+
+
+def _parsed(path: epath.Path) -> tuple[bytes, list[bytes], list[dict[str, Any] | None]]:
+    """The content of a file that need not exist, its lines, and the row of each line; None for a damaged one."""
+    content = path.read_bytes() if path.exists() else b""
+    lines = content.splitlines()
+    return content, lines, [_row(line, path.name == SAMPLES) for line in lines]
+
+
+def _row(line: bytes, of_texts: bool) -> dict[str, Any] | None:
+    """The row that a line holds: a sample, or else numbers and null. None for a line that holds no such row."""
+    try:
+        row = json_object(line, "")
+    except InputError:
+        return None
+    step = row.pop("step", None)
+    if not _is_number(step) or not 0 <= step < _MOST:
+        return None
+    if of_texts:
+        return {"step": step, **row} if all(isinstance(row.get(name), str) for name in Sample._fields) else None
+    if not all(value is None or _is_number(value) for value in row.values()):
+        return None
+    return {"step": step} | {
+        name: None if value is None or not abs(value) < _MOST else value for name, value in row.items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _free(path: epath.Path) -> epath.Path:
+    """A path beside a damaged file that nothing has yet."""
+    names = (f"{path.name}.damaged{number or ''}" for number in itertools.count())
+    return next(at for name in names if not (at := path.parent / name).exists())

@@ -1,0 +1,96 @@
+"""Folders in which Orbax keeps arrays: whether one can be used, what it holds, and its arrays."""
+
+import glob
+import logging
+from collections.abc import Iterable
+from contextlib import closing
+from typing import Any
+from urllib.parse import quote
+
+import jax
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.errors import InputError
+from gspmd_lm.workdir import trees
+
+
+def opened(directory: str) -> epath.Path:
+    """The absolute path of `directory`, which is looked up once, so that a wrong path stops a run before it starts."""
+    path = epath.Path(directory)
+    scheme, is_url, _ = directory.partition("://")
+    if is_url and scheme != "gs":  # Orbax 0.12.8 turns s3:// into s3:/ and calls it a relative path
+        raise InputError(
+            f"{directory}: Orbax writes checkpoints to local paths and to gs://, not to {scheme}://\n"
+            "  fix   mount the bucket as a file system and give its path, or use gs://"
+        )
+    try:
+        if not is_url:
+            path = path.expanduser().absolute()
+        is_other = path.exists() and not path.is_dir()
+    except ImportError as error:
+        fix = "pip install gcsfs" if scheme == "gs" else f"see to it: {error}"
+        raise InputError(f"{directory}: {scheme}:// needs a package that is not installed\n  fix   {fix}") from error
+    if is_other:
+        raise InputError(f"{directory}: not a directory\n  fix   give another path for checkpoints")
+    if not is_url and glob.has_magic(str(path)):
+        raise InputError(
+            f"{path}: Orbax takes a path with [, * or ? for a pattern and would find other files, or none\n"
+            "  fix   rename the folder, or give another --workdir"
+        )
+    return path
+
+
+def tree(folder: epath.Path) -> Any:
+    """The tree of a folder's array metadata: shapes and dtypes."""
+    with closing(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.metadata(folder).tree
+
+
+def names(folder: epath.Path) -> set[str]:
+    """The names of the arrays of a folder. `tree` would keep 200 kB of memory for each call."""
+    place = f"{folder}/" if files.is_remote(folder) else f"file://{quote(str(folder))}/"
+    stored = tensorstore.KvStore.open(f"{place}|ocdbt:").result().list().result()
+    return {name for name, _, kind in (key.decode().rpartition("/") for key in stored) if kind == ".zarray"}
+
+
+def read(folder: epath.Path, wanted: Any) -> Any:
+    """The arrays of a folder that have a place in `wanted`, which fits what the folder holds.
+
+    They are requested in the tree that was saved, because Orbax compares the two trees with their empty branches.
+    Otherwise it would refuse an optimizer whose tree lacks an empty part.
+    """
+    saved, arrays = tree(folder), dict(trees.named(wanted))
+    with closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_in_flight_gb(arrays.values()))) as reader:
+        parts = {name.partition(".")[0] for name in arrays}
+        asked: Any = {name: part for name, part in saved.items() if name in parts}
+        asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[trees.name_of(path)], asked)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
+        args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
+        found = dict(trees.named(reader.restore(folder, args=args)))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[trees.name_of(path)], wanted)
+
+
+def writer() -> ocp.PyTreeCheckpointHandler:
+    """Orbax's writer of arrays, without compression.
+
+    Compressing random mantissas takes as much CPU time as all other parts of saving, and holds every array twice. It
+    would make a file of bfloat16 weights a fifth smaller, and one of float32 weights a fifteenth.
+    """
+    return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+
+def _in_flight_gb(arrays: Iterable[Any]) -> Any:
+    """How much is read at a time: an eighth of everything, but at least the largest array.
+
+    An array that is being read is in memory twice.
+    """
+    sizes = [array.size * array.dtype.itemsize for array in arrays]
+    return (1.01 * max(max(sizes), sum(sizes) / 8) + 1e6) / 1e9  # Orbax wants whole GB and works with parts of them
+
+
+def is_worth_reading(record: logging.LogRecord) -> bool:
+    """Whether a log record is shown: not Orbax's progress notes, nor its tracebacks of errors that `wait` raises."""
+    return "orbax" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)

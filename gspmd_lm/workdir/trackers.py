@@ -1,0 +1,147 @@
+"""Trackers: programs that show the metrics of runs, such as TensorBoard and Weights & Biases."""
+
+import importlib
+import importlib.util
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from etils import epath
+
+from gspmd_lm import files
+from gspmd_lm.config import Train
+from gspmd_lm.errors import InputError
+from gspmd_lm.files import json_object
+
+NAMES = "trackers.json"  # in the workdir: what a tracker calls the run, so that a resumed run goes on there
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+class Tracker(Protocol):
+    """A destination for scalars and texts."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check(trackers: Sequence[str]) -> None:
+    """Raises InputError where the package of a tracker is not installed."""
+    for tracker in trackers:
+        package = _PACKAGES[tracker]
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"train.trackers: {tracker} needs the package {package}, which is not installed\n"
+                f"  fix   pip install {package}, or leave {tracker} out of train.trackers"
+            )
+
+
+def load(tracker: str) -> Any:
+    """The imported package of a tracker. Some imports take seconds. Raises InputError where an import fails.
+
+    tensorboardX would import torch, if torch is installed, only to name one of its types. Here it does not find torch.
+    """
+    hidden = tracker == "tensorboard" and "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        return importlib.import_module(_PACKAGES[tracker])
+    except ImportError as error:  # it is installed, as `check` has seen, but something that it needs is not
+        raise InputError(
+            f"train.trackers: {tracker} cannot be imported: {error}\n"
+            f"  fix   install what is missing, or leave {tracker} out of train.trackers"
+        ) from error
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+
+
+def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, Any]) -> list[Tracker]:
+    """The trackers of a run that is at `start_step`. A run that was tracked before goes on under its old name.
+
+    TensorBoard then hides the points of later steps. The others keep the points that they have.
+    """
+    path = workdir / NAMES
+    fix = "remove it: online trackers then begin a new run"
+    names: dict[str, str] = json_object(path.read_bytes(), path, fix) if path.exists() else {}
+    if not all(isinstance(name, str) for name in names.values()):
+        raise InputError(f"{path}: not an object of texts\n  fix   {fix}")
+    known = dict(names)
+    found: list[Tracker] = []
+    for tracker in train.trackers:
+        if tracker == "tensorboard":
+            found.append(_TensorBoard(str(workdir / "tensorboard"), start_step + 1))
+        elif tracker == "wandb":
+            names.setdefault(tracker, secrets.token_hex(4))
+            found.append(_wandb(workdir, names[tracker], train, config))
+        else:
+            begun = _trackio(workdir, names.get(tracker), train, config)
+            names[tracker] = begun.run.name
+            found.append(begun)
+    if names != known:
+        files.replace(path, json.dumps(names) + "\n")
+    return found
+
+
+class _TensorBoard:
+    def __init__(self, directory: str, purge_step: int):
+        self.writer = load("tensorboard").SummaryWriter(directory, purge_step=purge_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.writer.add_text(name, text, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Online:
+    """A run of Weights & Biases, or of trackio, whose runs have the same functions."""
+
+    def __init__(self, run: Any):
+        self.run = run
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Nothing: texts are in the workdir."""
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _wandb(workdir: epath.Path, identity: str, train: Train, config: dict[str, Any]) -> _Online:
+    """A run of W&B. Its files are in the workdir, if that is on this machine."""
+    return _Online(
+        load("wandb").init(
+            project=train.project,
+            group=train.group or None,
+            tags=train.tags,
+            name=workdir.name,
+            id=identity,
+            resume="allow",
+            config=config,
+            dir=None if files.is_remote(workdir) else str(workdir),
+        )
+    )
+
+
+def _trackio(workdir: epath.Path, name: str | None, train: Train, config: dict[str, Any]) -> _Online:
+    """A run of trackio, which knows runs by their names."""
+    return _Online(
+        load("trackio").init(
+            project=train.project,
+            group=train.group or None,
+            name=name or workdir.name,
+            resume="allow" if name else "never",
+            config=config,
+        )
+    )

@@ -1,0 +1,459 @@
+"""The command line: verbs, flags, exit codes, and that wrong input never shows a traceback."""
+
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import filelock
+import pytest
+
+import gspmd_lm
+from gspmd_lm import cli
+from gspmd_lm.cli import given, train
+from gspmd_lm.errors import RunFailed
+from gspmd_lm.runtime import compile_cache
+
+ROOT = Path(__file__).parent.parent.parent
+DRY = ("--rules=tp8", "--dry_run")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Exit code, stdout and stderr of a command, run in this process from the root of the checkout."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", *arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return end.value.code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("trian",),
+            "trian: no such verb (did you mean train?)\n"
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys\n",
+        ),
+        (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
+        (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
+        (
+            ("keys", "layres"),
+            "layres: no key of a config has this in its name (did you mean layers?)\n  fix   keys shows",
+        ),
+        (
+            ("--set", "layers=3"),
+            "configs/tiny.yaml --set layers=3: 1 problem\n  layers: unknown key (did you mean model.layers?)",
+        ),
+        (("--rules=tp8", "eval"), "eval: the verb comes first\n  fix   python main.py eval --flag=value ...\n"),
+        (
+            ("--rule=tp8",),
+            "--rule: train has no such flag (did you mean --rules?)\n"
+            "  fix   python main.py train --help lists the flags\n",
+        ),
+        (("eval", "--dry-run"), "--dry_run: eval has no such flag: it belongs to train\n"),
+        (("--steps=many",), "--steps=many: must be a positive integer\n"),
+        (("--steps=0",), "--steps=0: must be a positive integer\n"),
+        (("--devices=0",), "--devices=0: must be a positive integer\n"),
+        (("--dry-run=maybe",), "--dry_run: must be true or false\n"),
+        (("plan", "--minutes=x"), "--minutes=x: must be a number\n"),
+        (("generate", "--top-k"), "Missing value for flag --top_k\n  fix   python main.py generate --help"),
+        (("explain", "--target=cpu:8"), "explain needs --rules\n  fix   explain --rules=fsdp8 --target="),
+        (("compare", "--target=cpu:8"), "compare needs --rules\n  fix   compare fsdp8 tp8 --target="),
+        (("eval",), "--workdir is missing\n  fix   eval --workdir=DIR, the folder of a run that has saved"),
+        (("generate",), "--workdir is missing\n  fix   generate --workdir=DIR"),
+        (("generate", "--workdir=w"), "w: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR"),
+        (("convert", "--workdir=w"), "convert goes one way\n  fix   give either --from=DIR or --to=DIR\n"),
+        (("convert", "--workdir=w", "--from=nowhere"), "--from=nowhere: no such folder\n  fix   "),
+        (("--rules=", "--dry_run"), "--rules= is empty; a variable that is not set?\n  fix   give a value"),
+        (("--config=", "--dry_run"), "--config= is empty; a variable that is not set?\n  fix   "),
+        (("eval", "--workdir="), "--workdir= is empty; a variable that is not set?\n  fix   "),
+        (
+            ("--profile=13:10",),
+            "--profile=13:10: not two steps, the first before the second\n  fix   --profile=10:13\n",
+        ),
+        (("--config=tinny",), "tinny: no such file, here or in configs/ (did you mean tiny?)\n"),
+        (
+            ("--config=Qwen/Qwen3-8B",),
+            "Qwen/Qwen3-8B: no such file, here or in configs/\n"
+            "  fix   nothing is fetched: hf download Qwen/Qwen3-8B --local-dir=FOLDER, then give FOLDER in its place\n",
+        ),
+        (
+            ("convert", "--workdir=w", "--from=Qwen/Qwen3-8B"),
+            "--from=Qwen/Qwen3-8B: no such folder\n  fix   nothing is fetched: hf download Qwen/Qwen3-8B ",
+        ),
+        (
+            ("--dry_run", "--set=data.tokenizer=Qwen/Qwen3-8B", "--set=model.vocab=0"),
+            "data.tokenizer: Qwen/Qwen3-8B: no such file\n  fix   nothing is fetched: hf download ",
+        ),
+        (("--rules=tp9",), "tp9: no such file, here or in rules/ (did you mean tp8?)\n"),
+        (("--rules=tp8", "--mesh=tenser=4"), "--mesh=tenser=4: rules/tp8.yaml has no mesh axis 'tenser'"),
+        (
+            ("--set", "train.step=3"),
+            "configs/tiny.yaml --set train.step=3: 1 problem\n  train.step: unknown key (did you mean",
+        ),
+        (
+            ("--set", "train.learning_rate=1e-4"),
+            "configs/tiny.yaml --set train.learning_rate=1e-4: 1 problem\n"
+            "  train.learning_rate: unknown key (did you mean optimizer.learning_rate?)\n",
+        ),
+        (
+            ("--set", "microbatches=2"),
+            "--set microbatches=2: a key of the rules file\n  fix   --set rules.microbatches=2\n",
+        ),
+        (
+            ("--set", "train.remat=block"),
+            "--set train.remat=block: a key of the rules file\n  fix   --set rules.remat=block",
+        ),
+        (
+            ("--rules=tp8", "--set", "rules.tensor=4"),
+            "--set rules.tensor=4: a rules file has no section tensor\n  fix   --set rules.mesh.tensor=4\n",
+        ),
+        (("--rules=tp8", "--platform=gpo"), "--platform=gpo: unknown platform (did you mean gpu?)\n"),
+        (("--rules=tp8", "--num_processes=2"), "--num_processes given without --coordinator and --process_id\n"),
+        (
+            ("--rules=tp8", "--set", "model.kv_heads=2"),
+            "layers.attention.wk: kv_heads=2 does not divide over tensor=8\n"
+            "  rule  rules/tp8.yaml: rules.kv_heads: tensor\n"
+            "  fix   --set rules.rules.kv_heads=null (replicates 131.1 kB per device), "
+            "or --mesh=tensor=2, with 2 devices\n"
+            "  also  layers.attention.wv, k, v\n",
+        ),
+    ],
+)
+def test_wrong_input_exits_with_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert err.startswith(message)
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (("--help",), "usage: "),
+        (("--version",), "gspmd_lm "),
+        (("explain", "--help"), "python main.py explain: "),
+        (("--confg=tiny",), "--confg: train has no such flag"),
+        (("keys",), "Everything that decides what is computed."),
+        (("--config=tinny",), "tinny: no such file"),
+        (("--set=train.step=3",), "configs/tiny.yaml --set train.step=3: 1 problem"),
+        (("eval", "--rules=tp9"), "tp9: no such file"),
+        (("--rules=tp8", "--mesh=tenser=4"), "--mesh=tenser=4: rules/tp8.yaml has no mesh axis"),
+        (("convert", "--rules=tp9"), "tp9: no such file"),
+        (("explain", "--rules=tp8,tp9", "--target=cpu:8"), "tp9: no such file"),
+        (("compare", "tp8", "tp9", "--target=cpu:8"), "tp9: no such file"),
+        (("compare", "tp8", "--config=tinny", "--target=cpu:8"), "tinny: no such file"),
+        (("compare", "tp8", "--target=v5q:2x2"), "--target=v5q:2x2: unknown chip"),
+        (("plan", "--target=v5q:2x2"), "--target=v5q:2x2: unknown chip"),
+    ],
+)
+def test_what_is_told_before_anything_heavy_is_imported(arguments, begins, tmp_path):
+    """What is wrong with a flag is told before a config is read, and what is wrong with a file before jax comes."""
+    heavy = ["jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "pyarrow", "tokenizers"]
+    if "--target=v5q:2x2" not in arguments:
+        heavy += ["numpy", "rich"]
+    if begins.startswith(("usage", "gspmd_lm", "python", "--confg")):
+        heavy += ["pydantic", "yaml"]
+    for name in heavy:
+        (tmp_path / f"{name}.py").write_text("raise SystemError('imported')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "main.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout + done.stderr).startswith(begins)
+    assert done.returncode == (0 if {"--help", "--version", "keys"} & {*arguments} else 2)
+    assert not done.stdout or not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        ("train", ("--dry-run", "--num-processes=2", "--compile-cache", "a-b", "--set", "a-b=c-d")),
+        ("train", ("--dry_run", "--num_processes=2", "--compile_cache=a-b", "--set=a-b=c-d")),
+        ("train", ("-dry-run", "--num-processes", "2", "--compile-cache=a-b", "--set", "a-b=c-d")),
+    ],
+)
+def test_dashes_in_names_of_flags(verb, arguments):
+    values, rest = cli._parsed(verb, arguments)
+    assert (values.dry_run, values.num_processes, values.compile_cache, values.set, rest) == (
+        True, 2, "a-b", ["a-b=c-d"], []
+    )  # fmt: skip
+
+
+def test_a_value_may_look_like_a_flag():
+    values, rest = cli._parsed("generate", ["--prompt", "--not-a-flag", "--top-k", "3", "--chat", "--", "--this-one"])
+    assert (values.prompt, values.top_k, values.chat, rest) == (["--not-a-flag"], 3, True, ["--this-one"])
+
+
+def test_layouts_are_those_of_the_flag_and_then_those_without_one():
+    values, rest = cli._parsed("compare", ["tp8", "--rules=fsdp8,dp8"])
+    assert [one.name for one in given.layouts(values, rest)] == ["fsdp8", "dp8", "tp8"]
+
+
+def test_the_package_is_a_command():
+    command = [sys.executable, "-m", "gspmd_lm", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    installed = importlib.metadata.version("jax")
+    wanted = f"gspmd_lm {gspmd_lm.__version__}, jax {installed}, Python {platform.python_version()}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, "")
+
+
+def test_every_problem_of_a_rules_file_in_one_message(run, tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        "mesh: {tensor: 8}\nrules: {heds: tensor, batch: tensr, q.mlp: tensor}\nramat: block\n"
+    )
+    code, _, err = run(f"--rules={tmp_path / 'x.yaml'}")
+    assert code == 2
+    assert err.count("  rule  ") == err.count("  fix   ") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (
+            ("--help",),
+            ("train ", "eval ", "--config", "--rules", "--workdir", "--steps", "--set", "--dry_run", "--help"),
+        ),
+        (("train", "--help"), ("--steps", "--dry_run", "--profile", "--train_tokenizer")),
+        (("eval", "-h"), ("--step ", "--workdir")),
+    ],
+)
+def test_help(run, arguments, flags):
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    for flag in flags:
+        assert flag in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_is_made_of_sentences(run, verb):
+    flags_of, examples = run(verb, "--help")[1].strip().split("\n\nIn the name of a flag, - and _ are the same.\n\n")
+    title, *flags = re.split(r"^  --\w+ +|^\w[^:\n]*:$", flags_of, flags=re.M)
+    assert flags and title.startswith(f"python main.py {verb}: ")
+    about = re.findall(r"^      (.+)$", examples, re.M)
+    for text in (title.split(": ", 1)[1].strip(), *filter(None, map(str.strip, flags)), *about):
+        assert re.match("[A-Z]", text) and re.search(r"(\.|=\.\.\.)$", text) and ";\n" not in text, text
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_examples_of_the_help_are_commands(run, verb, monkeypatch):
+    """Their flags, configs and rules files exist."""
+    examples = re.findall(r"^  python main.py ?(.*)$", run(verb, "--help")[1].split("Examples:")[1], re.M)
+    assert len(examples) == len(cli.EXAMPLES[verb]) > 0
+    for example in examples:
+        arguments = shlex.split(example)
+        assert (arguments[:1] == [verb]) == (verb != "train")
+        values, rest = cli._parsed(verb, arguments[verb != "train" :])
+        if verb in cli.EXPLAIN:
+            assert given.layouts(values, rest)
+        if verb not in ("convert", *cli.OF_FILES):
+            assert given.config(values)
+
+
+def test_help_of_a_verb_shows_only_its_flags(run):
+    assert "--dry_run" not in run("eval", "--help")[1]
+    assert "--dry_run" in run("train", "--help")[1]
+
+
+def test_dry_run(run):
+    code, out, err = run("--rules=fsdp2_tp4.yaml", "--dry_run")
+    assert (code, err) == (0, "")
+    assert "layers.attention.wq" in out and "embed/fsdp heads/tensor" in out
+    assert (
+        "tiny under rules/fsdp2_tp4.yaml: 920,704 parameters, mesh fsdp=2 tensor=4".replace(" tensor", " x tensor")
+        in out
+    )
+    for total in ("weights", "optimizer", "gradients", "sum"):
+        assert f"\n  {total} " in out
+
+
+def test_dry_run_takes_a_size_from_mesh(run):
+    code, out, _ = run("--rules=dp2_tp4", "--mesh=data=4,tensor=2", "--dry_run")
+    assert code == 0
+    assert "mesh data=4 x tensor=2" in out
+
+
+@pytest.mark.parametrize("flag", ["--mesh=data=4,tensor=2", "--set=rules.mesh.data=4", "--set=rules.mesh={data: 4}"])
+def test_a_flag_sets_a_size_of_the_mesh(run, flag):
+    rest = [] if "tensor" in flag else ["--set", "rules.mesh.tensor=2"]
+    code, out, _ = run("--rules=dp2_tp4", flag, *rest, "--dry-run")
+    assert code == 0 and "mesh data=4 x tensor=2" in out
+
+
+def test_set_lays_rows_over_the_rules(run):
+    _, before, _ = run("--rules=tp8", "--dry-run")
+    kept = run("--rules=tp8", "--dry-run", "--set=rules.rules.wo.heads=null", "--set=model.layers=2")[1]
+    assert re.search(r"layers.attention.wo .*heads/tensor", before)
+    assert not re.search(r"layers.attention.wo .*heads/tensor", kept) and "layers.attention.wo" in kept
+    assert re.search(r"layers.attention.wq .*heads/tensor", kept)
+
+
+SETS = re.findall(r"^python main.py (.*--set '?rules.*--dry-run)$", (ROOT / "docs/rules.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("command", SETS)
+def test_rules_that_a_flag_sets_as_the_page_shows(run, command):
+    code, out, err = run(*shlex.split(command))
+    assert (code, err) == (0, "") and "bytes per device" in out
+
+
+def test_the_page_shows_rules_that_a_flag_sets():
+    assert len(SETS) == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--rules=tp8", "--set=model.kv_heads=2"),
+        ("--rules=tp8", "--set=model.padded_vocab=0"),
+        ("--rules=tp8", "--set=rules.rules.residual.seq=tensor", "--set=data.seq=100"),
+    ],
+)
+def test_the_flags_of_a_fix_mend_what_is_wrong(run, wrong):
+    """Each flag that a message names is given by itself, or all of those that several problems need."""
+    code, _, err = run(*wrong, "--dry-run")
+    assert code == 2
+    first = [f"--set={flag}" for flag in re.findall(r"(?:fix   |, or )--set (rules\.[\w.=]+)", err)]
+    assert first and run(*wrong, *first, "--dry-run")[0] == 0
+    for flag in re.findall(r", or --set (model\.[\w.=]+), which pads the table$", err, re.M):
+        assert run(*wrong, f"--set={flag}", "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rules=tp8", "--set=rules.rules.hed=dp"), "rules.hed: unknown axis hed (did you mean heads?)\n  rule  "),
+        (("compare", "tp8", "dp8", "--target=cpu:8", "--set=rules.remt=block"), "--set rules.remt=block: a rules file"),
+        (("generate", "--rules=tp8", "--set=rules.remt=block"), "--set rules.remt=block: a rules file has no section"),
+        (("convert", "--rules=tp8", "--set=rules.remt=block"), "--set rules.remt=block: a rules file has no section"),
+        (("plan", "--target=cpu:8", "--set=rules.remat=block"), "--set rules.remat=block: a plan chooses the rules\n"),
+        (("--rules=plan", "--set=rules.remat=block"), "--set rules.remat=block: a plan chooses the rules\n  fix"),
+    ],
+)  # fmt: skip
+def test_rules_that_a_flag_sets_wrongly(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and err.startswith(message)
+
+
+def test_dry_run_shows_warnings(run, tmp_path):
+    (tmp_path / "x.yaml").write_text("mesh: {data: 8}\nrules: {batch: data, rank: data}\n")
+    code, out, _ = run(f"--rules={tmp_path / 'x.yaml'}", "--dry_run")
+    assert code == 0
+    assert out.startswith("warning: rules.rank: this config has no rank, so the row does nothing\n")
+
+
+def test_the_files_of_a_run_are_its_defaults(run, tmp_path):
+    (tmp_path / "config.yaml").write_text((ROOT / "configs" / "bench_4m.yaml").read_text() + "name: before\n")
+    (tmp_path / "rules.yaml").write_text((ROOT / "rules" / "tp8.yaml").read_text())
+    code, out, _ = run(f"--workdir={tmp_path}", "--dry_run")
+    assert code == 0
+    assert f"before under {tmp_path / 'rules.yaml'}" in out
+
+
+def test_a_workdir_that_cannot_be_made(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "enable", lambda directory: compile_cache.CompileCache(None))
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
+    code, _, err = run("--config=uva", "--rules=tp8", f"--workdir={tmp_path / 'file' / 'run'}")
+    assert code == 2
+    assert err == f"{tmp_path / 'file' / 'run'}: cannot be written (Not a directory)\n  fix   --workdir=DIR\n"
+
+
+@pytest.fixture
+def before_data(monkeypatch, tmp_path):
+    """Fails where rows are asked for: what is wrong with the place of a run is to be told before."""
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(train.loader, "open", lambda *_: pytest.fail("the data was read"))
+
+
+@pytest.mark.usefixtures("before_data")
+def test_a_workdir_that_is_a_dangling_link(run, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    code, _, err = run("--config=uva", "--rules=tp8", f"--workdir={tmp_path / 'link'}", "--compile_cache=none")
+    assert code == 2
+    assert f"/link: a symbolic link to {tmp_path / 'gone'}, which is not there\n  fix   make that folder\n" in err
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.usefixtures("before_data")
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_workdir_that_is_read_only(run, tmp_path, monkeypatch, number):
+    """As the system says it, which lets the user root write wherever a disk can be written to."""
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    flags = "--config=uva", "--rules=tp8", f"--workdir={workdir}", "--compile_cache=none"
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    said = f"{workdir}: cannot be written in ({os.strerror(number)})\n  fix   --workdir=DIR\n"
+    code, _, err = run(*flags)
+    assert (code, err) == (2, said) and list(workdir.iterdir()) == []
+
+
+@pytest.mark.usefixtures("before_data")
+def test_a_tracker_that_is_not_installed(run, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
+    code, _, err = run("--config=uva", "--rules=tp8", "--set=train.trackers=[wandb]", f"--workdir={tmp_path / 'run'}")
+    assert code == 2 and err.startswith("train.trackers: wandb needs the package wandb, which is not installed\n  fix")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failure_of_the_program_shows_where(capsys, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(train, "run", fail)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py"])
+    assert end.value.code == 1
+    assert "ZeroDivisionError: ours" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_says_why_and_exits_with_1(run, monkeypatch):
+    def fail(*_):
+        raise RunFailed("step 7: not finite\n  fix   lower it")
+
+    monkeypatch.setattr(train, "run", fail)
+    assert run() == (1, "", "step 7: not finite\n  fix   lower it\n")
+
+
+def test_an_interrupt_has_its_own_code(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run", interrupt)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py"])
+    assert end.value.code == 130
+
+
+def test_a_pod_in_seconds_on_a_laptop():
+    """512 devices are simulated, none of 405B weights is allocated; nothing but the table is printed."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PJRT_NPROC", "NPROC", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "main.py", "--config=llama3_405b", "--rules=fsdp_tp", "--devices=512", "--dry_run"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "405,853,388,800 parameters, mesh fsdp=128 x tensor=4" in done.stdout

@@ -1,0 +1,99 @@
+"""The keys of a config, as the verb `keys` and docs/config.md show them, against config/."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+import pytest
+
+from gspmd_lm import config
+from gspmd_lm.cli import keys
+from gspmd_lm.config import core_yaml
+from gspmd_lm.errors import InputError
+
+ROOT = Path(__file__).parent.parent.parent
+KEYS = [key for section in keys.sections() for key in section.keys]
+
+
+def test_every_key_has_a_meaning():
+    assert [key.name for key in KEYS if not re.fullmatch(r"\S.*\.", key.meaning)] == []
+    assert all(section.about for section in keys.sections())
+
+
+def test_the_page_is_the_one_in_docs():
+    assert (ROOT / "docs/config.md").read_text() == keys.page(), "python main.py keys --markdown > docs/config.md"
+
+
+def test_every_key_can_be_set_and_has_the_default_that_is_said():
+    """Laying each default over a config changes nothing, and a key that is required cannot be left out."""
+    raw = {
+        "name": "x",
+        "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}, "attention_temperature": {},
+                  "linear_attention": {"key_heads": 1, "value_heads": 1, "head_dim": 4}},
+        "data": {},
+        "optimizer": {"learning_rate": 3e-4},  # by default, adapters have another one
+        "train": {},
+    }  # fmt: skip
+    sizes = dict.fromkeys(["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"], 8)
+    raw["model"] |= sizes | {"context": 256}
+    raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}
+    wanted = config.from_dict(raw, "here")
+    plain = config.to_dict(wanted)
+    for key in [key for key in KEYS if "[]" not in key.name]:  # a list is empty by default
+        *sections, field = key.name.split(".")
+        within, again = plain, raw
+        for section in sections:
+            within, again = within[section], again[section]
+        assert field in within, key
+        if key.default != keys.REQUIRED and field not in again:
+            assert core_yaml.load(key.default) == within[field], key
+            config.override(raw, [f"{key.name}={key.default}"], "here")
+        elif key.default == keys.REQUIRED:
+            kept = again.pop(field)
+            with pytest.raises(InputError, match=f"{key.name}: missing"):
+                config.from_dict(raw, "here")
+            again[field] = kept
+    assert config.from_dict(raw, "here") == wanted
+    assert len(KEYS) == len({key.name for key in KEYS}) == sum(len(section.keys) for section in keys.sections())
+
+
+def test_what_config_keys_reads_of_a_class():
+    @dataclasses.dataclass
+    class Inner:
+        """One of several. It has a key."""
+
+        weight: Annotated[float, pydantic.Field(gt=0)] = 1.0  # how much of it
+
+    @dataclasses.dataclass
+    class Outer:
+        """What holds them."""
+
+        many: tuple[Inner, ...] = ()
+        # Written above,
+        # on two lines.
+        choice: Literal["a", "b", "c"] | None = "b"  # and beside
+        size: config.BelowOne = 0.5  # some_word is kept
+        text: str = "yes"  # text: as it is
+
+        def unrelated(self):
+            x: int = 3  # not a key
+            return x
+
+    found = {section.name: section for section in keys.sections(Outer)}
+    assert [dataclasses.astuple(key) for key in found[""].keys] == [
+        ("many", "list of mapping", "[]", "One of several. It has a key."),
+        ("choice", "a, b or c or null", "b", "Written above, on two lines. and beside."),
+        ("size", "number from 0 to below 1", "0.5", "some_word is kept."),
+        ("text", "text", "'yes'", "text: as it is."),
+    ]
+    assert [dataclasses.astuple(key) for key in found["many[]"].keys] == [
+        ("many[].weight", "number above 0", "1.0", "How much of it.")
+    ]
+
+
+def test_the_keys_that_contain_a_word():
+    shown = re.findall(r"^  (\S+): ", keys.text("rope"), re.M)
+    assert shown == [key.name for key in KEYS if "rope" in key.name] and len(shown) > 5
+    assert re.findall(r"^  (\S+): ", keys.text(), re.M) == [key.name for key in KEYS]

@@ -1,0 +1,233 @@
+"""A published model's way through the command line: converted, generated from, scored, trained on, converted back."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from gspmd_lm import cli, config, errors
+from gspmd_lm.cli import convert, session, weights
+from gspmd_lm.convert import beside, export
+from gspmd_lm.data.tokenizer import Bytes
+from gspmd_lm.model.transformer import init
+from gspmd_lm.runtime import compiler, processes
+from tests.quick import QUICK_FLAGS
+
+MODEL = config.Model(
+    layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
+)  # fmt: skip
+QUICKLY = "--compile_cache=none", *QUICK_FLAGS
+PLACE = "--rules=decode_tp8", *QUICKLY
+
+
+@pytest.fixture
+def verb(capsys):
+    """Runs a verb: code, stdout, stderr."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder as transformers writes it."""
+    path = tmp_path_factory.mktemp("hub") / "little"
+    export.write(path, MODEL, jax.tree.map(np.asarray, nn.unbox(init(MODEL, jax.random.key(0)))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def workdir(folder, tmp_path_factory):
+    """The workdir that it is converted into, for eight devices that its vocabulary does not divide over."""
+    path = tmp_path_factory.mktemp("runs") / "little"
+    with pytest.raises(SystemExit) as end:
+        cli.main(
+            ["main.py", "convert", f"--from={folder}", f"--workdir={path}", "--set=model.padded_vocab=264", *PLACE]
+        )
+    assert end.value.code == 0
+    return path
+
+
+def test_there_and_back_gives_the_same_bytes(verb, folder, workdir, tmp_path):
+    code, _, err = verb("convert", f"--workdir={workdir}", f"--to={tmp_path / 'out'}", *PLACE)
+    assert (code, err) == (0, ""), err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))
+    assert before == after
+    code, _, err = verb("convert", f"--workdir={workdir}", f"--to={tmp_path / 'out'}", *PLACE)
+    assert code == 2 and "holds something already" in err
+
+
+def test_generation_by_flag_and_by_file(verb, workdir, tmp_path):
+    flags = f"--workdir={workdir}", "--max_new_tokens=6", *QUICKLY
+    code, out, err = verb("generate", *flags, "--rules=dp2_tp4", "--prompt=abc")
+    assert code == 0 and "first token after" in err and "a batch of 1 is padded to 2 rows" in err
+    prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "abc", "id": 7}\n{"prompt": "something longer"}\n')
+    code, nothing, err = verb("generate", *flags, "--rules=decode_tp8", f"--prompts={prompts}", f"--output={results}")
+    assert (code, nothing) == (0, ""), err
+    assert f"{results}.partial: holds the lines so far, and becomes {results} when all are there" in err
+    assert [*tmp_path.glob("*.partial*")] == []
+    first, second = map(json.loads, results.read_text().splitlines())
+    assert first["text"] + "\n" == out and first["id"] == 7  # the same under another layout, in another batch
+    assert first["tokens"] == 6 and second["finish_reason"] == "length"
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_computed(verb, folder, workdir, tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n')
+    flags = f"--workdir={workdir}", f"--prompts={prompts}", *PLACE
+    for output, said in (
+        (tmp_path / "no" / "out.jsonl", f"there is no folder {tmp_path / 'no'}"),
+        (prompts, "overwrite the file that is read"),
+    ):
+        code, out, err = verb("generate", *flags, f"--output={output}")
+        assert (code, out) == (2, "") and said in err and "compiled" not in err
+    code, _, err = verb("convert", f"--from={folder}", f"--workdir={prompts}/w", *PLACE)
+    assert code == 2 and "cannot be written in" in err
+    code, _, err = verb("convert", f"--from={folder}", f"--workdir={tmp_path / 'w'}", "--dtype=bfloat16", *PLACE)
+    assert code == 2 and "model.weight_dtype" in err
+    code, _, err = verb("generate", f"--workdir={tmp_path / 'typo'}", "--chat", "--prompt=a", *PLACE)
+    assert code == 2 and "typo: no checkpoint" in err
+
+
+@pytest.mark.parametrize("way", ["generate", "eval"])
+def test_another_architecture_is_told_before_anything_is_compiled(verb, workdir, tmp_path, way):
+    text = tmp_path / "some.txt"
+    text.write_text("some text")
+    asked = ["--prompt=abc"] if way == "generate" else [f"--text={text}"]
+    code, out, err = verb(way, f"--workdir={workdir}", "--set=model.mlp=128", *asked, *PLACE)
+    assert code == 2 and "another architecture\n  mlp: 64 in the checkpoint, 128 in the config" in out + err
+    assert "compiled" not in out + err
+
+
+def test_processes_compare_the_texts_and_the_tokenizer_that_they_have_read(monkeypatch):
+    told = []
+    monkeypatch.setattr(processes, "compare", lambda facts, say: told.append(facts))
+    here = SimpleNamespace(say=print)
+    texts = [[1, 2], [3]], [np.asarray([1, 2]), np.asarray([3])], [[1], [2, 3]], [[1, 2]]
+    session.compare_texts(here, Bytes(), texts[0])
+    assert not told  # there is nobody to compare with
+    monkeypatch.setattr(processes, "several", lambda: True)
+    for ids in texts:
+        session.compare_texts(here, Bytes(), ids)
+    assert told[0] == told[1] and told[0]["tokenizer"] == "bytes"
+    assert all(a != b for i, a in enumerate(told[1:]) for b in told[1:][:i])
+
+
+def test_a_prompt_that_does_not_fit_is_refused(verb, workdir):
+    code, out, err = verb("generate", f"--workdir={workdir}", "--prompt=" + "x" * 60, "--max_new_tokens=6", *PLACE)
+    assert (code, out) == (2, "") and "60 tokens and 6 new ones are more than model.context=64" in err
+
+
+def test_sampling_flags_need_a_temperature(verb, workdir):
+    code, out, err = verb("generate", f"--workdir={workdir}", "--prompt=a", "--top_k=5", *PLACE)
+    assert (code, out) == (2, "") and "temperature 0 takes the best token\n  fix   --temperature=0.8" in err
+
+
+def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
+    text, lines = tmp_path / "text.txt", tmp_path / "in.jsonl"
+    text.write_text("0123456789" * 10)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    loss = float(out.split("loss ")[1].split(",")[0])
+    assert code == 0 and "over 100 tokens, 100 bytes" in out and loss == pytest.approx(np.log(257), abs=0.1)
+    (tmp_path / "my texts").mkdir()
+    (tmp_path / "my texts" / "a.jsonl").write_text('{"text": "01234"}\n{"text": "56789"}')
+    (tmp_path / "my texts" / "b.md").write_text("x" * 70_000)
+    (tmp_path / "my texts" / "c.bin").write_text("x")
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'my texts'}", *PLACE)
+    assert code == 0 and "over 70,012 tokens, 70,012 bytes" in out and "skipped, unknown ending: " in out, out
+    (tmp_path / "README").write_text("01234")
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'README'}", *PLACE)
+    assert code == 0 and "over 5 tokens" in out
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'none'}", *PLACE)
+    assert code == 2 and "none matches no file" in err
+    lines.write_text('{"prompt": "01", "continuation": "23"}\n')
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--continuations={lines}", *PLACE)
+    assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
+
+
+def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb, workdir, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789" * 10)
+    long = "--set=model.context=131072", "--set=data.seq=131072"  # of the model; the text has 100 tokens
+    code, out, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *long, *PLACE)
+    assert code == 0 and "over 100 tokens, 100 bytes, in rows of up to 100 tokens" in out, err
+    whole = float(out.split("loss ")[1].split(",")[0])
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=30", *PLACE)
+    assert code == 0 and "rows of up to 30 tokens" in out
+    assert float(out.split("loss ")[1].split(",")[0]) == pytest.approx(whole, abs=0.1)
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=65", *PLACE)
+    assert code == 2 and "--seq=65: longer than model.context=64" in err
+    text.write_text("")
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    assert code == 2 and "the text is empty" in err
+    text.write_text("0" * 40)
+    monkeypatch.setattr(compiler, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(weights, "_restored", lambda *_: pytest.fail("the weights were read"))
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
+    assert "GB, and this machine has 1e-06 GB free\n  fix   --batch=1" in err
+    code, _, err = verb("generate", f"--workdir={workdir}", "--prompt=a", "--max_new_tokens=5", *PLACE)
+    assert code == 2 and "generating 1 texts of up to 6 tokens needs" in err and "fix   --batch=1" in err
+
+
+def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):
+    plain = yaml.safe_load((workdir / "config.yaml").read_text())
+    assert plain["model"]["padded_vocab"] == 264 and plain["data"]["tokenizer"] == "bytes"
+    assert "learning_rate" not in plain["optimizer"]
+    settings = ["data.seq=16", "data.batch=8", "data.source=random:64", "train.steps=2", f"train.init_from={workdir}",
+                "train.trackers=[]", "train.checkpoint_every=1", "train.samples={prompts: [a b], tokens: 5}",
+                "optimizer.learning_rate=3e-3",
+                ]  # fmt: skip
+    code, out, err = verb("train", f"--config={workdir / 'config.yaml'}", f"--workdir={tmp_path / 'run'}", *PLACE,
+                          *(f"--set={setting}" for setting in settings))  # fmt: skip
+    assert code == 0, err
+    assert "step 1/2  loss 5.5" in out and "\nsample: a b" in out
+    assert f"\nfine-tuning of {workdir}: learning rate up to 0.003; usual is 2e-05: --set " in out
+
+    # Not only its last step can be evaluated.
+    last = re.search(r"^step 2: held-out loss (\S+),", out, re.M)
+    code, out, err = verb("eval", f"--workdir={tmp_path / 'run'}", "--step=1", "--compile_cache=none")
+    assert code == 0, err
+    first = re.search(r"^step 1: held-out loss (\S+),", out, re.M)
+    assert first and last and first[1] != last[1]
+    code, _, err = verb("eval", f"--workdir={tmp_path / 'run'}", "--step=3", "--compile_cache=none")
+    assert code == 2 and "there is no checkpoint 3\n  fix   use one of 1, 2" in err
+
+    code, _, err = verb("train", f"--workdir={workdir}", *PLACE)
+    assert code == 2 and "weights without the state" in err and "train.init_from" in err
+
+
+def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one_in_use(workdir, tmp_path):
+    plain = yaml.safe_load((workdir / "config.yaml").read_text())
+    begun = workdir
+    for name in ("first", "second"):
+        plain["train"]["init_from"] = str(begun)
+        begun = tmp_path / name
+        begun.mkdir()
+        (begun / "config.yaml").write_text(yaml.safe_dump(plain))
+    original = convert._original(str(begun), config.load(str(begun / "config.yaml")))
+    assert original == workdir / "hugging_face"
+    assert convert._original(str(tmp_path), config.load("tiny")) is None
+    for name in ("generation_config.json", "vocab.json"):
+        (tmp_path / "first" / name).touch()
+    (tmp_path / "second" / "mine.json").touch()
+    (tmp_path / "second" / "chat_template.jinja").touch()
+    assert beside.of_run(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
+        "generation_config.json": tmp_path / "first" / "generation_config.json",
+        "chat_template.jinja": tmp_path / "second" / "chat_template.jinja",
+        "tokenizer.json": tmp_path / "second" / "mine.json",
+    }
+    with pytest.raises(errors.InputError, match="no such file"):
+        beside.of_run(None, str(tmp_path / "gone.json"))

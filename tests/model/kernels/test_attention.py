@@ -1,0 +1,165 @@
+"""Attention kernels against each other, on one device. Splash runs in Pallas's interpreter."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm import config
+from gspmd_lm.model.kernels import attention
+
+B, T, N, K, H = 2, 128, 4, 2, 128
+
+
+def settings(**changes):
+    usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": T}
+    return config.Model(**(usual | changes))
+
+
+PLAIN = settings()
+SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
+
+
+@pytest.fixture(scope="module")
+def qkv():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, (B, T, heads, H)) for key, heads in zip(keys, (N, K, K), strict=True))
+
+
+@pytest.fixture(scope="module")
+def segments():
+    return jnp.where(jnp.arange(T) < jnp.array([[40], [100]]), 1, 2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}, {"sliding_window": 20, "query_scale": 0.2}])
+def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
+    segments, cfg = segments if packed else None, settings(**changes)
+    want = attention.attend(*qkv, segments, cfg)
+    got = attention.fused(*qkv, SINKS, segments, kernel="splash", cfg=cfg, interpret=True)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("cfg", [PLAIN, settings(attention_sinks=True, sliding_window=20)])
+def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
+    weigh = jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
+
+    def of(function):
+        return jax.vjp(lambda *a: (function(*a) * weigh).sum(), *qkv, SINKS)[1](1.0)
+
+    got = of(lambda *a: attention.fused(*a, segments, kernel="splash", cfg=cfg, interpret=True))
+    want = of(lambda q, k, v, sinks_N: attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+    assert got[3].any() == cfg.attention_sinks
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}, {"positions": "alibi"}, {"attention_sinks": True}])
+def test_scores_in_bfloat16_differ_by_its_rounding_alone(qkv, segments, changes):
+    rounded, exact = (
+        attention.attend(*qkv, segments, settings(attention_scores_dtype=dtype, **changes),
+                         sinks_N=SINKS if "attention_sinks" in changes else None)
+        for dtype in ("bfloat16", "float32")
+    )  # fmt: skip
+    assert 0 < jnp.abs(rounded - exact).max() < 0.1  # scores of up to 4 have steps of 2^-6
+    assert rounded.dtype == exact.dtype
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", "bf16"), ("float32", "f32")])
+def test_scores_have_the_dtype_that_is_asked_for(qkv, dtype, found):
+    """They are the largest arrays of attention, and its first product."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv)
+    text = jax.jit(lambda: attention.attend(q, k, v, None, settings(attention_scores_dtype=dtype))).lower().as_text()
+    assert re.findall(r"stablehlo.dot_general.*-> tensor<[x\d]*x(\w+)>", text) == [found, "bf16"]
+
+
+def test_a_large_softcap_is_none(qkv, segments):
+    want = attention.attend(*qkv, segments, PLAIN)
+    np.testing.assert_allclose(attention.attend(*qkv, segments, settings(attention_softcap=1e4)), want, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "asked", "words"),
+    [
+        ("cudnn", {"segments": True, "capability": (8, 0)}, "packing: documents on compute capability 8.0"),
+        ("cudnn", {"attention_chunk": 64, "capability": (8, 6)}, "attention_chunk: 64 on compute capability 8.6"),
+        ("cudnn", {"attention_softcap": 30.0}, "attention_softcap: 30"),
+        ("cudnn", {"compute_dtype": "float32"}, "compute_dtype: float32"),
+        ("cudnn", {"head_dim": 264}, "head_dim: 264 (only multiples of 8 up to 256)"),
+        ("cudnn", {"head_dim": 136, "capability": (8, 9)}, "head_dim: 136 (only multiples of 8 up to 128)"),
+        ("cudnn", {"head_dim": 256, "capability": (10, 0)}, "head_dim: 256 (only multiples of 8 up to 128)"),
+        ("cudnn", {"head_dim": 100}, "head_dim: 100"),
+        ("cudnn", {"seq": 1}, "data.seq: 1 (only 2 and more)"),
+        ("cudnn", {"capability": (7, 5)}, "compute capability 7.5 (only 8.0 and newer)"),
+        ("cudnn", {"positions": "alibi"}, "positions: alibi"),
+        ("cudnn", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
+        ("splash", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
+        ("splash", {"positions": "alibi"}, "positions: alibi"),
+        ("splash", {"seq": 100}, "seq: 100"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
+    usual = {"seq": 256, "segments": False, "capability": (9, 0)}
+    rows = usual | {name: value for name, value in asked.items() if name in usual}
+    cfg = settings(**{name: value for name, value in asked.items() if name not in usual})
+    assert attention.unsupported(kernel, PLAIN, **usual) is None
+    assert words in attention.unsupported(kernel, cfg, **rows)
+    assert attention.unsupported("xla", cfg, **rows) is None
+
+
+KERNELS = {
+    "`cudnn` on 8.x (A100)": ("cudnn", (8, 0)),
+    "`cudnn` on 9.0 (H100, H200)": ("cudnn", (9, 0)),
+    "`cudnn` on 10.0 (B200)": ("cudnn", (10, 0)),
+    "`splash`": ("splash", ()),
+}
+ASKED = {
+    "`data.packing: documents`, and padding": {"segments": True},
+    "`model.sliding_window`": {"sliding_window": 64},
+    "`model.attention_chunk`": {"attention_chunk": 128},
+    "`model.attention_sinks`": {"attention_sinks": True},
+    "`model.attention_softcap`": {"attention_softcap": 30.0},
+    "`model.positions: alibi`": {"positions": "alibi"},
+    "`model.head_dim` above 128, up to 256": {"head_dim": 256},
+    "`model.head_dim` that is not a multiple of 8": {"head_dim": 100},
+    "`model.compute_dtype: float32`": {"compute_dtype": "float32"},
+    "`model.attention_scores_dtype: bfloat16`": {"attention_scores_dtype": "bfloat16"},
+    "`data.seq` that is not a multiple of 128": {"seq": 100},
+}
+
+
+def test_the_table_of_what_fused_kernels_can_do_is_in_the_documents():
+    def can(kernel, capability, asked):
+        rows = {"seq": 256, "segments": False} | {k: v for k, v in asked.items() if k in ("seq", "segments")}
+        cfg = settings(**{k: v for k, v in asked.items() if k not in rows})
+        return "no" if attention.unsupported(kernel, cfg, capability=capability, **rows) else "yes"
+
+    lines = [["asked", *KERNELS], ["---"] * (len(KERNELS) + 1)]
+    lines += [[asked, *(can(*kernel, changes) for kernel in KERNELS.values())] for asked, changes in ASKED.items()]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| ---", "|---").replace("--- |", "---|")
+    text = (Path(__file__).parents[3] / "docs" / "rules_reference.md").read_text(encoding="utf-8")
+    assert table in text, table
+
+
+def test_alibi_slopes_are_those_of_the_paper_and_of_bloom():
+    np.testing.assert_allclose(attention.alibi_slopes(8), 0.5 ** np.arange(1, 9))
+    np.testing.assert_allclose(attention.alibi_slopes(6), [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+
+
+@pytest.mark.parametrize(
+    ("seq", "head_dim", "itemsize", "block"),
+    [(8192, 128, 2, 1024), (8192, 64, 2, 1024), (2048, 256, 2, 512), (2048, 128, 4, 512), (1536, 128, 2, 768),
+     (640, 128, 2, 640), (128, 512, 2, 128)],
+)  # fmt: skip
+def test_splash_blocks_divide_the_sequence_and_fit_the_memory(seq, head_dim, itemsize, block):
+    assert attention.splash_block(seq, head_dim, itemsize) == block
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}])
+def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, changes):
+    _, back = jax.vjp(lambda *qkv: attention.attend(*qkv, segments, settings(**changes)), *qkv)
+    kept = [leaf for leaf in jax.tree.leaves(back) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert sorted(leaf.size for leaf in kept) == sorted(x.size for x in qkv)

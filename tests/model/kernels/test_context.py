@@ -1,0 +1,111 @@
+"""Attention over a split sequence, in each form and by each kernel, against attention on one device.
+
+Splash runs in Pallas's interpreter.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm import config
+from gspmd_lm.model.kernels import attention, context, splash
+from gspmd_lm.sharding import mesh, rules_file
+from gspmd_lm.sharding.annotate import placed_by
+from gspmd_lm.sharding.placement import MeshPlacement
+
+N, K = 4, 2
+
+
+def placement(form, kernel="xla", size=2):
+    rows = {"seq": "context", "heads": "tensor", "kv_heads": "tensor"}
+    raw = {"mesh": {"context": size, "tensor": 1}, "rules": rows, "context": form}
+    rules = dataclasses.replace(rules_file.from_dict(raw, "here.yaml"), attention={"cpu": kernel})
+    return MeshPlacement(rules, mesh.build(rules, jax.devices()[:size]))
+
+
+def arrays(B, T, H):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, weigh = (jax.random.normal(key, (B, T, n, H)) for key, n in zip(keys, (N, K, K, N), strict=True))
+    places = jnp.arange(T)[None]
+    cut = jnp.array([[T // 3], [T - 9]])[:B]
+    batch = {
+        "tokens": jnp.zeros((B, T), jnp.int32),
+        "segment_ids": jnp.where(places < cut, 1, 2),
+        "positions": jnp.where(places < cut, places, places - cut),
+    }
+    return (q, k, v), weigh, batch
+
+
+def settings(H, **changes):
+    usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": 8}
+    return config.Model(**(usual | changes))
+
+
+def both(cfg, place, qkv, weigh, batch):
+    """Results and gradients on one device, and as `place` has them, in the order of the text.
+
+    Besides, where each token stands that the step has dealt.
+    """
+
+    def split(qkv, weigh, batch):
+        with placed_by(place):
+            B, T = batch["tokens"].shape
+            batch = context.dealt(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))})
+            order = batch.get("places", batch["at"])[0]
+            back = jnp.argsort(order)
+            function = functools.partial(context.attend, batch=batch, cfg=cfg, interpret=True)
+            out, pull = jax.vjp(function, *(x[:, order] for x in qkv))
+            found = (out, *pull(weigh[:, order]))
+            return [x[:, back] for x in found], batch["at"]
+
+    def whole(qkv, weigh, batch):
+        out, pull = jax.vjp(
+            lambda *qkv: attention.attend(*qkv, batch.get("segment_ids"), cfg, batch["positions"]), *qkv
+        )
+        return (out, *pull(weigh))
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(whole)(qkv, weigh, batch), jax.jit(split)(qkv, weigh, batch)
+
+
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize(("packed", "blocks"), [(True, 1), (False, 8)])
+def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, blocks, monkeypatch):
+    """Two devices of 256 tokens each; with blocks of 128, a backward pass takes one block of keys at a time, or all."""
+    monkeypatch.setattr(attention, "SPLASH_BLOCK_BYTES", 1)
+    monkeypatch.setattr(splash, "MOST_BLOCKS", blocks)
+    qkv, weigh, batch = arrays(1, 512, 128)
+    if not packed:
+        del batch["segment_ids"]
+    want, (got, at) = both(settings(128), placement(form, "splash"), qkv, weigh, batch)
+    order = np.arange(512) if form == "ulysses" else np.r_[:128, 384:512, 128:384]
+    np.testing.assert_array_equal(at, order[None])
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
+    """Twice the length takes less than twice the memory, and with gathered keys and XLA's scores four times.
+
+    In a loop over layers, a compiler may make once what all layers share, such as masks.
+    """
+    taken = {}
+    for form in ("ring", "gather"):
+        for T in (2048, 4096):
+            qkv, weigh, batch = arrays(1, T, 8)
+            place = placement(form)
+
+            def loss(qkv, layers, batch, place=place, weigh=weigh):
+                with placed_by(place):
+                    batch, (q, k, v) = context.dealt(batch), qkv
+                    layer = jax.checkpoint(lambda q, w: (context.attend(w * q, k, v, batch, settings(8)), None))
+                    return (jax.lax.scan(layer, q, layers)[0] * weigh).sum()
+
+            one = jax.jit(jax.grad(loss)).lower(qkv, jnp.ones(3), batch).compile()
+            taken[form, T] = one.memory_analysis().temp_size_in_bytes
+    assert taken["ring", 4096] < 1.9 * taken["ring", 2048]
+    assert taken["gather", 4096] > 3.5 * taken["gather", 2048]

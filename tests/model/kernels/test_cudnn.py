@@ -1,0 +1,203 @@
+"""What cuDNN's attention is given, and what is made of what it gives. Its calls are computed on the CPU.
+
+They are computed by plain products as the kernels do it: from what they are given, and no more of the result is written
+than a document has.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from einops import rearrange, repeat
+from jax._src.cudnn import fused_attention_stablehlo as kernels
+from jax.interpreters import mlir
+from test_context import arrays, both, placement, settings
+
+from benchmarks import on_device
+from gspmd_lm.errors import InputError
+from gspmd_lm.model.kernels import attention, blocks, documents
+
+CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
+SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
+
+
+def forward(scale, mask, window, q, k, v, _, *packed):
+    at, keys_at, exist, keys_exist = where(q, k, *packed[:4])
+    s, seen = scores(scale, mask, window, flat(q)[at], wide(k, q)[keys_at], exist, keys_exist)
+    sums = jax.nn.logsumexp(jnp.where(seen, s, -jnp.inf), -1)
+    out = jnp.einsum("dnts,dsnh->dtnh", shares(s, seen, sums), wide(v, q)[keys_at])
+    return in_rows(out, at, exist, q), jnp.where(exist[:, None], sums, jnp.nan)
+
+
+def backward(scale, mask, window, q, k, v, _, *others):
+    """From the sums and the result that it is given."""
+    *packed, sums, out, dout = others
+    at, keys_at, exist, keys_exist = where(q, k, *packed[:4])
+    q_, out, dout, k_, v_ = *(flat(x)[at] for x in (q, out, dout)), *(wide(x, q)[keys_at] for x in (k, v))
+    s, seen = scores(scale, mask, window, q_, k_, exist, keys_exist)
+    p, off = shares(s, seen, sums), jnp.einsum("dtnh,dtnh->dnt", out, dout)[..., None]
+    ds = scale * p * (jnp.einsum("dtnh,dsnh->dnts", dout, v_) - off)
+    dkv = jnp.einsum("dnts,dtnh->dsnh", ds, q_), jnp.einsum("dnts,dtnh->dsnh", p, dout)
+    dkv = (rearrange(x, "d s (k g) h -> d s k g h", k=k.shape[2]).sum(3) for x in dkv)
+    dq = in_rows(jnp.einsum("dnts,dsnh->dtnh", ds, k_), at, exist, q)
+    return dq, *(in_rows(x, keys_at, keys_exist, k) for x in dkv)
+
+
+def where(q, k, lengths, key_lengths, begins, key_begins):
+    """Where the queries [D, T] and keys [D, S] of each document lie, counted through all rows; which of them exist."""
+
+    def tokens(x, lengths, begins):
+        B, T, heads, size = x.shape
+        if not lengths.size:  # each row is one
+            return jnp.arange(B * T).reshape(B, T), jnp.ones((B, T), bool)
+        at = jnp.arange(T)
+        return begins.ravel()[: lengths.size, None] // (heads * size) + at, at < lengths.reshape(-1, 1)
+
+    (at, exist), (keys_at, keys_exist) = tokens(q, lengths, begins), tokens(k, key_lengths, key_begins)
+    return at, keys_at, exist, keys_exist
+
+
+def scores(scale, mask, window, q, k, exist, keys_exist):
+    """[D, N, T, S], and which of them count."""
+    T, S = q.shape[1], k.shape[1]
+    ahead = jnp.arange(T)[:, None] - jnp.arange(S)
+    seen = (ahead >= 0) & (ahead < (window or T)) if mask in CAUSAL else jnp.ones((T, S), bool)
+    return scale * jnp.einsum("dtnh,dsnh->dnts", q, k), seen & (exist[:, :, None] & keys_exist[:, None])[:, None]
+
+
+def shares(s, seen, sums):
+    return jnp.where(seen, jnp.exp(jnp.where(seen, s - sums[..., None], 0)), 0)
+
+
+def flat(x):
+    return x.reshape(-1, *x.shape[2:])
+
+
+def wide(x, q):
+    return flat(repeat(x, "b s k h -> b s (k g) h", g=q.shape[2] // x.shape[2]))
+
+
+def in_rows(x, at, exist, like):
+    rows = jnp.full_like(flat(like), jnp.nan)
+    return rows.at[jnp.where(exist, at, len(rows))].set(x, mode="drop").reshape(like.shape)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(pass, mask, window) of each call that is compiled."""
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91200)
+    found = []
+    for name, plain in (("fwd", forward), ("bwd", backward)):
+
+        def lowered(*args, name=name, plain=plain, mask_type, sliding_window_length, scale, **_):
+            found.append((name, mask_type.name, sliding_window_length))
+            exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+            results, dtype = plain(scale, mask_type, sliding_window_length, *exact), args[0].dtype
+            dtypes = (dtype, jnp.float32) if name == "fwd" else (dtype,) * 3
+            return [x.astype(to) for x, to in zip(results, dtypes, strict=True)]
+
+        primitive = getattr(kernels, f"_dot_product_attention_{name}_p")
+        mlir.register_lowering(primitive, mlir.lower_fun(lowered, multiple_results=True), platform="cpu")
+    return found
+
+
+def packed_rows():
+    """Documents of one token and of many, padding at the end of a row, and a row that is one document."""
+    row = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], [1, 3, 1, 6, 5, 2, 1, 5])
+    return jnp.array([row, np.ones(24), np.repeat([1, 2, 3], [8, 15, 1])], jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "packed", "at_once"),
+    [
+        ({"sliding_window": 7, "query_scale": 0.2}, False, 0),
+        ({"sliding_window": 7}, True, 3),
+        ({"attention_sinks": True, "sliding_window": 2}, True, 5),
+    ],
+)
+def test_cudnn_computes_what_xla_does(packed, at_once, changes, calls, monkeypatch):
+    """The rows have 12 documents: more than two calls take, or fewer than one."""
+    monkeypatch.setattr(documents, "AT_ONCE", at_once)
+    qkv, weigh, _ = arrays(3, 24, 8)
+    segments, cfg = packed_rows() if packed else None, settings(8, **changes)
+
+    def xla(q, k, v, sinks_N):
+        return attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N)
+
+    def fused(*arguments):
+        return attention.fused(*arguments, segments, kernel="cudnn", cfg=cfg)
+
+    @jax.jit
+    def both():
+        found = [jax.vjp(function, *qkv, SINKS) for function in (fused, xla)]
+        return [(out, *pull(weigh)) for out, pull in found]
+
+    with jax.default_matmul_precision("highest"):
+        got, want = both()
+    mask, window = "PADDING_CAUSAL" if packed else "CAUSAL", changes["sliding_window"]
+    assert {*calls} == {("fwd", mask, window), ("bwd", mask, window)}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert got[4].any() == cfg.attention_sinks
+
+
+def test_a_window_is_jaxs_own_of_one_key_less():
+    """Where jax is asked for a window it tells cuDNN this length, and masks so without cuDNN."""
+    (q, k, v), *_ = arrays(1, 24, 8)
+
+    @jax.jit
+    def both():
+        ours = attention.attend(q, k, v, None, settings(8, sliding_window=7))
+        return ours, jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(6, 0))
+
+    np.testing.assert_allclose(*both(), atol=1e-6)
+
+
+def test_keeping_the_output_spares_the_second_forward_pass(monkeypatch):
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91200)
+    qkv, _, _ = arrays(3, 24, 8)
+
+    def forward_passes(policy):
+        call = functools.partial(attention.fused, kernel="cudnn", cfg=settings(8))
+        block = jax.checkpoint(lambda *qkv: call(*qkv, SINKS, packed_rows()).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(block, (0, 1, 2)))(*qkv)).count("= dot_product_attention_fwd[")
+
+    policies = jax.checkpoint_policies
+    assert forward_passes(policies.save_only_these_names("attention_out")) == 1
+    assert forward_passes(policies.nothing_saveable) == 2
+
+
+@pytest.mark.slow
+def test_the_comparison_that_cards_run_tells_right_from_wrong(calls, monkeypatch):
+    monkeypatch.setattr(on_device, "ATTENTION", {"plain": {"head_dim": 8}})
+    found = on_device.kernel_cases("cudnn", (9, 0), T=64)
+    assert [row["packed"] for row in found] == [False, True, True] and all(row["right"] for row in found)
+    monkeypatch.setattr(blocks, "shared", lambda ids, _: documents.runs(ids))
+    assert [row["right"] for row in on_device.kernel_cases("cudnn", (9, 0), T=64)] == [True, True, False]
+
+
+def test_more_numbers_than_cudnn_counts_are_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91200)
+    q, k = (jax.ShapeDtypeStruct((2, 2**18, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    call = functools.partial(attention.fused, kernel="cudnn", cfg=settings(128))
+    with pytest.raises(
+        InputError, match=r"2 rows of 262144 tokens with 32 heads of 128 numbers.*(.|\n)*fix   use more microbatches"
+    ):
+        jax.eval_shape(call, q, k, k, SINKS, jax.ShapeDtypeStruct((2, 2**18), jnp.int32))
+
+
+@pytest.mark.parametrize(("form", "packed"), [("ring", False), ("ring", True), ("ulysses", True)])
+def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, packed, calls):
+    """Four devices in a ring: some turns stand in a loop. Key heads under ulysses allow for two."""
+    qkv, weigh, batch = arrays(2, 64, 8)
+    if not packed:
+        del batch["segment_ids"]
+    size = 4 if form == "ring" else 2
+    want, (got, _) = both(settings(8), placement(form, "cudnn", size), qkv, weigh, batch)
+    plain, causal = ("PADDING", "PADDING_CAUSAL") if packed else ("NO_MASK", "CAUSAL")
+    masks = [causal, plain] if form == "ring" else [causal]
+    assert {*calls} == {(name, mask, None) for name in ("fwd", "bwd") for mask in masks}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)

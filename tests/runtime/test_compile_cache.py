@@ -1,0 +1,98 @@
+"""The compile cache: found again, kept small, repaired; no flipped bit in it is ever run."""
+
+import os
+
+import pytest
+
+from gspmd_lm.errors import InputError
+from gspmd_lm.runtime import compile_cache
+from tests.launched import launch, output
+
+
+def test_the_cache_is_found_again_and_repairs_itself(tmp_path):
+    code = """
+import jax, jax.numpy as jnp
+from gspmd_lm import compile_cache, runtime
+runtime.start(platform="cpu", simulated_devices=2)
+cache = compile_cache.enable()
+def double(x): return x * 2
+def square(x): return x @ x
+for size in (2, 3):
+    for function in (double, square):
+        jax.jit(function).lower(jax.ShapeDtypeStruct((size, size), jnp.float32)).compile()
+print(cache.hits, cache.misses, cache.saved_s >= 0)
+"""
+    env = {"GSPMD_LM_CACHE": str(tmp_path)}
+    assert output(launch(code, **env))[0] == "0 4 True\n"
+    entries = sorted((tmp_path / "compile").glob("*-cache"))
+    assert len(entries) == 4
+    assert output(launch(code, **env)) == ("4 0 True\n", "")
+    for entry in entries:
+        data = bytearray(entry.read_bytes())
+        if "double" in entry.name:  # both sizes
+            entry.write_bytes(data[: len(data) // 2])
+        elif entry == entries[-1]:  # one of the two sizes, and the other goes with it
+            data[len(data) // 2] ^= 0xFF
+            entry.write_bytes(data)
+    out, err = output(launch(code, PYTHONWARNINGS="ignore", **env))
+    hits, misses, _ = out.split()
+    assert int(hits) + int(misses) == 4
+    assert int(misses) >= 3
+    assert "entries of jit_square could not be read and are made anew" in err
+    assert "Error reading" not in err
+    output(launch(code, **env))  # an entry that went with a damaged one, after it had been read, is made again
+    assert output(launch(code, **env)) == ("4 0 True\n", "")
+
+
+def test_the_cache_keeps_the_entries_used_last(tmp_path):
+    for age, name in enumerate(["new-cache", "middle-cache", "old-cache"]):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    os.utime(tmp_path / "old-cache", (2000, 100))  # read since
+    compile_cache._trim(tmp_path, 250)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["new-cache", "old-cache"]
+    compile_cache._trim(tmp_path, 250)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_cache_folder_that_cannot_be(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"file.compile: the compile cache cannot be written(.|\n)*GSPMD_LM_CACHE"):
+        compile_cache.enable()
+
+
+FLIPS = """
+import logging, os, random, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from gspmd_lm import compile_cache
+jax.config.update("jax_platforms", "cpu")
+logging.disable(logging.CRITICAL)
+cache = compile_cache.enable()
+x = jnp.arange(64.0).reshape(8, 8) / 10
+def computed():
+    jax.clear_caches()
+    def program(x):
+        return jnp.sin(x @ x).sum() + jnp.exp(-x).mean()
+    return float(jax.jit(program)(x))
+expected = computed()
+(entry,) = Path(cache.directory).glob("jit_program-*-cache")
+whole, draw, rebuilt = entry.read_bytes(), random.Random({seed}), 0
+for _ in range({count}):
+    damaged, bit = bytearray(whole), draw.randrange(8 * len(whole))
+    damaged[bit // 8] ^= 1 << bit % 8
+    entry.write_bytes(damaged)
+    assert computed() == expected, bit
+    rebuilt += entry.read_bytes() != damaged
+    entry.write_bytes(whole)
+print("zstandard" in sys.modules, rebuilt)
+"""
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_no_flipped_bit_in_an_entry_is_run(tmp_path, count):
+    """With zstandard installed, with which jax would compress entries without a checksum."""
+    out, _ = output(launch(FLIPS.format(seed=count, count=count), GSPMD_LM_CACHE=str(tmp_path)), 900)
+    installed, rebuilt = out.split()
+    assert installed == "True" and int(rebuilt) >= 0.95 * count

@@ -1,0 +1,141 @@
+"""Whole runs, as people start them: the README's command, several processes, many runs in a row, the wheel."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from gspmd_lm import cli
+from tests.launched import free_port
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = [
+    "--config=bench_4m",
+    *(f"--set={item}" for item in ("model.layers=1", "model.embed=64", "model.mlp=128", "data.batch=8", "data.seq=32")),
+    "--set=train.log_every=1",
+    "--set=train.trackers=[]",
+]
+
+
+def start(*flags, **environment):
+    return subprocess.Popen(
+        [sys.executable, "main.py", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def finish(process, timeout_s=300):
+    output, _ = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, output
+    return output
+
+
+def here(*flags):
+    """Runs a command in this process, which has eight devices."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", *flags])
+    assert not end.value.code
+
+
+def losses(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_the_command_of_the_readme(tmp_path):
+    command = re.search(r"python main.py (--rules=\S+)", (ROOT / "README.md").read_text())
+    assert command
+    output = finish(start(command[1], "--steps=2", f"--workdir={tmp_path}/run"))
+    lines = output.splitlines()
+    first_step = next(at for at, line in enumerate(lines) if line.startswith("step"))
+    assert first_step <= 40
+    assert f"{tmp_path}/run" in output and "held-out loss" in output
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
+    port = free_port()
+    flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=4"]
+    together = [
+        start(*flags, f"--workdir={tmp_path}/two", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
+              f"--process_id={i}")
+        for i in range(2)
+    ]  # fmt: skip
+    first, second = (finish(process) for process in together)
+    assert "step 4/4" in first
+    assert "step" not in re.sub(r"\[Gloo\].*", "", second)  # only the first process speaks
+    here(*flags, f"--workdir={tmp_path}/one")
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert len(two) == len(one) == 4
+    assert max(abs(a - b) for a, b in zip(two, one, strict=True)) < 1e-5
+
+    # What two processes saved, one goes on with.
+    here(*flags[:-2], "--rules=tp8", "--steps=6", f"--workdir={tmp_path}/two")
+    assert len(losses(tmp_path / "two")) == 6
+
+
+@pytest.mark.parametrize(
+    "given, differences",
+    [
+        (
+            (["--set=optimizer.b1=0.8", "--mesh=fsdp=4,tensor=2"], ["--set=optimizer.b1=0.9"]),
+            [
+                "config.optimizer.b1: 0.8 in process 0, 0.9 in",
+                'rules.mesh: [["fsdp", 4], ["tensor", 2]] in process 0, [',
+            ],
+        ),
+        ((["--set=data.source=~/text.txt", "--set=data.held_out=0.0"],) * 2, ["data: "]),
+    ],
+)
+def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_path, given, differences):
+    port, started = free_port(), []
+    for i, flags in enumerate(given):
+        home = tmp_path / str(i)  # each has another text by the same name
+        home.mkdir()
+        (home / "text.txt").write_text("".join(f"text {n} of {i}\n" for n in range(500)))
+        own = {"HOME": str(home), "GSPMD_LM_CACHE": str(home / "cache")}
+        where = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={i}"]
+        flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=2", f"--workdir={tmp_path}/run", *flags, *where]
+        started.append(start(*flags, **own))
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [2, 2], outputs
+    for output in outputs:
+        assert "the processes of this run were given different inputs" in output
+        assert all(difference in output for difference in differences)
+        assert "step " not in output and "Traceback" not in output
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_twenty_runs_on_two_mesh_axes_survive(tmp_path):
+    """Simulated devices on few cores can deadlock where threads are too few; see runtime/startup.py."""
+    for run in range(20):
+        output = finish(start(*SMALL, "--rules=dp2_tp4", "--steps=200", f"--workdir={tmp_path}/{run}"))
+        assert "step 200/200" in output
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_rules_and_configs(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", f"--outdir={tmp_path}", str(ROOT)], check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("gspmd_lm-*.whl")
+    venv.create(tmp_path / "venv", with_pip=True)
+    bin_folder = tmp_path / "venv/bin"
+    subprocess.run([bin_folder / "pip", "install", "-q", wheel], check=True, capture_output=True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run = subprocess.run(
+        [bin_folder / "gspmd-lm", "--rules=tp8.yaml", "--steps=2"], cwd=empty, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert list(empty.glob("runs/tiny-tp8-*/metrics.jsonl"))

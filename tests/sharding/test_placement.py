@@ -1,0 +1,69 @@
+"""Sums over the pieces of a split: the same numbers wherever the result lives."""
+
+import jax
+import numpy as np
+import pytest
+
+from gspmd_lm.sharding import mesh, rules_file
+from gspmd_lm.sharding.annotate import Spec, Split
+from gspmd_lm.sharding.placement import MeshPlacement
+from tests.launched import launch, output
+
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+# What is summed over, and the mesh axes of the two dimensions of the result, outermost first.
+CASES = [
+    (("fsdp",), ["fsdp"], None), (("fsdp",), None, ["tensor", "fsdp"]), (("fsdp",), ["fsdp", "tensor"], None),
+    (("fsdp",), ["fsdp", "tensor", "data"], None), (("fsdp",), ["data"], ["tensor"]),
+    (("data", "fsdp"), ["fsdp", "data"], None), (("data", "fsdp"), ["data", "fsdp"], ["tensor"]),
+    (("data", "fsdp"), ["data", "tensor", "fsdp"], None), (("data", "fsdp"), ["fsdp"], ["tensor", "data"]),
+    (("tensor",), ["tensor", "data"], ["fsdp"]), (("data", "fsdp", "tensor"), ["tensor", "fsdp"], None),
+    ((), ["data"], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize(("over", "embed", "mlp"), CASES)
+def test_a_sum_is_the_same_wherever_it_lives(over, embed, mlp, platform, monkeypatch):
+    """Whole numbers, so that no order of adding changes anything, and all different, so that no block can move."""
+    found = rules_file.from_dict({"mesh": SIZES, "optimizer": {"embed": embed, "mlp": mlp}}, "here.yaml")
+    assert not found.problems
+    monkeypatch.setattr(MeshPlacement, "platform", platform)
+    placement = MeshPlacement(found, mesh.build(found, jax.devices()))
+    pieces = 2 ** len(over)
+    partials = np.random.default_rng(0).permutation(pieces * 16 * 8).astype(np.float32).reshape(pieces, 16, 8)
+    home = Spec("w_up", ("embed", "mlp"), "optimizer")
+    total = jax.jit(lambda x: placement.total(x, Split(over, pieces), home))(partials)
+    assert total.sharding.is_equivalent_to(placement.sharding("optimizer", "w_up", ("embed", "mlp"), (16, 8)), 2)
+    np.testing.assert_array_equal(total, partials.sum(0))
+
+
+TOTAL = """
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import compiler, mesh, rules_file, runtime
+from gspmd_lm.hardware import target
+from gspmd_lm.sharding.placement import MeshPlacement
+from gspmd_lm.sharding.annotate import Spec, Split
+
+devices = target.devices(target.parse("v5p:2x2x2"))
+rules = rules_file.from_dict({"mesh": {"fsdp": 8}, "optimizer": {"embed": "fsdp"}}, "here.yaml")
+placement = MeshPlacement(rules, mesh.build(rules, devices))
+options = compiler.options("tpu", {}, "here.yaml", devices[0].device_kind)
+sums = jax.sharding.NamedSharding(placement.mesh, jax.sharding.PartitionSpec("fsdp"))
+for axes, rows, columns in CASES:
+    home = Spec("w_down", axes, "optimizer")
+    total = jax.jit(lambda x, y: placement.total(jnp.einsum("retm,retd->remd", x, y), Split(("fsdp",), 8), home))
+    x, y = (jax.ShapeDtypeStruct((8, 4, 256, size), "bfloat16", sharding=sums) for size in (rows, columns))
+    text = total.lower(x, y).compile(compiler_options=options).as_text()
+    print("reduce-scatter(" in text, "all-reduce(" in text)
+"""
+COLUMNS, ROWS = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
+
+
+def test_a_tpu_gives_each_device_only_its_piece_of_a_sum():
+    """However long the piece is that a device keeps of an expert's columns, or of its rows."""
+    cases = [(COLUMNS, 512, 8 * size) for size in (64, 128, 384)] + [(ROWS, 8 * size, 512) for size in (8, 16, 24)]
+    launched = launch(TOTAL.replace("CASES", repr(cases)), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    printed, errors = output(launched)
+    assert printed.splitlines() == ["True False"] * len(cases), errors

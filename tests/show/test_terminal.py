@@ -1,0 +1,92 @@
+"""The terminal page: golden texts, what fits a screen, and that nothing from a file is taken for markup."""
+
+import io
+import re
+
+import pytest
+import sample
+from recorded import same_as_recorded
+from rich.console import Console
+
+from gspmd_lm.show import terminal
+
+REPORTS = {"fits": [sample.LLAMA], "refused": [sample.REFUSED], "cpu": [sample.CPU],
+           "side by side": [sample.LLAMA, sample.REFUSED, sample.FSDP]}  # fmt: skip
+
+
+def shown(reports, width=80, colours=None):
+    out = io.StringIO()
+    terminal.show(reports, Console(file=out, width=width, color_system=colours, force_terminal=colours is not None))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("title", REPORTS)
+def test_pages(title, width):
+    same_as_recorded("explain.txt", f"{title}, {width} columns", shown(REPORTS[title], width))
+
+
+@pytest.mark.parametrize("title", REPORTS)
+def test_paragraphs(title):
+    same_as_recorded("explain.txt", f"{title}, one paragraph", "\n".join(map(terminal.paragraph, REPORTS[title])))
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+@pytest.mark.parametrize("found", [sample.LLAMA, sample.FSDP, sample.REFUSED, sample.CPU, sample.SLICES])
+def test_a_layout_fits_a_screen(found, width):
+    lines = shown([found], width).splitlines()
+    assert len(lines) < 50 and max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("found", [sample.LLAMA, sample.CPU, sample.SLICES])
+def test_no_column_is_cut_off(found):
+    page = shown([found]).splitlines()
+    first = next(i for i, line in enumerate(page) if line.endswith(" laps"))
+    last = next(i for i, line in enumerate(page) if i > first and (not line or line.startswith("  and ")))
+    assert [line for line in page[first + 1 : last] if re.search(r" (yes|no)$", line)]
+    for line in page[first + 1 : last]:
+        assert re.search(r" (yes|no)$", line) or not re.search(r" [kMG]?B ", line), line
+
+
+def test_a_narrow_console_is_not_overrun():
+    assert max(map(len, shown([sample.LLAMA], 50).splitlines())) <= 50
+    assert max(map(len, shown(REPORTS["side by side"], 50).splitlines())) <= 50
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_collectives_that_are_not_shown_are_counted(width):
+    """What the rows and the last line say adds up to all that is sent, within the rounding of each."""
+    page = shown([sample.LLAMA], width)
+    rows = re.findall(r"^  (?:windowed|all-|reduce-).*? ([\d.]+) ([GMk]?B) ", page, re.M)
+    rest, unit = re.findall(r"and \d+ more, ([\d.]+) ([GMk]?B)", page)[0]
+    scale = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}
+    total = sum(float(size) * scale[unit] for size, unit in [*rows, (rest, unit)])
+    assert len(rows) >= 4 and total == pytest.approx(sample.LLAMA.sent_bytes, abs=0.05e9 * (len(rows) + 1))
+
+
+def test_several_are_ranked_and_the_best_marked():
+    page = shown(REPORTS["side by side"])
+    assert page.splitlines()[0].split() == ["fsdp", "fsdp_tp", "tp8"]
+    assert "13.1 s*" in page and "14.9 s*" not in page
+
+
+def test_more_layouts_than_columns():
+    page = shown([sample.LLAMA, sample.FSDP] * 4, 80)
+    heads = [line.split() for line in page.splitlines() if line.split() and set(line.split()) <= {"fsdp", "fsdp_tp"}]
+    assert len(heads) > 1 and sum(map(len, heads)) == 8
+
+
+def test_text_from_files_is_no_markup():
+    page = re.sub(r"\s+", "", shown([sample.SLICES], 120))
+    assert re.sub(r"\s+", "", sample.HOSTILE) in page
+
+
+def test_colours_say_nothing_that_the_text_does_not():
+    coloured = shown([sample.REFUSED], colours="truecolor")
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).count("does not fit") == shown([sample.REFUSED]).count("does not fit")
+    assert "\x1b[" in coloured
+
+
+def test_a_paragraph_is_one_line():
+    for found in (sample.LLAMA, sample.CPU, sample.REFUSED):
+        assert "\n" not in terminal.paragraph(found)

@@ -1,0 +1,178 @@
+"""The lock of a workdir: one run at a time, on a file system and on an object store."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import filelock
+import fsspec
+import pytest
+from etils import epath
+
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.workdir import lock
+
+HOLD = """
+import sys, time
+from etils import epath
+from gspmd_lm import lock
+with lock.held(epath.Path(sys.argv[1]), print):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of tmp_path."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_is_refused_and_told_who_holds_it(holder, tmp_path):
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InputError) as error, lock.held(epath.Path(tmp_path), print):
+        pass
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path}: process {holder.pid} on {os.uname().nodename}, since 20")
+    assert message.endswith("is writing there\n  fix   wait for it or stop it, or give another --workdir")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_lock_of_a_dead_process_is_taken_over_and_said(holder, tmp_path):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    said = []
+    with lock.held(epath.Path(tmp_path), said.append):
+        assert json.loads((tmp_path / "lock.json").read_text())["process"] == os.getpid()
+    assert said[0].startswith(f"{tmp_path}: the lock of process {holder.pid} on {os.uname().nodename}, since 20")
+    assert said[0].endswith(", is taken over: that process is gone")
+    assert not (tmp_path / "lock.json").exists()
+    with lock.held(epath.Path(tmp_path), said.append):
+        assert len(said) == 1
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """An object store in memory whose locks beat fast."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    store = fsspec.filesystem("memory")
+    store.makedirs("/run", exist_ok=True)
+    yield store
+    with contextlib.suppress(FileNotFoundError):
+        store.rm("/run", recursive=True)
+
+
+URL = "memory:///run/lock.json"
+
+
+def test_on_a_store_a_living_run_keeps_its_lock(store):
+    said = []
+    with lock._Beating(URL, said.append):
+        first = json.loads(store.cat_file("/run/lock.json"))
+        with pytest.raises(InputError, match="is writing there"), lock._Beating(URL, said.append):
+            pass
+        assert json.loads(store.cat_file("/run/lock.json"))["beat"] > first["beat"]
+    assert len(said) == 1 and "holds the lock; waiting until it ends or is silent" in said[0]
+    assert not store.exists("/run/lock.json")
+
+
+def test_on_a_store_a_start_waits_for_the_run_before_it(store):
+    said, entered = [], []
+    first = lock._Beating(URL, said.append)
+    first.__enter__()
+
+    def second():
+        with lock._Beating(URL, said.append):
+            entered.append(time.monotonic())
+
+    waiting = threading.Thread(target=second)
+    waiting.start()
+    time.sleep(0.3)
+    left = time.monotonic()
+    first.__exit__()
+    waiting.join(180)
+    assert entered and entered[0] >= left and len(said) == 1
+
+
+def test_on_a_store_a_silent_lock_is_taken_over(store):
+    dead = {"process": 7, "host": "elsewhere", "since": "yesterday", "token": "x", "beat": time.time() - 2}
+    store.pipe_file("/run/lock.json", json.dumps(dead).encode())
+    said = []
+    with lock._Beating(URL, said.append):
+        assert json.loads(store.cat_file("/run/lock.json"))["process"] == os.getpid()
+    assert "the lock of process 7 on elsewhere, since yesterday, is taken over: it was silent" in said[-1]
+
+
+def test_on_a_store_a_silent_lock_is_taken_over_whatever_it_says(store):
+    ahead = {"process": 7, "host": "elsewhere", "since": "tomorrow", "token": "x", "beat": time.time() + 3600}
+    for written in (json.dumps(ahead).encode(), b"", b"{\xff", b"[]"):
+        store.pipe_file("/run/lock.json", written)
+        said = []
+        with lock._Beating(URL, said.append):
+            assert json.loads(store.cat_file("/run/lock.json"))["process"] == os.getpid()
+        who = "process 7 on elsewhere, since tomorrow," if b"7" in written else "a process that left no name"
+        assert f"{who} holds the lock; waiting" in said[0] and f"the lock of {who} is taken over" in said[-1]
+
+
+def test_on_a_store_a_run_that_lost_its_lock_stops(store):
+    with lock._Beating(URL, print) as held:
+        held.check()
+        other = held.mine | {"token": "another", "process": 9, "host": "there"}
+        store.pipe_file("/run/lock.json", json.dumps(other).encode())
+        held.thread.join(180)
+        with pytest.raises(RunFailed, match="taken over by process 9 on there"):
+            held.check()
+    assert store.exists("/run/lock.json")  # it is the other one's
+
+
+def test_on_a_store_a_run_that_ends_leaves_a_lock_that_is_not_its_own(store, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_S", 3600.0)  # it ends before it can notice
+    with lock._Beating(URL, print) as held:
+        store.pipe_file("/run/lock.json", json.dumps(held.mine | {"token": "another"}).encode())
+    assert not held.lost and json.loads(store.cat_file("/run/lock.json"))["token"] == "another"
+
+
+def test_on_a_store_a_living_run_whose_clock_is_behind_keeps_its_lock(store, monkeypatch):
+    now_s = [0.0]
+
+    def sleep(seconds):
+        """Time goes by, and every BEAT_S the holder writes what its own clock says."""
+        before, now_s[0] = now_s[0] // lock.BEAT_S, now_s[0] + seconds
+        if now_s[0] // lock.BEAT_S > before:
+            beat()
+
+    def beat():
+        store.pipe_file("/run/lock.json", json.dumps({"process": 7, "beat": now_s[0] - 100 * lock.STALE_S}).encode())
+
+    clock = types.SimpleNamespace(monotonic=lambda: now_s[0], time=lambda: now_s[0], sleep=sleep)
+    monkeypatch.setattr(lock, "time", clock)
+    beat()
+    with pytest.raises(InputError, match=r"process 7 on .* is writing there"), lock._Beating(URL, print):
+        pass
+    assert now_s[0] > lock.STALE_S and b'"process": 7' in store.cat_file("/run/lock.json")
+
+
+def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "STALE_S", 0.5)
+
+    def cannot(self, *args, **kwargs):
+        raise NotImplementedError
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", cannot)
+    with lock.held(epath.Path(tmp_path), print) as check:
+        check()
+        with pytest.raises(InputError, match="is writing there"), lock.held(epath.Path(tmp_path), print):
+            pass
+    assert not (tmp_path / "lock.json").exists()
