@@ -38,14 +38,14 @@ def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
     from gspmd_lm.foresight import explain, report
     from gspmd_lm.plan import fits
-    from gspmd_lm.show import page, terminal
+    from gspmd_lm.show import comparison
 
     export = Path(values.export) if values.export else None
     found = explain.reports(config, rules, target, outputs.say, export, values.phase)
     found = fits.with_fixes(config, found, rules, target)
-    terminal.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    comparison.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     if values.json:
         files.replace(Path(values.json), json.dumps(report.to_json(found), indent=1) + "\n")
     if values.html:
-        files.replace(Path(values.html), page.render(found, outputs.command_line(sys.argv[1:])))
+        files.replace(Path(values.html), comparison.page(found, outputs.command_line(sys.argv[1:])))
     return 0

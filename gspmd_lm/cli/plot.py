@@ -10,7 +10,7 @@ from rich.console import Console
 from gspmd_lm import files
 from gspmd_lm.cli import outputs
 from gspmd_lm.errors import InputError
-from gspmd_lm.show import run_page, run_table
+from gspmd_lm.show import run as shown
 from gspmd_lm.workdir import history
 
 PAGE = "plot.html"  # in the workdir of a single run
@@ -24,8 +24,8 @@ def run(values: flags.FlagValues, folders: Sequence[str]) -> int:
     runs = history.read(folders)
     where = values.html or _beside(folders)
     outputs.check((where,))
-    run_table.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
-    files.replace(Path(where), run_page.render(runs, outputs.command_line(sys.argv[1:])))
+    shown.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    files.replace(Path(where), shown.page(runs, outputs.command_line(sys.argv[1:])))
     Console(highlight=False).print(f"wrote {where}", soft_wrap=True, markup=False)
     return 0
 

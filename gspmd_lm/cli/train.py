@@ -24,7 +24,8 @@ from gspmd_lm.infer.samples import Writer
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes
 from gspmd_lm.sharding.rules import Problem
-from gspmd_lm.show import terminal
+from gspmd_lm.show import comparison
+from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import loop, state, step
 from gspmd_lm.train.programs import Foresee, Foreseen, Programs
 from gspmd_lm.train.step import Step
@@ -168,13 +169,13 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
         found = explain.report(built.config, built.rules, here, built.arrays, problems, program)
         if not found.memory.fits:
             page = io.StringIO()
-            terminal.show([found], Console(file=page, width=120))
+            comparison.show([found], Console(file=page, width=120))
             raise InputError(
                 f"{page.getvalue()}the layout does not fit, and nothing was started\n"
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
         return Foreseen(
-            terminal.paragraph(found),
+            paragraph(found),
             found.prediction.step_time_s if found.prediction else None,
             found.memory.peak_bytes,
             here.chip and here.chip.peak_bf16_flops_per_s,
