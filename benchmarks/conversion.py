@@ -94,7 +94,7 @@ def main() -> None:
             "cp": ["cp", "-r", str(at / "source"), str(at / "copy")],
             "cp with sha256": [sys.executable, "-c", HASHED_COPY, str(at / "source"), str(at / "hashed")],
             "import jax": [sys.executable, "-c", "import jax; jax.devices()"],
-            "import of convert": [sys.executable, "-c", "import gspmd_lm.cli.convert, jax; jax.devices()"],
+            "import of convert": [sys.executable, "-c", "import gspmd_lm.cli.conversion, jax; jax.devices()"],
             "convert --from": [*convert, f"--from={at / 'source'}"],
             "convert --to": [*convert, f"--to={at / 'out'}"],
         }

@@ -73,7 +73,7 @@ def main() -> None:
 
     add("imports: jax", began)
     began = time.process_time()
-    from gspmd_lm.cli import train  # noqa: F401
+    from gspmd_lm import session  # noqa: F401
     from gspmd_lm.train import loop, metrics
 
     add("imports: the rest", began)

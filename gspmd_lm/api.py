@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gspmd_lm import config as configs
 from gspmd_lm import files
-from gspmd_lm.cli import given
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.runtime import without_a_gpu
+from gspmd_lm.runtime.without_a_gpu import import_jax
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.workdir import layout
 
 if TYPE_CHECKING:
     from contextlib import closing
 
     from gspmd_lm.foresight.report import Report
-    from gspmd_lm.loaded import Model
+    from gspmd_lm.infer.loaded import Model
     from gspmd_lm.model.task import Task
     from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained
@@ -34,17 +35,34 @@ _log = logging.getLogger("gspmd_lm")
 SIMULATED = 8  # devices, where the rules do not say how many
 
 
-def load_config(name: str, overrides: str | Sequence[str] = ()) -> Config:
+def load_config(name: str, overrides: str | Sequence[str] = (), workdir: str | None = None) -> Config:
     """The config of a decoder.
 
     Args:
         name: the path of a YAML file, or a name in configs/; or of a published model's config.json, or of its folder.
         overrides: `section.key=value`, or several of them, laid over the file.
+        workdir: of a run whose tokenizer, if it has trained one, is that of the config.
 
     Raises:
         InputError: every problem of the file and of the overrides.
     """
-    return given.with_tokenizer(given.load_config(name, _several(overrides)))
+    path, overrides = Path(name).expanduser(), _several(overrides)
+    if path.is_dir() or path.suffix == ".json":
+        from gspmd_lm.convert import architecture
+
+        if architecture.is_published(path):
+            return _with_vocabulary(architecture.new_config(path, overrides), workdir)
+    return _with_vocabulary(configs.load(name, overrides), workdir)
+
+
+def _with_vocabulary(config: Config, workdir: str | None) -> Config:
+    """The config with the size of its vocabulary, and with the tokenizer that was trained in the workdir."""
+    if config.model.vocab and config.data.tokenizer == "bytes":
+        return config
+    from gspmd_lm.data import trained
+
+    sized = trained.sized(config)
+    return trained.found(sized, workdir) if workdir else sized
 
 
 def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides: str | Sequence[str] = ()) -> Rules:
@@ -75,7 +93,7 @@ def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
     Raises:
         InputError: the platform is not there, or jax already runs with fewer devices.
     """
-    without_a_gpu.import_jax()
+    import_jax()
     from gspmd_lm.runtime import startup
 
     devices = max(SIMULATED, _rules(rules).devices)
@@ -120,7 +138,7 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
     Raises:
         InputError: as `build` does.
     """
-    _import_jax()
+    _simulate()
     from rich.console import Console
 
     from gspmd_lm.foresight import table
@@ -156,7 +174,7 @@ def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3)
     task = _task(task)
     if isinstance(task, Config):
         return checkpoint.of_run(str(workdir), task)
-    folder = f"{workdir}/checkpoints"
+    folder = f"{workdir}/{layout.CHECKPOINTS}"
     return closing(checkpoint.Checkpoints(folder, keep=keep, keep_every=0, architecture={"task": task.name}))
 
 
@@ -191,15 +209,13 @@ def train(
             f"steps={steps}: not a step to stop at\n  fix   a whole number from 1, or None for train.steps"
         )
     rules = _rules(rules)
-    config = given.with_tokenizer(_config(config), str(workdir) if workdir else None)
+    folder = str(workdir) if workdir else None
+    config = _with_vocabulary(load_config(config) if isinstance(config, str) else config, folder)
     machine = start(rules, platform)
-    from gspmd_lm.cli import session
-    from gspmd_lm.cli import train as verb
+    from gspmd_lm import session
     from gspmd_lm.show.notebook import Trained
 
-    here = session.of(config, rules, machine, str(workdir) if workdir else None)
-    last, folder = verb.train(here, steps)
-    return Trained(last, folder)
+    return Trained(*session.train(session.begin(config, rules, machine, folder), steps))
 
 
 def load(
@@ -225,15 +241,33 @@ def load(
         InputError: the folder is neither, has no checkpoint of its config, or has a model that is not supported; or
             the rules do not fit the model or the devices.
     """
-    _import_jax()
-    from gspmd_lm import loaded
+    _simulate()
+    from gspmd_lm import session
+    from gspmd_lm.infer.loaded import Model
 
     place = str(folder) if files.is_remote(folder) else str(Path(folder).expanduser())
-    config, found, chosen = loaded.left(place, rules, _several(overrides))
-    return loaded.Model(config, chosen, start(chosen, platform), place, step, found)
+    published = session.published(place, _several(overrides))
+    if published:
+        config = published.config
+    elif files.is_remote(place) or layout.is_run(Path(place)):
+        config = load_config(f"{place}/{layout.CONFIG}", overrides, place)
+    else:
+        what = "neither a config.yaml nor a config.json in it" if Path(place).is_dir() else "no such folder here"
+        fix = (
+            "give the folder of a run, which train or convert left, or of a published model with its config.json, "
+            "*.safetensors and tokenizer.json; nothing is fetched"
+        )
+        raise InputError(f"{place}: {what}\n  fix   {paths.download(place, fix)}")
+    kept = None if published else layout.left(place, layout.RULES)
+    chosen = _rules(rules or kept or "none")
+    begun = session.begin(config, chosen, start(chosen, platform), place)
+    return Model(config, begun.rules, begun.devices, begun.machine.platform, place,
+                 session.reader(begun, place, step, published), begun.say)  # fmt: skip
 
 
-def explain(task: "Task | Config | str", rules: Rules | str, target: str, phase: str = "train") -> "Explanation":
+def explain(
+    task: "Task | Config | str", rules: Rules | str, target: str, phase: str = "train", export: str | Path | None = None
+) -> "Explanation":
     """What a layout costs on hardware that need not be here: memory, collectives with the rows that cause them,
     predicted time, floor and warnings. It shows itself, in a notebook as a page with drawings and elsewhere as text;
     docs/foresight.md explains it.
@@ -243,16 +277,21 @@ def explain(task: "Task | Config | str", rules: Rules | str, target: str, phase:
         rules: where its arrays live.
         target: cpu:8, v5e:4x4, v5p-128, h100:8, ...
         phase: train; of a config, also prefill or decode.
+        export: a file that the compiled train step is kept in; on the target, train --executable runs it.
 
     Raises:
         InputError: as `build` does, or the target is not known.
         RunFailed: the compiler failed.
     """
-    return compare(task, [rules], target, phase)[0]
+    return compare(task, [rules], target, phase, export)[0]
 
 
 def compare(
-    task: "Task | Config | str", layouts: Rules | str | Sequence[Rules | str], target: str, phase: str = "train"
+    task: "Task | Config | str",
+    layouts: Rules | str | Sequence[Rules | str],
+    target: str,
+    phase: str = "train",
+    export: str | Path | None = None,
 ) -> "Comparison":
     """A report as of `explain` for each of `layouts`, in their order; compiled side by side. It shows itself too.
 
@@ -268,16 +307,19 @@ def compare(
     rules = [_rules(one, task) for one in ([layouts] if isinstance(layouts, Rules | str) else layouts)]
     if not rules:
         raise InputError("compare needs layouts\n  fix   compare(config, ['fsdp8', 'tp8'], target)")
-    for known in PHASES:
-        if phase == known:
-            _import_jax()
-            from gspmd_lm.foresight import explain as reports
-            from gspmd_lm.plan import fits
-            from gspmd_lm.show import notebook
+    if phase not in PHASES:
+        raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
+    if export and phase != "train":
+        raise InputError(f"export={export}: only a train step is exported\n  fix   drop phase={phase}")
+    if export and len(rules) > 1:
+        raise InputError(f"export={export}: a file holds one executable\n  fix   give one rules file")
+    _simulate()
+    from gspmd_lm.foresight import explain as reports
+    from gspmd_lm.plan import fits
+    from gspmd_lm.show import notebook
 
-            found = reports.reports(task, rules, place, _log.info, phase=known)
-            return notebook.Comparison(fits.with_fixes(task, found, rules, place))
-    raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
+    found = reports.reports(task, rules, place, _log.info, Path(export) if export else None, phase)
+    return notebook.Comparison(fits.with_fixes(task, found, rules, place))
 
 
 def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":
@@ -300,7 +342,7 @@ def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "Foun
 
     place = targets.parse(target)
     task = _task(task)
-    _import_jax()
+    _simulate()
     from gspmd_lm.plan import search
     from gspmd_lm.show import notebook
 
@@ -315,9 +357,9 @@ def show(*reports: "Report", width: int = 120) -> str:
     return notebook.text(reports, width)
 
 
-def _import_jax() -> None:
-    """Imports jax quietly, and has devices simulated if a CPU is all there is, for the layouts that come after."""
-    without_a_gpu.import_jax()
+def _simulate() -> None:
+    """Imports jax, and has devices simulated if a CPU is all there is, for the layouts that come after."""
+    import_jax()
     from gspmd_lm.runtime import startup
 
     startup.simulate_later(SIMULATED)
@@ -325,10 +367,6 @@ def _import_jax() -> None:
 
 def _several(overrides: str | Sequence[str]) -> Sequence[str]:
     return [overrides] if isinstance(overrides, str) else overrides
-
-
-def _config(config: Config | str) -> Config:
-    return load_config(config) if isinstance(config, str) else config
 
 
 def _task(task: "Task | Config | str") -> "Task | Config":

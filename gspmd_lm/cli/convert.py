@@ -1,181 +1,41 @@
-"""convert: turns a Hugging Face folder into a workdir, and a workdir into a Hugging Face folder."""
+"""convert: brings a Hugging Face folder into a workdir, and writes one from a workdir."""
 
-import dataclasses
-import functools
-from collections.abc import Mapping
-from pathlib import Path
-
-import jax
 from absl import flags
-from etils import epath
 
-from gspmd_lm import config as configs
-from gspmd_lm import files
-from gspmd_lm.cli import given, session
-from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.convert import architecture, beside, export, peft, pretrained
-from gspmd_lm.convert.strict_json import parse
-from gspmd_lm.data import chat
-from gspmd_lm.errors import InputError
-from gspmd_lm.model import lora
-from gspmd_lm.sharding import shapes
-from gspmd_lm.train import state, step
-from gspmd_lm.units import human_bytes
-from gspmd_lm.workdir import checkpoint
-
-ORIGINAL = "hugging_face"  # a folder in the workdir: the files that came with the weights
-IGNORED = "ignored.json"  # the fields of config.json that --ignore named
+from gspmd_lm.cli.verb import Flags, Verb, on_devices
+from gspmd_lm.runtime.without_a_gpu import import_jax
 
 
-def run(values: flags.FlagValues) -> int:
+def _define(flags: Flags) -> None:
+    on_devices(flags)
+    flags.group("The published model")
+    flags.text("from", None, "The folder to read: config.json and *.safetensors, as transformers writes them.")
+    flags.several("ignore", "Pass over this field of --from's config.json, whose meaning is not known. This flag may "
+                  "be repeated.")  # fmt: skip
+    flags.text("to", None, "The new folder to write, which transformers can load.")
+    flags.text("dtype", None, "The dtype that --to writes: float32, bfloat16 or float16. The default is the dtype that "
+               "each tensor came in.")  # fmt: skip
+    flags.yes_no("adapter", "Let --to write the LoRA adapter alone, for PEFT.")
+    flags.text("base", "", "The base model that the adapter's config names.")
+
+
+def run(values: flags.FlagValues, names: list[str]) -> int:
     """Imports a folder or exports a workdir, and returns the exit code."""
-    example = "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR"
-    workdir = session.needs(values, "workdir", example)
-    source: str | None = values["from"].value  # `from` is a keyword of Python
-    if bool(source) == bool(values.to):
-        raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
-    if source:
-        return _import(values, Path(source).expanduser(), session.path_of(workdir))
-    return _export(values, session.needs_weights(values, example))
+    from gspmd_lm.cli import inputs
+
+    inputs.rules(values)  # a published model brings its own config
+    import_jax()
+    from gspmd_lm.cli import conversion
+
+    return conversion.run(values)
 
 
-def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
-    if not source.is_dir():
-        fix = paths.download(str(source), "give one with config.json and *.safetensors")
-        raise InputError(f"--from={source}: no such folder\n  fix   {fix}")
-    idle = [name for name in ("dtype", "adapter", "base", "step") if values[name].value not in (None, False, "")]
-    if idle:
-        also = ", or --set model.weight_dtype=bfloat16" if "dtype" in idle else ""
-        raise InputError(f"--{', --'.join(idle)}: only for convert --to=DIR\n  fix   drop it{also}")
-    if "://" not in str(workdir):
-        session.check_folder("workdir", Path(workdir))
-    found = pretrained.read(source, given.config_sets(values), values.ignore)
-    carried = {architecture.CONFIG: beside.as_json(dict(found.like))} | _beside_weights(source)
-    if values.ignore:
-        carried[IGNORED] = beside.as_json({architecture.CONFIG: values.ignore})
-    chat.stop_ids(found.config.data.tokenizer)  # raises if the tokenizer cannot be used
-    here = session.begin(values, found.config, keep_memory=False)
-    with session.written(here, workdir), checkpoint.of_run(workdir, found.config, here.say) as checkpoints:
-        if checkpoints.steps():
-            raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
-        built = _placed(here, found.config)
-        here.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
-        if found.left_out:
-            here.say(f"{source}: {found.left_out:,} tensors are left out: they are not of the layers that make text")
-        for note in found.notes:
-            here.say(f"{source / architecture.CONFIG}: {note}")
-        if values.ignore:
-            here.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
-        if not found.reads_text:
-            here.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
-                     f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
-                     "what there is; then --set data.tokenizer=T")  # fmt: skip
-        params = found.load(built.state_shardings.params)
-        # The checkpoint comes last: if it exists, everything exists. Until then the same command can be given again.
-        if here.machine.is_main:
-            _write_beside(workdir, found, carried)
-        checkpoints.save(0, {"params": params}, {"data": "", "rules": here.rules.path})
-        checkpoints.wait()
-    here.say(f"{workdir}: config.yaml, {ORIGINAL}/ and checkpoint 0")
-    here.say(f"next: generate --workdir={workdir} --prompt=..., or train with --config={workdir}/config.yaml "
-             f"--set train.init_from={workdir}")  # fmt: skip
-    return 0
-
-
-def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, carried: Mapping[str, bytes]) -> None:
-    """Writes the files beside the checkpoints: config.yaml, and the files that came with the weights."""
-    plain = configs.to_dict(found.config)
-    del plain["optimizer"]["learning_rate"]  # so that fine-tuning has its own, and adapters theirs
-    if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
-        # Tokenizers can only be read from local files.
-        kept = found.tokenizer if files.is_remote(workdir) else Path(workdir) / ORIGINAL / found.tokenizer.name
-        plain["data"]["tokenizer"] = str(kept.absolute())  # runs may be started in other folders
-    if (workdir / ORIGINAL).exists():  # a conversion that was killed leaves it
-        (workdir / ORIGINAL).rmtree()
-    (workdir / ORIGINAL).mkdir(parents=True)
-    for name, content in carried.items():
-        (workdir / ORIGINAL / name).parent.mkdir(parents=True, exist_ok=True)
-        files.replace(workdir / ORIGINAL / name, content)
-    files.replace(workdir / "config.yaml", core_yaml.dump(plain))
-
-
-def _beside_weights(source: Path) -> dict[str, bytes]:
-    """The files beside the weights: name -> content. Raises InputError if one cannot be read."""
-    try:
-        return {name: path.read_bytes() for name, path in beside.found(source).items()}
-    except OSError as error:
-        raise InputError(
-            f"{error.filename}: cannot be read ({error.strerror})\n  fix   make it readable, or remove it"
-        ) from error
-
-
-def _export(values: flags.FlagValues, workdir: str) -> int:
-    if values.ignore:
-        raise InputError("--ignore: only for convert --from=DIR\n  fix   drop it")
-    if values.adapter and values.dtype:
-        raise InputError("--dtype: an adapter is float32\n  fix   drop it")
-    here = session.begin(values, keep_memory=False)
-    config = here.config
-    folder, model = Path(values.to).expanduser(), config.model
-    original = _original(workdir, config)
-    like = architecture.load(original) if original else None
-    if original and (original / IGNORED).is_file():
-        fields = parse(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
-        named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
-        here.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
-    begun = config.train.init_from
-    if not original and begun and not session.path_of(begun).is_dir():
-        here.say(f"warning: train.init_from: {begun} does not exist, so neither does its config.json: "
-                 "a new one is written from the model's settings")  # fmt: skip
-    if here.machine.is_main:
-        session.check_folder("to", folder)
-    if values.adapter:
-        peft.described(folder, model, like)
-    else:
-        export.described(folder, dataclasses.replace(model, lora=None), like, values.dtype)
-    came = {} if values.adapter else beside.of_run(original, config.data.tokenizer)
-    written, ends = beside.new(came, original, config.data.tokenizer, model.vocab)
-    built = _placed(here, config)
-    wanted = built.abstract_state.params
-    if here.machine.platform == "cpu" and here.machine.process_count == 1 and not model.lora:
-        # Without a sharding they are read as numpy's arrays. A device on the CPU would hold a copy of them.
-        wanted = jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype), wanted)
-    with checkpoint.of_run(workdir, config, here.say) as checkpoints:
-        restored = checkpoints.restore_weights(wanted, values.step)
-    if restored is None:
-        raise session.no_checkpoint(workdir)
-    number, params = restored
-    shardings = built.state_shardings.params
-    if model.lora and not values.adapter:
-        merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
-        params, model = merge(params), dataclasses.replace(model, lora=None)
-    if values.adapter:
-        peft.write_adapter(folder, model, params, values.base, like)
-    else:
-        describe = functools.partial(beside.card, config, step=number, came=came)
-        export.write(folder, model, params, like, values.dtype, came | written, ends, describe)
-    if here.machine.is_main:
-        every = [path for path in folder.rglob("*") if path.is_file()]
-        here.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
-    return 0
-
-
-def _placed(here: session.Session, config: configs.Config) -> step.Step:
-    """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
-    found = state.arrays(config)
-    shapes.checked(dataclasses.replace(found, named_optimizer=(), optimizer=()), here.rules)
-    return step.build(config, here.rules, found, here.devices)
-
-
-def _original(workdir: str, config: configs.Config) -> Path | None:
-    """The folder of files that came with a run's weights, found also through earlier runs; None without one."""
-    at, seen = Path(workdir).expanduser(), set[Path]()
-    while at not in seen:
-        if (at / ORIGINAL / architecture.CONFIG).is_file():
-            return at / ORIGINAL
-        seen.add(at)
-        if config.train.init_from:
-            at = Path(config.train.init_from).expanduser()
-            if (at / "config.yaml").is_file():
-                config = configs.load(str(at / "config.yaml"))
-    return None
+CONVERT = Verb(
+    "convert",
+    "Bring a Hugging Face checkpoint into a workdir (--from), or write one (--to).",
+    [
+        ("convert --from=Llama-3.2-1B --workdir=runs/llama", "Bring a model in."),
+        ("convert --workdir=runs/a --to=exported", "Write one that transformers can load."),
+    ],
+    _define, run,
+)  # fmt: skip

@@ -1,51 +1,78 @@
 """explain and compare: print what layouts cost on hardware that need not be here."""
 
+import functools
 import json
 import sys
 from pathlib import Path
 
 from absl import flags
-from rich.console import Console
 
 from gspmd_lm import files
-from gspmd_lm.cli import given, outputs
-from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.foresight import compile
-from gspmd_lm.hardware import target as targets
-from gspmd_lm.runtime import without_a_gpu
+from gspmd_lm.cli import outputs
+from gspmd_lm.cli.verb import RESULTS, Flags, Verb, overrides
+from gspmd_lm.errors import InputError
 
 
-def run(verb: str, values: flags.FlagValues, layouts: list[str]) -> int:
-    """Prints the reports of `layouts` and --rules, writes the files of the flags, and returns the exit code."""
-    config, rules = given.config(values), given.layouts(values, layouts)
-    if not rules or values.target is None:
-        lacking = "--target" if rules else "--rules"
+def _define(flags: Flags) -> None:
+    flags.text("config", "tiny", "The config: a path, a name in configs/, or the folder or config.json of a published "
+               "model. It says what is computed.")  # fmt: skip
+    flags.text("rules", None, "The rules file: a path, or a name in rules/. Commas separate several. "
+               "It says where and how the config is computed.")  # fmt: skip
+    flags.text("target", None, "The hardware, which need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, "
+               "h100:4x8, h100:4x8/800 (hosts with a network of 800 Gbit/s), ... How wrong predicted step times were: "
+               "docs/validation.md.")  # fmt: skip
+    flags.text("phase", "train", "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
+               "rows with data.seq slots each.")  # fmt: skip
+    flags.group(RESULTS)
+    flags.text("json", None, "Write all figures to this file (docs/explain_json.md).")
+    flags.text("html", None, "Write one self-contained page to this file.")
+    flags.text("export", None, "Keep the compiled train step of one layout in this file. On the target, "
+               "train --executable runs it.")  # fmt: skip
+    overrides(flags)
+
+
+def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
+    """Prints the reports of the layouts `names` and of --rules, writes the files of the flags, and returns the exit
+    code."""
+    from gspmd_lm import api
+    from gspmd_lm.cli import inputs
+    from gspmd_lm.hardware import target as targets
+
+    layouts, config = inputs.layouts(values, names), inputs.config(values)
+    if not layouts or values.target is None:
+        lacking = "--target" if layouts else "--rules"
         named = "--rules=fsdp8" if verb == "explain" else "fsdp8 tp8"
         raise InputError(f"{verb} needs {lacking}\n  fix   {verb} {named} --target=v5p:2x2x2 (or cpu:8, h100:8)")
-    target = targets.parse(values.target)
-    if values.phase not in compile.PHASES:
-        known = ", ".join(compile.PHASES)
-        raise InputError(f"--phase={values.phase}: no such phase{did_you_mean(values.phase, compile.PHASES)}\n"
-                         f"  fix   use one of {known}")  # fmt: skip
-    if values.export and values.phase != "train":
-        raise InputError(f"--export={values.export}: only a train step is exported\n  fix   drop --phase")
-    if values.export and len(rules) > 1:
-        raise InputError(f"--export={values.export}: a file holds one executable\n  fix   give one rules file")
+    targets.parse(values.target)  # what is wrong with it is told before jax is imported
     outputs.check((values.json, values.html, values.export))
-    without_a_gpu.import_jax()
-    import jax
+    inputs.log_to_stderr()
+    inputs.on_the_cpu()
+    found = api.compare(config, layouts, values.target, values.phase, values.export)
+    from rich.console import Console
 
-    jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
-    from gspmd_lm.foresight import explain, report
-    from gspmd_lm.plan import fits
+    from gspmd_lm.foresight import report
     from gspmd_lm.show import comparison
 
-    export = Path(values.export) if values.export else None
-    found = explain.reports(config, rules, target, outputs.say, export, values.phase)
-    found = fits.with_fixes(config, found, rules, target)
     comparison.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     if values.json:
         files.replace(Path(values.json), json.dumps(report.to_json(found), indent=1) + "\n")
     if values.html:
         files.replace(Path(values.html), comparison.page(found, outputs.command_line(sys.argv[1:])))
     return 0
+
+
+EXPLAIN = Verb(
+    "explain",
+    "Say what a layout costs on hardware you do not have.",
+    [
+        ("explain --config=tiny --rules=fsdp8 --target=v5p:2x2x2", "Time, memory and collectives on 8 TPU v5p."),
+        ("explain --config=llama3_8b --rules=fsdp_tp --target=v5p-128 --html=page.html", "The same as a page."),
+    ],
+    _define, functools.partial(run, "explain"), takes_names=True,
+)  # fmt: skip
+COMPARE = Verb(
+    "compare",
+    "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
+    [("compare fsdp8 tp8 --config=tiny --target=v5p:2x2x2", "Two layouts side by side.")],
+    _define, functools.partial(run, "compare"), takes_names=True,
+)  # fmt: skip

@@ -1,52 +1,84 @@
 """generate: continues prompts, and streams the text to the terminal or writes JSONL."""
 
+import functools
 import re
 import time
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from absl import flags
 
-from gspmd_lm.cli import session, weights
-from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.cli import outputs
+from gspmd_lm.cli.verb import Flags, Verb, on_devices
 from gspmd_lm.errors import InputError
-from gspmd_lm.infer import generate, lines
-from gspmd_lm.infer.sampling import Sampling
-from gspmd_lm.infer.text import Stops
-from gspmd_lm.runtime import compile_cache
+from gspmd_lm.runtime.without_a_gpu import import_jax
+
+if TYPE_CHECKING:
+    from gspmd_lm.data import tokenizer
+    from gspmd_lm.infer import generate, lines
 
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # in arguments, Python shows bytes that are not UTF-8 so
 
 
-def run(values: flags.FlagValues) -> int:
+def _define(flags: Flags) -> None:
+    on_devices(flags)
+    flags.group("Prompts and texts")
+    flags.several("prompt", "Continue this prompt. This flag may be repeated.")
+    flags.text("prompts", None, "Continue the prompts of this JSONL file of {prompt} or {messages} instead.")
+    flags.text("output", None, "Write the texts to this file, as JSONL. The default is the terminal.")
+    flags.yes_no("chat", "Treat each prompt as a user's message, in the model's chat template.")
+    flags.several("stop", "Stop before this text. This flag may be repeated.")
+    flags.whole("max_new_tokens", 128, "Stop after this many tokens at the latest.", 1)
+    flags.whole("batch", 8, "How many prompts are continued at a time.", 1)
+    flags.group("Sampling")
+    flags.number("temperature", 0.0, "The temperature of sampling. With 0, the most likely token is taken.")
+    flags.whole("top_k", 0, "Sample from this many of the most likely tokens. With 0, sample from all tokens.", 0)
+    flags.number("top_p", 1.0, "Sample from the most likely tokens whose probabilities add up to this.")
+    flags.number("min_p", 0.0, "Sample from the tokens with at least this share of the most likely token's "
+                 "probability.")  # fmt: skip
+    flags.whole("seed", 0, "The seed of sampling.")
+
+
+def run(values: flags.FlagValues, names: list[str]) -> int:
     """Continues --prompt, or each line of --prompts, and returns the exit code."""
-    folder = weights.needed(values, "generate --workdir=DIR, the folder of a run or of a published model")
+    from gspmd_lm.cli import inputs
+
+    inputs.check_files(values)
+    import_jax()
+    from gspmd_lm import session
+    from gspmd_lm.data import chat, tokenizer
+    from gspmd_lm.infer import generate, lines
+    from gspmd_lm.infer.sampling import Sampling
+    from gspmd_lm.infer.text import Stops
+    from gspmd_lm.runtime import compile_cache
+
+    folder = inputs.folder_with_weights(values, "generate --workdir=DIR, the folder of a run or of a published model")
     if bool(values.prompt) == bool(values.prompts):
         raise InputError("generate needs a prompt\n  fix   give either --prompt=TEXT or --prompts=FILE.jsonl")
     if values.output and not values.prompts:
         raise InputError(f"--output={values.output}: only for the results of --prompts=FILE.jsonl\n  fix   drop it")
-    session.check_output(values.output, values.prompts)
+    inputs.check_output(values.output, values.prompts)
     Stops(values.stop)  # raises if a stop is not valid
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
     if not values.temperature and sampling != Sampling(seed=values.seed):
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
-    here, read = weights.begin(values, folder, stderr=True)
-    config = here.config
+    begun, read = inputs.begin_with_weights(values, folder, stderr=True)
+    config = begun.config
     tokens = tokenizer.load(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens)
-    session.compare_texts(here, tokens, [line.tokens for line in prompts])
+    session.compare_texts(begun, tokens, [line.tokens for line in prompts])
     built, notes = generate.plan(
-        config, here.rules, here.devices, here.machine.platform, [line.tokens for line in prompts],
+        config, begun.rules, begun.devices, begun.machine.platform, [line.tokens for line in prompts],
         new_tokens=values.max_new_tokens, batch=values.batch, tokenizer=tokens,
         places=[line.place for line in prompts],
     )  # fmt: skip
     ends = chat.stop_ids(config.data.tokenizer)
     for note in notes:
-        here.say(note)
+        begun.say(note)
     compile_cache.enable(values.compile_cache)
     began = time.perf_counter()
     _ = built.compiled  # whether the program fits is known before the weights are read
-    here.say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
+    begun.say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
     generator = generate.Generator(built, read(built.abstract_params), tokens)
     pieces = generator.generate(
         [line.tokens for line in prompts],
@@ -55,16 +87,17 @@ def run(values: flags.FlagValues) -> int:
         stops=values.stop,
         ends=ends,
     )
-    if values.prompts:
-        here.deliver(pieces, values.output, lambda found, out: lines.write(prompts, found, out))
-    else:
-        here.deliver(pieces, None, lambda found, out: _stream(found, len(prompts), out))
-    here.say(str(generator.figures))
+    write = functools.partial(lines.write, prompts) if values.prompts else functools.partial(_stream, len(prompts))
+    outputs.deliver(begun.machine.is_main, pieces, values.output, write)
+    begun.say(str(generator.figures))
     return 0
 
 
-def _prompts(values: flags.FlagValues, name: str, tokens: tokenizer.Tokenizer) -> list[lines.Line]:
+def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer") -> "list[lines.Line]":
     """The prompts of the flags or of the file, encoded."""
+    from gspmd_lm.data import chat
+    from gspmd_lm.infer import lines
+
     chats = chat.Chat(name) if values.chat else None
     if values.prompts:
         render = chats.prompt_of if chats else None if name == "bytes" else _late_chat(name)
@@ -80,9 +113,11 @@ def _prompts(values: flags.FlagValues, name: str, tokens: tokenizer.Tokenizer) -
 
 def _late_chat(name: str) -> Any:
     """A function that renders a line's messages. It reads the template at the first such line."""
+    from gspmd_lm.data import chat
+
     found: list[chat.Chat] = []
 
-    def render(line: lines.Fields) -> Any:
+    def render(line: "lines.Fields") -> Any:
         if not found:
             found.append(chat.Chat(name))
         return found[0].prompt_of(line)
@@ -90,7 +125,7 @@ def _late_chat(name: str) -> Any:
     return render
 
 
-def _stream(pieces: Iterable[generate.Piece], count: int, out: TextIO) -> None:
+def _stream(count: int, pieces: "Iterable[generate.Piece]", out: TextIO) -> None:
     """Prints a single text piece by piece; several texts are printed when all of them are complete."""
     whole: dict[int, str] = {}
     for piece in pieces:
@@ -102,3 +137,14 @@ def _stream(pieces: Iterable[generate.Piece], count: int, out: TextIO) -> None:
         print(f"--- {number + 1}\n{whole[number]}", file=out)
     if count == 1:
         print(file=out)
+
+
+GENERATE = Verb(
+    "generate",
+    "Continue prompts with the weights of the workdir.",
+    [
+        ("generate --workdir=runs/a --prompt='Once upon'", "Take the most likely tokens."),
+        ("generate --workdir=runs/a --prompt='Once upon' --temperature=0.8 --top-p=0.95", "Sample."),
+    ],
+    _define, run,
+)  # fmt: skip

@@ -1,11 +1,11 @@
-"""What verbs that compile nothing to run write: the files of their flags, lines of progress, and their own command."""
+"""What verbs write: the files of their flags, results, lines of progress, and their own command."""
 
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-
-from rich.console import Console
+from typing import Any, TextIO
 
 from gspmd_lm import files
 from gspmd_lm.errors import InputError
@@ -31,4 +31,21 @@ def command_line(arguments: Sequence[str]) -> str:
 
 def say(line: str) -> None:
     """Prints a line of progress, which is no result, to stderr."""
+    from rich.console import Console
+
     Console(stderr=True, highlight=False).print(line, soft_wrap=True, markup=False)
+
+
+def deliver(is_main: bool, results: Iterator[Any], output: str | None, write: Callable[[Any, TextIO], None]) -> None:
+    """Lets the first process write results to a file or the terminal. All processes compute them."""
+    if not is_main:
+        for _ in results:
+            pass
+    elif output:
+        path = Path(output)
+        if files.replaceable(path):
+            say(f"{files.partial_of(path)}: holds the lines so far, and becomes {path} when all are there")
+        with files.growing(path) as out:
+            write(results, out)
+    else:
+        write(results, sys.stdout)

@@ -7,38 +7,62 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
-from rich.console import Console
 
-from gspmd_lm import config as configs
 from gspmd_lm import files
-from gspmd_lm.cli import given, outputs
-from gspmd_lm.config import Config
+from gspmd_lm.cli import outputs
+from gspmd_lm.cli.verb import RESULTS, Flags, Verb, overrides
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.hardware import target as targets
-from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.hardware.target import Target
-from gspmd_lm.runtime import without_a_gpu
+
+if TYPE_CHECKING:
+    from gspmd_lm.config import Config
+    from gspmd_lm.hardware.target import Target
 
 _EXAMPLE = "plan --config=llama3_8b --target=v5e:4x8 --out=rules/mine.yaml"
 
 
-def run(values: flags.FlagValues) -> int:
+def _define(flags: Flags) -> None:
+    flags.text("config", "tiny", "The config: a path, a name in configs/, or the folder or config.json of a published "
+               "model. It says what is computed.")  # fmt: skip
+    flags.text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
+               "Commas separate several, which are compared.")  # fmt: skip
+    flags.group("The search")
+    flags.number("minutes", 15.0, "Compile nothing new after this many minutes. A plan that was stopped goes on from "
+                 "what it has compiled.")  # fmt: skip
+    flags.text("batch", None, "A:B: let the batch be any of A, 2A, 4A, ... up to B rows. By default it is data.batch.")
+    flags.number("tokens", None, "How many tokens to train on, such as 1e12: say how long that takes, and what it "
+                 "costs.")  # fmt: skip
+    flags.number("days", None, "In how many days --tokens must be done.")
+    flags.several("price", "Dollars per chip and hour, such as v5e=1.2. By default the lowest public price, where "
+                  "there is one. This flag may be repeated.")  # fmt: skip
+    flags.group(RESULTS)
+    flags.text("out", None, "Write the best layout to this rules file.")
+    flags.text("json", None, "Write all figures to this file (docs/plan.md).")
+    flags.text("html", None, "Write one self-contained page to this file.")
+    overrides(flags, mesh=False)
+
+
+def run(values: flags.FlagValues, names: list[str]) -> int:
     """Plans for each target, prints what was found and writes the files of the flags. Returns the exit code."""
-    given.no_rules_sets(values)
-    config = given.config(values)
+    from gspmd_lm import api
+    from gspmd_lm.cli import inputs
+    from gspmd_lm.hardware import target as targets
+
+    inputs.no_rules_sets(values)
+    config = inputs.config(values)
     if not values.target:
         raise InputError(f"plan needs --target\n  fix   {_EXAMPLE}")
     places = [targets.parse(text) for text in values.target.split(",")]
     cases = [(place, one) for place in places for one in _batches(config, values.batch)]
     prices = _prices(values.price)
     _check(values, cases)
-    without_a_gpu.import_jax()
-    import jax
+    inputs.log_to_stderr()
+    inputs.on_the_cpu()
+    from rich.console import Console
 
-    jax.config.update("jax_platforms", "cpu")  # shapes are computed on the CPU, without this machine's accelerator
-    from gspmd_lm.plan import advice, outcome, search, written
+    from gspmd_lm.plan import advice, outcome, written
     from gspmd_lm.show import plan as shown
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -48,8 +72,7 @@ def run(values: flags.FlagValues) -> int:
     for number, (place, asked) in enumerate(cases):
         outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
         left = max(values.minutes - (time.monotonic() - began) / 60, 0.0)  # of which the targets left get equal parts
-        minutes, by = left / (len(cases) - number), search.ranking(place)
-        planned = search.plan(asked, place, minutes=minutes, say=outputs.say, rank_by=by)
+        planned = api.plan(asked, place.text, minutes=left / (len(cases) - number))
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
         found.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
     best = shown.ranked(found)[0]
@@ -74,8 +97,10 @@ def run(values: flags.FlagValues) -> int:
     return 0
 
 
-def _batches(config: Config, span: str | None) -> list[Config]:
+def _batches(config: "Config", span: str | None) -> "list[Config]":
     """The config, or one for each batch from A to B of --batch=A:B, doubled from one to the next."""
+    from gspmd_lm import config as configs
+
     if span is None:
         return [config]
     low, colon, high = span.partition(":")
@@ -91,6 +116,8 @@ def _batches(config: Config, span: str | None) -> list[Config]:
 
 def _prices(given_prices: Sequence[str]) -> dict[str, float]:
     """Chip -> dollars per chip and hour, of --price=v5e=1.2, which may be repeated or have commas."""
+    from gspmd_lm.hardware.chips import CHIPS
+
     found = {}
     for entry in (entry for text in given_prices for entry in text.split(",")):
         chip, equals, amount = entry.partition("=")
@@ -109,7 +136,7 @@ def _prices(given_prices: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _check(values: flags.FlagValues, cases: Sequence[tuple[Target, Config]]) -> None:
+def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -> None:
     """Raises InputError for flags that do not go together, and for files that cannot be written."""
     outputs.check((values.json, values.html, values.out))
     if values.days and not values.tokens:
@@ -126,3 +153,14 @@ def _check(values: flags.FlagValues, cases: Sequence[tuple[Target, Config]]) -> 
 
 def _write(name: str, text: str) -> None:
     files.replace(Path(name), text)
+
+
+PLAN = Verb(
+    "plan",
+    "Find the best layout for hardware you do not have, and write its rules file.",
+    [
+        ("plan --config=llama3_8b --target=v5e:4x8 --out=mine.yaml", "Find the best layout, and write it."),
+        ("plan --config=llama3_8b --target=v5e:4x8,v5p-32 --tokens=1e12", "Compare hardware for a trillion tokens."),
+    ],
+    _define, run,
+)  # fmt: skip

@@ -5,19 +5,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
-from rich.console import Console
 
 from gspmd_lm import files
 from gspmd_lm.cli import outputs
+from gspmd_lm.cli.verb import RESULTS, RUN, Flags, Verb
 from gspmd_lm.errors import InputError
-from gspmd_lm.show import run as shown
-from gspmd_lm.workdir import history
-
-PAGE = "plot.html"  # in the workdir of a single run
+from gspmd_lm.workdir import layout
 
 
-def run(values: flags.FlagValues, folders: Sequence[str]) -> int:
+def _define(flags: Flags) -> None:
+    flags.group(RUN)
+    flags.several("workdir", "The folder of a run, or a folder of runs. This flag may be repeated, and folders may "
+                  "also stand without it.")  # fmt: skip
+    flags.group(RESULTS)
+    flags.text("html", None, f"Write the page to this file. The default is {layout.PAGE} in the run's folder; with "
+               "several runs, in the current folder.")  # fmt: skip
+
+
+def run(values: flags.FlagValues, folders: list[str]) -> int:
     """Prints a row for each run, writes the page, and returns the exit code."""
+    from rich.console import Console
+
+    from gspmd_lm.show import run as shown
+    from gspmd_lm.workdir import history
+
     folders = [*values.workdir, *folders]
     if not folders:
         raise InputError("plot needs a run\n  fix   plot --workdir=RUN, or plot RUN RUN2 to lay runs over each other")
@@ -33,5 +44,13 @@ def run(values: flags.FlagValues, folders: Sequence[str]) -> int:
 def _beside(folders: Sequence[str]) -> str:
     """Where the page goes if no flag says it: into the folder of a single run, else into the current folder."""
     if len(folders) > 1 or files.is_remote(folders[0]):
-        return PAGE
-    return str(Path(folders[0]).expanduser() / PAGE)
+        return layout.PAGE
+    return str(Path(folders[0]).expanduser() / layout.PAGE)
+
+
+PLOT = Verb(
+    "plot",
+    "Show what runs have logged, laid over each other in one page: plot RUN RUN2.",
+    [("plot runs/a runs/b", "Lay the curves of two runs over each other, in plot.html.")],
+    _define, run, takes_names=True,
+)  # fmt: skip

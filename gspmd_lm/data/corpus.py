@@ -12,6 +12,7 @@ from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.files import json_object
+from gspmd_lm.workdir import layout
 
 STDLIB = "stdlib"
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -130,7 +131,7 @@ def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
             subfolders.clear()
             continue
         seen.add(os.path.realpath(at))
-        if here != folder and _is_run({*names, *subfolders}):
+        if here != folder and layout.are_of_run({*names, *subfolders}):
             notes.skipped("the folder of a run", here)
             subfolders.clear()
             continue
@@ -146,15 +147,6 @@ def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
                 notes.skipped("hidden", here / name)
             else:
                 yield from _readable(here / name, notes)
-
-
-def _is_run(names: set[str]) -> bool:
-    """Whether a folder with these names is the workdir of a run, which may just have begun."""
-    return (
-        {"lock", "lock.json"} <= names
-        or {"config.yaml", "rules.yaml"} <= names
-        or {"config.yaml", "checkpoints"} <= names
-    )
 
 
 def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list[Path]:

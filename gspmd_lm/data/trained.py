@@ -17,6 +17,7 @@ from gspmd_lm.data import sources
 from gspmd_lm.data.sources import Progress, Source, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load, trained_size
 from gspmd_lm.errors import InputError
+from gspmd_lm.workdir import layout
 
 PADDED_TO = 128  # rows of a vocabulary whose size follows the tokenizer; it divides over any usual mesh
 MOST_BYTES = 2_000_000_000  # of documents that a tokenizer is trained on
@@ -58,7 +59,7 @@ def sized(config: Config) -> Config:
 
 def kept(config: Config, workdir: epath.Path) -> Config:
     """The config, with the tokenizer.json that a run keeps in its workdir."""
-    path = workdir / FILE if files.is_remote(workdir) else epath.Path(Path(workdir).absolute()) / FILE
+    path = (workdir if files.is_remote(workdir) else epath.Path(Path(workdir).absolute())) / layout.TOKENIZER
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
 
 
@@ -71,9 +72,9 @@ def found(config: Config, workdir: str) -> Config:
     name = config.data.tokenizer
     if name == "bytes" or (trained_size(name) is None and (files.is_remote(name) or Path(name).expanduser().exists())):
         return config
-    path = epath.Path(workdir) if files.is_remote(workdir) else epath.Path(workdir).expanduser()
+    path = layout.path_of(workdir)
     try:
-        there = (path / FILE).exists()
+        there = (path / layout.TOKENIZER).exists()
     except Exception as error:  # the packages of remote stores have no common class
         raise InputError(f"--workdir={workdir}: cannot be read ({error})\n  fix   correct it, or log in") from error
     return kept(config, path) if there else config

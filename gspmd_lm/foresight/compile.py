@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from gspmd_lm import config as configs
 from gspmd_lm import files, versions
@@ -49,8 +49,7 @@ _SOURCES = ("config", "hardware", "runtime", "sharding", "model", "train", "infe
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin",)}
 
 Progress = Callable[[str], None]
-Phase = Literal["train", "prefill", "decode"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES = ("train", "prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ class CompileRequest:
     rules: Rules
     target: Target
     export: bool = False  # keep the executable too
-    phase: Phase = "train"
+    phase: str = "train"  # one of PHASES
     sizes: Mapping[str, list[int]] | None = None  # of a task's parameters, as the caller's module has them
 
     @property

@@ -10,7 +10,7 @@ from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory, table
-from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Phase, Progress, programs, sizes
+from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Progress, programs, sizes
 from gspmd_lm.foresight.cost import schedule
 from gspmd_lm.foresight.floor import counted as counted_floor
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
@@ -34,7 +34,7 @@ def reports(
     target: Target,
     say: Progress = lambda _: None,
     export: Path | None = None,
-    phase: Phase = "train",
+    phase: str = "train",
 ) -> list[Report]:
     """One report for each of `layouts`, in their order, for the step that `train` would run on `target`.
 
@@ -59,19 +59,19 @@ def reports(
     ]
 
 
-def _settled(config: Config | Task, rules: Rules, target: Target, phase: Phase) -> Rules:
+def _settled(config: Config | Task, rules: Rules, target: Target, phase: str) -> Rules:
     """The rules with the attention kernel that the compiled program will have."""
     if phase == "train":
         return state.settled(config, rules, target.processor)
     return settled(rules, config, target.processor, _asked(config, phase)) if isinstance(config, Config) else rules
 
 
-def _asked(config: Config, phase: Phase) -> Pass:
+def _asked(config: Config, phase: str) -> Pass:
     """What a program asks of attention."""
     return state.asked(config) if phase == "train" else generation.asked(generation.whole_context(config))
 
 
-def _checked(config: Config | Task, rules: Rules, platform: str, phase: Phase) -> tuple[Arrays, list[Problem]]:
+def _checked(config: Config | Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
     if phase == "train":
         return state.checked(config, rules, platform)
     if isinstance(config, Task):
@@ -86,7 +86,7 @@ def report(
     arrays: Arrays,
     problems: Sequence[Problem],
     program: CompiledProgram,
-    phase: Phase = "train",
+    phase: str = "train",
 ) -> Report:
     """What a compiled step says of a layout. `rules` are those that it was built with, whose attention kernel is
     chosen; `problems` are the warnings of its check."""
@@ -150,7 +150,7 @@ def report(
     return dataclasses.replace(said, warnings=warned)
 
 
-def _attention(config: Any, rules: Rules, target: Target, phase: Phase) -> str:
+def _attention(config: Any, rules: Rules, target: Target, phase: str) -> str:
     if not isinstance(config, Config) or phase == "decode":
         return ""
     return kernel_said(rules, config, target.processor, _asked(config, phase))

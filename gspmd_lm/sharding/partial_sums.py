@@ -31,12 +31,9 @@ from gspmd_lm.sharding.annotate import (
     shard,
     split,
     use,
-)
+)  # fmt: skip
 
 TOKENS = "block_input"  # the activation whose tokens, along batch and seq, weights are multiplied with
-
-
-# The words
 
 
 def read(x: Any, home: str, spec: str) -> Any:

@@ -33,7 +33,7 @@ from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.streak import Streak
 from gspmd_lm.units import human_bytes
-from gspmd_lm.workdir import checkpoint, trackers
+from gspmd_lm.workdir import checkpoint, layout, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 
@@ -320,9 +320,9 @@ class Run:
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
         if made := self.rows[0].tokenizer:
-            files.replace(self.workdir / made.name, made.read_bytes())
-        files.replace(self.workdir / "config.yaml", core_yaml.dump(configs.to_dict(self.config)))
-        files.replace(self.workdir / "rules.yaml", self.step.rules.text)
+            files.replace(self.workdir / layout.TOKENIZER, made.read_bytes())
+        files.replace(self.workdir / layout.CONFIG, core_yaml.dump(configs.to_dict(self.config)))
+        files.replace(self.workdir / layout.RULES, self.step.rules.text)
         packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
         about = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -333,7 +333,7 @@ class Run:
             "rows": self.rows[0].description,
             "versions": versions.installed(packages) | {"device": self.machine.device_kind},
         }
-        files.replace(self.workdir / "versions.json", json.dumps(about, indent=2) + "\n")
+        files.replace(self.workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
 
 
 class _Silent:

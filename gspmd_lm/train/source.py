@@ -13,7 +13,7 @@ from gspmd_lm.model import lora
 from gspmd_lm.model.program import placed
 from gspmd_lm.train import state
 from gspmd_lm.train.step import Step
-from gspmd_lm.workdir import checkpoint
+from gspmd_lm.workdir import checkpoint, layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def find(config: Config) -> Source:
     path = config.train.init_from
     workdir = epath.Path(path).expanduser()
     place = f"train.init_from: {path}"
-    described = workdir / "config.yaml"
+    described = workdir / layout.CONFIG
     adapters = configs.load(str(described)).model.lora if described.exists() else None
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=adapters))
     with checkpoint.of_run(workdir, config) as checkpoints:

@@ -19,7 +19,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
 from gspmd_lm.runtime.processes import from_first
-from gspmd_lm.workdir import orbax_folder, same_model, trees
+from gspmd_lm.workdir import layout, orbax_folder, same_model, trees
 from gspmd_lm.workdir.health import Verdicts
 
 _TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half a step behind
@@ -36,7 +36,7 @@ def of_run(
     """A context with the checkpoints of a run's workdir, which are closed when it ends."""
     return closing(
         Checkpoints(
-            str(epath.Path(workdir) / "checkpoints"),
+            str(epath.Path(workdir) / layout.CHECKPOINTS),
             keep=config.train.keep_checkpoints,
             keep_every=config.train.keep_every,
             architecture=same_model.facts(config.model),

@@ -12,7 +12,7 @@ from gspmd_lm import files
 from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
-from gspmd_lm.workdir import log
+from gspmd_lm.workdir import layout, log
 
 LAST = 10  # speeds are medians over so many of the last logged rows
 
@@ -82,7 +82,7 @@ def read(folders: Sequence[str]) -> list[Run]:
         path = epath.Path(folder) if files.is_remote(folder) else epath.Path(folder).expanduser()
         found = _workdirs(path)
         if not found:
-            what = f"no {log.METRICS} in it" if path.exists() else "there is no such folder"
+            what = f"no {layout.METRICS} in it" if path.exists() else "there is no such folder"
             raise InputError(
                 f"{folder}: {what}\n  fix   give the --workdir of a run that has taken a step, or a folder of runs"
             )
@@ -96,9 +96,9 @@ def read(folders: Sequence[str]) -> list[Run]:
 
 
 def _workdirs(path: epath.Path) -> list[epath.Path]:
-    if (path / log.METRICS).exists():
+    if (path / layout.METRICS).exists():
         return [path]
-    return [one for one in sorted(path.iterdir()) if (one / log.METRICS).exists()] if path.is_dir() else []
+    return [one for one in sorted(path.iterdir()) if (one / layout.METRICS).exists()] if path.is_dir() else []
 
 
 def _read(workdir: epath.Path, name: str) -> Run:
@@ -125,19 +125,19 @@ def _read(workdir: epath.Path, name: str) -> Run:
             return missing
         return found
 
-    rows = rows_of(log.METRICS)
+    rows = rows_of(layout.METRICS)
     run = Run(
         name=name,
         workdir=str(workdir),
         rows=[row for row in rows if "loss" in row],
         evaluations=[row for row in rows if "eval_loss" in row],
-        samples=rows_of(log.SAMPLES),
-        config=value_of("config.yaml", core_yaml.parse, {}),
-        rules=value_of("rules.yaml", lambda text, _: text, ""),
-        about=value_of("versions.json", json_object, {}),
+        samples=rows_of(layout.SAMPLES),
+        config=value_of(layout.CONFIG, core_yaml.parse, {}),
+        rules=value_of(layout.RULES, lambda text, _: text, ""),
+        about=value_of(layout.ABOUT, json_object, {}),
     )
     if not (run.rows or run.evaluations):
-        damage.append(f"{workdir / log.METRICS}: has no rows of training or evaluation")
+        damage.append(f"{workdir / layout.METRICS}: has no rows of training or evaluation")
     return dataclasses.replace(run, damage="\n".join(damage))
 
 

@@ -24,8 +24,8 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
+from gspmd_lm.workdir.layout import HOLDER, LOCK
 
-LOCK, HOLDER = "lock", "lock.json"  # in a workdir: the file that the system locks, and the name of its holder
 BEAT_S = 30.0
 STALE_S = 300.0  # how long a holder may be silent
 
@@ -65,6 +65,34 @@ def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
     finally:
         holder.unlink(missing_ok=True)
         lock.release()
+
+
+@contextlib.contextmanager
+def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable[[], None]]:
+    """A context in which a workdir exists and this run alone writes to it. Gives the check of `held`.
+
+    The first process alone holds the lock. A folder that was made here and stayed empty is removed again. Raises
+    InputError if the folder cannot be made, or if another run writes to it.
+    """
+    path = Path(workdir)
+    if not files.is_remote(workdir) and path.is_symlink() and not path.exists():
+        raise InputError(
+            f"{workdir}: a symbolic link to {path.readlink()}, which is not there\n  fix   make that folder"
+        )
+    if not is_main:
+        yield lambda: None
+        return
+    fresh = not workdir.exists()
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
+    with held(workdir, say) as check:
+        try:
+            yield check
+        finally:
+            if fresh and {file.name for file in workdir.iterdir()} <= {LOCK, HOLDER}:
+                workdir.rmtree()
 
 
 def refused(workdir: object, holder: dict[str, Any] | None) -> InputError:

@@ -14,8 +14,8 @@ from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 from gspmd_lm.workdir import trackers
+from gspmd_lm.workdir.layout import METRICS, SAMPLES
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 _MOST = 1e39  # above the numbers of float32
 
 

@@ -452,7 +452,7 @@ def slowed(folder, record, draw):
     import grain  # noqa: F401
     import orbax.checkpoint  # noqa: F401
 
-    import gspmd_lm.cli.train  # noqa: F401
+    import gspmd_lm.session  # noqa: F401
 
     base = folder / "slowed"
     reference = base / "reference.json"

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not run: {', '.join(MISSING)} not installed"),
 ]
 # Locks whose holder is silent after 6 seconds instead of 5 minutes.
-QUICK = "from gspmd_lm import cli, lock; lock.BEAT_S, lock.STALE_S = 1.0, 6.0; cli.main()"
+QUICK = "from gspmd_lm import cli; from gspmd_lm.workdir import lock; lock.BEAT_S, lock.STALE_S = 1.0, 6.0; cli.main()"
 
 
 @pytest.fixture(scope="module")

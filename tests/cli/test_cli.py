@@ -1,5 +1,6 @@
 """The command line: verbs, flags, exit codes, and that wrong input never shows a traceback."""
 
+import dataclasses
 import errno
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,8 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import cli
-from gspmd_lm.cli import given, train
+from gspmd_lm.cli import inputs
+from gspmd_lm.data import loader
 from gspmd_lm.errors import RunFailed
 from gspmd_lm.runtime import compile_cache
 
@@ -187,20 +189,22 @@ def test_what_is_told_before_anything_heavy_is_imported(arguments, begins, tmp_p
     ],
 )
 def test_dashes_in_names_of_flags(verb, arguments):
-    values, rest = cli._parsed(verb, arguments)
+    values, rest = cli._parsed(cli.VERBS[verb], arguments)
     assert (values.dry_run, values.num_processes, values.compile_cache, values.set, rest) == (
         True, 2, "a-b", ["a-b=c-d"], []
     )  # fmt: skip
 
 
 def test_a_value_may_look_like_a_flag():
-    values, rest = cli._parsed("generate", ["--prompt", "--not-a-flag", "--top-k", "3", "--chat", "--", "--this-one"])
+    values, rest = cli._parsed(
+        cli.VERBS["generate"], ["--prompt", "--not-a-flag", "--top-k", "3", "--chat", "--", "--this-one"]
+    )
     assert (values.prompt, values.top_k, values.chat, rest) == (["--not-a-flag"], 3, True, ["--this-one"])
 
 
 def test_layouts_are_those_of_the_flag_and_then_those_without_one():
-    values, rest = cli._parsed("compare", ["tp8", "--rules=fsdp8,dp8"])
-    assert [one.name for one in given.layouts(values, rest)] == ["fsdp8", "dp8", "tp8"]
+    values, rest = cli._parsed(cli.VERBS["compare"], ["tp8", "--rules=fsdp8,dp8"])
+    assert [one.name for one in inputs.layouts(values, rest)] == ["fsdp8", "dp8", "tp8"]
 
 
 def test_the_package_is_a_command():
@@ -253,15 +257,15 @@ def test_help_is_made_of_sentences(run, verb):
 def test_the_examples_of_the_help_are_commands(run, verb, monkeypatch):
     """Their flags, configs and rules files exist."""
     examples = re.findall(r"^  python main.py ?(.*)$", run(verb, "--help")[1].split("Examples:")[1], re.M)
-    assert len(examples) == len(cli.EXAMPLES[verb]) > 0
+    assert len(examples) == len(cli.VERBS[verb].examples) > 0
     for example in examples:
         arguments = shlex.split(example)
         assert (arguments[:1] == [verb]) == (verb != "train")
-        values, rest = cli._parsed(verb, arguments[verb != "train" :])
-        if verb in cli.EXPLAIN:
-            assert given.layouts(values, rest)
-        if verb not in ("convert", *cli.OF_FILES):
-            assert given.config(values)
+        values, rest = cli._parsed(cli.VERBS[verb], arguments[verb != "train" :])
+        if verb in ("explain", "compare"):
+            assert inputs.layouts(values, rest)
+        if "config" in values and verb != "convert":
+            assert inputs.config(values)
 
 
 def test_help_of_a_verb_shows_only_its_flags(run):
@@ -377,7 +381,7 @@ def test_a_workdir_that_cannot_be_made(run, tmp_path, monkeypatch):
 def before_data(monkeypatch, tmp_path):
     """Fails where rows are asked for: what is wrong with the place of a run is to be told before."""
     monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(train.loader, "open", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr(loader, "open", lambda *_: pytest.fail("the data was read"))
 
 
 @pytest.mark.usefixtures("before_data")
@@ -419,7 +423,7 @@ def test_a_failure_of_the_program_shows_where(capsys, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(train, "run", fail)
+    monkeypatch.setitem(cli.VERBS, "train", dataclasses.replace(cli.VERBS["train"], run=fail))
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py"])
     assert end.value.code == 1
@@ -430,7 +434,7 @@ def test_a_run_that_fails_says_why_and_exits_with_1(run, monkeypatch):
     def fail(*_):
         raise RunFailed("step 7: not finite\n  fix   lower it")
 
-    monkeypatch.setattr(train, "run", fail)
+    monkeypatch.setitem(cli.VERBS, "train", dataclasses.replace(cli.VERBS["train"], run=fail))
     assert run() == (1, "", "step 7: not finite\n  fix   lower it\n")
 
 
@@ -438,7 +442,7 @@ def test_an_interrupt_has_its_own_code(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "run", interrupt)
+    monkeypatch.setitem(cli.VERBS, "train", dataclasses.replace(cli.VERBS["train"], run=interrupt))
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py"])
     assert end.value.code == 130

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.cli import keys
+from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 

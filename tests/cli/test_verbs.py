@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from gspmd_lm import cli, config, errors
-from gspmd_lm.cli import convert, session, weights
+from gspmd_lm import cli, config, errors, session
+from gspmd_lm.cli import conversion
 from gspmd_lm.convert import beside, export
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
@@ -174,7 +174,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
     monkeypatch.setattr(compiler, "_free_bytes", lambda: 1000)
-    monkeypatch.setattr(weights, "_restored", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(session, "_restored", lambda *_: pytest.fail("the weights were read"))
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
     assert "GB, and this machine has 1e-06 GB free\n  fix   --batch=1" in err
@@ -217,9 +217,9 @@ def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one
         begun = tmp_path / name
         begun.mkdir()
         (begun / "config.yaml").write_text(yaml.safe_dump(plain))
-    original = convert._original(str(begun), config.load(str(begun / "config.yaml")))
+    original = conversion._original(str(begun), config.load(str(begun / "config.yaml")))
     assert original == workdir / "hugging_face"
-    assert convert._original(str(tmp_path), config.load("tiny")) is None
+    assert conversion._original(str(tmp_path), config.load("tiny")) is None
     for name in ("generation_config.json", "vocab.json"):
         (tmp_path / "first" / name).touch()
     (tmp_path / "second" / "mine.json").touch()

@@ -254,8 +254,8 @@ def test_did_you_mean(word, hint):
     ],
 )  # fmt: skip
 def test_fine_tuning_has_a_learning_rate_of_its_own_and_says_it(sets, rate, said):
-    from gspmd_lm.cli import train
+    from gspmd_lm import session
 
     found = config.load("bench_4m", sets)
     assert found.optimizer.learning_rate == rate
-    assert train._rate_said(found) == said
+    assert session._learning_rate(found) == said

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm.cli import given
+from gspmd_lm import load_config
 from gspmd_lm.convert import architecture, export, multimodal
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.errors import InputError
@@ -86,7 +86,7 @@ GEMMA3N_E4B = {
 )
 def test_a_published_config(raw, family, wanted, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    model = given.load_config(str(tmp_path)).model
+    model = load_config(str(tmp_path)).model
     assert {name: getattr(model, name) for name in wanted} == wanted
     assert multimodal.text_config(raw, "x")["model_type"] == family
 

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from gspmd_lm import api
-from gspmd_lm.cli import given
+from gspmd_lm import api, load_config
 from gspmd_lm.convert import architecture
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import rules_file
@@ -64,20 +63,20 @@ def test_chunks_that_are_all_local_are_refused():
 
 def test_a_folder_and_its_config_json_say_the_same(folder):
     found = api.load_config(str(folder))
-    assert found == given.load_config(str(folder / "config.json"))
+    assert found == load_config(str(folder / "config.json"))
     assert found.model == model_of(LLAMA31)  # float32 weights: they are new
     assert (found.name, found.data.seq, found.data.tokenizer) == ("Llama-3.1", 2048, "bytes")
 
 
 def test_a_file_of_another_name_gives_its_own(folder):
     (folder / "mine.json").write_text(json.dumps(LLAMA31))
-    assert given.load_config(str(folder / "mine.json")).name == "mine"
+    assert load_config(str(folder / "mine.json")).name == "mine"
 
 
 def test_the_tokenizer_is_the_folders_and_overrides_come_last(folder):
     (folder / "tokenizer.json").write_text("{}")
-    assert given.load_config(str(folder)).data.tokenizer == str(folder / "tokenizer.json")
-    found = given.load_config(str(folder), ["model.layers=3", "data.tokenizer=bytes"])
+    assert load_config(str(folder)).data.tokenizer == str(folder / "tokenizer.json")
+    found = load_config(str(folder), ["model.layers=3", "data.tokenizer=bytes"])
     assert (found.model.layers, found.data.tokenizer) == (3, "bytes")
 
 
@@ -93,7 +92,7 @@ def test_the_tokenizer_is_the_folders_and_overrides_come_last(folder):
 def test_the_parameters_of_a_published_model_are_counted(name, count, tmp_path):
     of_weights = {"quantization_config": {"quant_method": "mxfp4"}}  # which are not read
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0] | of_weights))
-    config = given.load_config(str(tmp_path))
+    config = load_config(str(tmp_path))
     found, _ = state.checked(config, rules_file.load("fsdp8").fill(8), "cpu")
     assert found.parameter_count == count
 
@@ -103,9 +102,9 @@ def test_what_is_wrong_is_told(folder):
     with pytest.raises(
         InputError, match=r"  odd: 3 is an unknown field.*\n  fix   take odd out of a copy of the file "
     ):
-        given.load_config(str(folder))
+        load_config(str(folder))
     with pytest.raises(InputError, match=r"absent.json: cannot be read"):
-        given.load_config(str(folder / "absent.json"))
+        load_config(str(folder / "absent.json"))
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match=r"no such file, here or in configs/"):
-        given.load_config(str(folder))
+        load_config(str(folder))

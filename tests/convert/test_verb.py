@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import cli
-from gspmd_lm.cli import convert
 from gspmd_lm.convert import safetensors
-from gspmd_lm.workdir import checkpoint
+from gspmd_lm.workdir import checkpoint, layout
 from tests.convert import ours, references
 from tests.quick import QUICK_FLAGS
 
@@ -193,7 +192,7 @@ def test_a_full_disk_is_no_traceback(run, folder, tmp_path, monkeypatch):
 
 def test_the_kept_config_is_read_as_strictly(run, folder, tmp_path):
     assert run(f"--from={folder}", f"--workdir={tmp_path / 'w'}")[0] == 0
-    kept = tmp_path / "w" / convert.ORIGINAL / "config.json"
+    kept = tmp_path / "w" / layout.IMPORTED / "config.json"
     kept.write_text(kept.read_text()[:-3])
     code, _, err = run(f"--workdir={tmp_path / 'w'}", f"--to={tmp_path / 'out'}")
     assert code == 2 and err.startswith(f"{kept}: not valid JSON")

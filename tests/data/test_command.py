@@ -9,11 +9,10 @@ import tokenizers
 import yaml
 from rich.console import Console
 
-from gspmd_lm import cli
-from gspmd_lm import config as configs
-from gspmd_lm.cli import given, session, train
+from gspmd_lm import api, cli, session
 from gspmd_lm.data import chat, loader, tokenizer
 from gspmd_lm.errors import InputError
+from gspmd_lm.show import progress
 from tests.quick import QUICK_FLAGS
 
 SMALL = ("model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
@@ -72,7 +71,7 @@ def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, fol
         seen.append(tokenizer.load(config.data.tokenizer).vocab_size)
         raise InputError("that is enough")
 
-    monkeypatch.setattr(train, "Writer", writer)
+    monkeypatch.setattr(session, "Writer", writer)
     samples = "--set=train.samples={prompts: [the cat], tokens: 3}", "--set=data.held_out=0.1"
     code, said = run("--rules=fsdp8", "--workdir=W", *FLAGS, *OWN, *samples)
     assert code == 2 and "that is enough" in said and seen == [300]
@@ -88,7 +87,7 @@ def test_a_tokenizer_alone(run, folder, monkeypatch):
     code, said = run("--rules=fsdp8", "--dry_run", *FLAGS, "--set=data.tokenizer=yours.json", "--set=model.vocab=0")
     assert code == 0 and "384" in said
     sets = [*SMALL, "data.source=my texts", "data.tokenizer=yours.json", "model.vocab=0"]
-    config = given.with_tokenizer(configs.load("tiny", sets))
+    config = api.load_config("tiny", sets)
     assert loader.open(config)[0].tokens_per_epoch and config.model.vocab == 300
     assert chat.stop_ids("yours.json") == (tokenizer.load("yours.json").end,)
     assert parsed == [str(folder / "yours.json")]  # once for the size, the data and the end of a text
@@ -116,8 +115,8 @@ class _Clock:
 def _shown(monkeypatch, reports, **console):
     """What is shown of reports (seconds later, stage, bytes done, bytes in all)."""
     clock, out = _Clock(), io.StringIO()
-    monkeypatch.setattr(session, "time", clock)
-    show = session.progress(Console(file=out, width=160, **console))
+    monkeypatch.setattr(progress, "time", clock)
+    show = progress.progress(Console(file=out, width=160, **console))
     for later_s, *report in reports:
         clock.now_s += later_s
         show(*report)

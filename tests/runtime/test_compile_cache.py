@@ -12,8 +12,8 @@ from tests.launched import launch, output
 def test_the_cache_is_found_again_and_repairs_itself(tmp_path):
     code = """
 import jax, jax.numpy as jnp
-from gspmd_lm import compile_cache, runtime
-runtime.start(platform="cpu", simulated_devices=2)
+from gspmd_lm.runtime import compile_cache, startup
+startup.start(platform="cpu", simulated_devices=2)
 cache = compile_cache.enable()
 def double(x): return x * 2
 def square(x): return x @ x
@@ -66,7 +66,7 @@ FLIPS = """
 import logging, os, random, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from gspmd_lm import compile_cache
+from gspmd_lm.runtime import compile_cache
 jax.config.update("jax_platforms", "cpu")
 logging.disable(logging.CRITICAL)
 cache = compile_cache.enable()

@@ -101,7 +101,8 @@ def test_the_defaults_are_options_of_libtpu():
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from gspmd_lm import compiler, rules_file
+from gspmd_lm.runtime import compiler
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.errors import InputError
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 sharding = NamedSharding(Mesh(np.array(devices), ("data",)), P("data"))

@@ -18,10 +18,10 @@ import contextlib, os, sys, time
 import jax, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from gspmd_lm import runtime
+from gspmd_lm.runtime import startup
 from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.runtime.preemption import StopSignal
-here = runtime.start(platform="cpu", simulated_devices=2, {flags})
+here = startup.start(platform="cpu", simulated_devices=2, {flags})
 print(here.device_count, here.process_count, here.is_main)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 x = jax.make_array_from_callback((4,), NamedSharding(mesh, P("data")), lambda index: np.arange(4.0)[index])
@@ -66,11 +66,11 @@ def test_a_fresh_process_simulates_in_silence_and_importing_does_nothing():
         launch("""
 import os
 before = dict(os.environ)
-from gspmd_lm import runtime
+from gspmd_lm.runtime import startup
 import jax
 assert dict(os.environ).items() - before.items() <= {("TPU_SKIP_MDS_QUERY", "1")}  # jax's own
 assert jax.config.jax_platforms is None
-print(runtime.start(platform="cpu", simulated_devices=12))
+print(startup.start(platform="cpu", simulated_devices=12))
 print(os.environ["PJRT_NPROC"], os.environ["NPROC"], jax.config.jax_platforms)
 """)
     )
@@ -129,9 +129,10 @@ def test_a_platform_that_is_not_there(monkeypatch):
     finally:
         jax.config.update("jax_platforms", before)
     code = """
-from gspmd_lm import InputError, runtime
+from gspmd_lm import InputError
+from gspmd_lm.runtime import startup
 try:
-    runtime.start(platform="{}")
+    startup.start(platform="{}")
 except InputError as error:
     print(error)
 """
@@ -211,7 +212,9 @@ def test_what_looks_like_one_of_several_processes(monkeypatch):
 
 
 def test_half_a_slurm_environment_means_one_process():
-    code = "from gspmd_lm import runtime; print(runtime.start(platform='cpu', simulated_devices=2).process_count)"
+    code = (
+        "from gspmd_lm.runtime import startup; print(startup.start(platform='cpu', simulated_devices=2).process_count)"
+    )
     assert output(launch(code, SLURM_NTASKS="4"))[0] == "1\n"
 
 
@@ -243,8 +246,8 @@ def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
 def test_memory_that_a_step_frees_stays_for_the_next_one():
     process = launch("""
 import resource
-from gspmd_lm import runtime
-runtime.start(platform="cpu", simulated_devices=1, keep_memory=True)
+from gspmd_lm.runtime import startup
+startup.start(platform="cpu", simulated_devices=1, keep_memory=True)
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     bytes(range(256)) * 400_000

@@ -47,7 +47,7 @@ def test_no_column_is_cut_off(found):
     rows = [line for line in page[first + 1 :] if re.search(r" [kMG]?B ", line) and not line.startswith("  and ")]
     assert rows
     for line in rows:
-        assert re.search(r" [kMG]?B (yes|no) +(fwd|bwd|remat|optim) \S+", line), line
+        assert re.search(r" [kMG]?B (yes|no) +(fwd|bwd|remat|optim) +\S+", line), line
 
 
 def test_a_narrow_console_is_not_overrun():

@@ -21,7 +21,7 @@ from gspmd_lm.workdir import lock
 HOLD = """
 import sys, time
 from etils import epath
-from gspmd_lm import lock
+from gspmd_lm.workdir import lock
 with lock.held(epath.Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(600)

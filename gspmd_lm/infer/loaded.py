@@ -1,49 +1,17 @@
 """A model with its weights on this program's devices, which continues texts."""
 
 import html
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from gspmd_lm import config as configs
-from gspmd_lm import files
-from gspmd_lm.cli import given, session, weights
-from gspmd_lm.config import Config, paths
-from gspmd_lm.convert.pretrained import Pretrained
+from gspmd_lm.config import Config
 from gspmd_lm.data import chat, tokenizer
-from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate as generation
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.runtime import compile_cache
-from gspmd_lm.runtime.startup import Runtime
-from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
 
 ROWS = 8  # prompts that are continued at a time
-
-
-def left(
-    folder: str, rules: Rules | str | None, overrides: Sequence[str] = ()
-) -> tuple[Config, Pretrained | None, Rules]:
-    """The config of a run or of a published model, the latter itself, and `rules` or those that the run left.
-
-    overrides: section.key=value, laid over the config. Raises InputError if the folder is neither.
-    """
-    path = Path(folder)
-    if found := weights.published(folder, overrides):
-        config = found.config
-    elif files.is_remote(folder) or (path / "config.yaml").is_file():
-        config = given.with_tokenizer(configs.load(f"{folder}/config.yaml", overrides), folder)
-    else:
-        what = "neither a config.yaml nor a config.json in it" if path.is_dir() else "no such folder here"
-        fix = (
-            "give the folder of a run, which train or convert left, or of a published model with its config.json, "
-            "*.safetensors and tokenizer.json; nothing is fetched"
-        )
-        raise InputError(f"{folder}: {what}\n  fix   {paths.download(folder, fix)}")
-    if isinstance(rules, Rules):
-        return config, found, rules
-    kept = path / "rules.yaml"
-    return config, found, rules_file.load(rules or (str(kept) if kept.is_file() and not found else "none"))
 
 
 class Text(str):
@@ -75,17 +43,16 @@ class Model:
         self,
         config: Config,
         rules: Rules,
-        machine: Runtime,
-        folder: str,
-        step: int | None = None,
-        found: Pretrained | None = None,
+        devices: Sequence[Any],
+        platform: str,
+        name: str,
+        read: Callable[[Any], Any],
+        say: Callable[[str], None],
     ):
-        """`found`: what the folder holds if it is not that of a run. No weights are read yet."""
-        self._here = session.of(config, rules, machine, folder)
-        self._read = weights.of(self._here, folder, step, found)
-        self.config, self.rules = config, self._here.rules
+        """`read` takes a tree of jax.ShapeDtypeStruct and gives the weights, placed as it says. `name`: in its repr."""
+        self.config, self.rules = config, rules
         self.tokenizer = tokenizer.load(config.data.tokenizer)
-        self._folder = folder
+        self._devices, self._platform, self._name, self._read, self._say = devices, platform, name, read, say
         self._generator: generation.Generator | None = None
         compile_cache.enable(None)
 
@@ -147,13 +114,13 @@ class Model:
             if enough and sizes.rows >= min(len(ids), ROWS):
                 return last
         built, notes = generation.plan(
-            self.config, self.rules, self._here.devices, self._here.machine.platform, ids, new_tokens=new_tokens,
+            self.config, self.rules, self._devices, self._platform, ids, new_tokens=new_tokens,
             batch=min(len(ids), ROWS), tokenizer=self.tokenizer,
         )  # fmt: skip
         for note in notes:
-            self._here.say(note)
+            self._say(note)
         self._generator = generation.Generator(built, self._read(built.abstract_params), self.tokenizer)
         return self._generator
 
     def __repr__(self) -> str:
-        return f"{self.config.name} of {self._folder} under {self.rules.path}"
+        return f"{self.config.name} of {self._name} under {self.rules.path}"

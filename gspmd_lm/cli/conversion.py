@@ -1,0 +1,180 @@
+"""A Hugging Face folder turned into a workdir, and a workdir into a Hugging Face folder."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from absl import flags
+from etils import epath
+
+from gspmd_lm import config as configs
+from gspmd_lm import files, session
+from gspmd_lm.cli import inputs
+from gspmd_lm.config import core_yaml, paths
+from gspmd_lm.convert import architecture, beside, export, peft, pretrained
+from gspmd_lm.convert.strict_json import parse
+from gspmd_lm.data import chat
+from gspmd_lm.errors import InputError
+from gspmd_lm.model import lora
+from gspmd_lm.session import Session
+from gspmd_lm.sharding import shapes
+from gspmd_lm.train import state, step
+from gspmd_lm.units import human_bytes
+from gspmd_lm.workdir import checkpoint, layout
+from gspmd_lm.workdir.layout import IGNORED, IMPORTED
+
+
+def run(values: flags.FlagValues) -> int:
+    """Imports a folder or exports a workdir, and returns the exit code."""
+    example = "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR"
+    workdir = inputs.needs(values, "workdir", example)
+    source: str | None = values["from"].value  # `from` is a keyword of Python
+    if bool(source) == bool(values.to):
+        raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
+    if source:
+        return _import(values, Path(source).expanduser(), layout.path_of(workdir))
+    return _export(values, inputs.needs_weights(values, example))
+
+
+def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
+    if not source.is_dir():
+        fix = paths.download(str(source), "give one with config.json and *.safetensors")
+        raise InputError(f"--from={source}: no such folder\n  fix   {fix}")
+    idle = [name for name in ("dtype", "adapter", "base", "step") if values[name].value not in (None, False, "")]
+    if idle:
+        also = ", or --set model.weight_dtype=bfloat16" if "dtype" in idle else ""
+        raise InputError(f"--{', --'.join(idle)}: only for convert --to=DIR\n  fix   drop it{also}")
+    if "://" not in str(workdir):
+        inputs.check_folder("workdir", Path(workdir))
+    found = pretrained.read(source, inputs.config_sets(values), values.ignore)
+    carried = {architecture.CONFIG: beside.as_json(dict(found.like))} | _beside_weights(source)
+    if values.ignore:
+        carried[IGNORED] = beside.as_json({architecture.CONFIG: values.ignore})
+    chat.stop_ids(found.config.data.tokenizer)  # raises if the tokenizer cannot be used
+    begun = inputs.begin(values, found.config, keep_memory=False)
+    with session.exclusive(begun, workdir), checkpoint.of_run(workdir, found.config, begun.say) as checkpoints:
+        if checkpoints.steps():
+            raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
+        built = _placed(begun, found.config)
+        begun.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
+        if found.left_out:
+            begun.say(f"{source}: {found.left_out:,} tensors are left out: they are not of the layers that make text")
+        for note in found.notes:
+            begun.say(f"{source / architecture.CONFIG}: {note}")
+        if values.ignore:
+            begun.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
+        if not found.reads_text:
+            begun.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
+                     f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
+                     "what there is; then --set data.tokenizer=T")  # fmt: skip
+        params = found.load(built.state_shardings.params)
+        # The checkpoint comes last: if it exists, everything exists. Until then the same command can be given again.
+        if begun.machine.is_main:
+            _write_beside(workdir, found, carried)
+        checkpoints.save(0, {"params": params}, {"data": "", "rules": begun.rules.path})
+        checkpoints.wait()
+    begun.say(f"{workdir}: {layout.CONFIG}, {IMPORTED}/ and checkpoint 0")
+    begun.say(f"next: generate --workdir={workdir} --prompt=..., or train with --config={workdir}/{layout.CONFIG} "
+             f"--set train.init_from={workdir}")  # fmt: skip
+    return 0
+
+
+def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, carried: Mapping[str, bytes]) -> None:
+    """Writes the files beside the checkpoints: config.yaml, and the files that came with the weights."""
+    plain = configs.to_dict(found.config)
+    del plain["optimizer"]["learning_rate"]  # so that fine-tuning has its own, and adapters theirs
+    if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
+        # Tokenizers can only be read from local files.
+        kept = found.tokenizer if files.is_remote(workdir) else Path(workdir) / IMPORTED / found.tokenizer.name
+        plain["data"]["tokenizer"] = str(kept.absolute())  # runs may be started in other folders
+    if (workdir / IMPORTED).exists():  # a conversion that was killed leaves it
+        (workdir / IMPORTED).rmtree()
+    (workdir / IMPORTED).mkdir(parents=True)
+    for name, content in carried.items():
+        (workdir / IMPORTED / name).parent.mkdir(parents=True, exist_ok=True)
+        files.replace(workdir / IMPORTED / name, content)
+    files.replace(workdir / layout.CONFIG, core_yaml.dump(plain))
+
+
+def _beside_weights(source: Path) -> dict[str, bytes]:
+    """The files beside the weights: name -> content. Raises InputError if one cannot be read."""
+    try:
+        return {name: path.read_bytes() for name, path in beside.found(source).items()}
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: cannot be read ({error.strerror})\n  fix   make it readable, or remove it"
+        ) from error
+
+
+def _export(values: flags.FlagValues, workdir: str) -> int:
+    if values.ignore:
+        raise InputError("--ignore: only for convert --from=DIR\n  fix   drop it")
+    if values.adapter and values.dtype:
+        raise InputError("--dtype: an adapter is float32\n  fix   drop it")
+    begun = inputs.begin(values, keep_memory=False)
+    config = begun.config
+    folder, model = Path(values.to).expanduser(), config.model
+    original = _original(workdir, config)
+    like = architecture.load(original) if original else None
+    if original and (original / IGNORED).is_file():
+        fields = parse(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
+        named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
+        begun.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
+    base = config.train.init_from
+    if not original and base and not layout.path_of(base).is_dir():
+        begun.say(f"warning: train.init_from: {base} does not exist, so neither does its config.json: "
+                 "a new one is written from the model's settings")  # fmt: skip
+    if begun.machine.is_main:
+        inputs.check_folder("to", folder)
+    if values.adapter:
+        peft.described(folder, model, like)
+    else:
+        export.described(folder, dataclasses.replace(model, lora=None), like, values.dtype)
+    came = {} if values.adapter else beside.of_run(original, config.data.tokenizer)
+    written, ends = beside.new(came, original, config.data.tokenizer, model.vocab)
+    built = _placed(begun, config)
+    wanted = built.abstract_state.params
+    if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:
+        # Without a sharding they are read as numpy's arrays. A device on the CPU would hold a copy of them.
+        wanted = jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype), wanted)
+    with checkpoint.of_run(workdir, config, begun.say) as checkpoints:
+        restored = checkpoints.restore_weights(wanted, values.step)
+    if restored is None:
+        raise session.no_checkpoint(workdir)
+    number, params = restored
+    shardings = built.state_shardings.params
+    if model.lora and not values.adapter:
+        merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
+        params, model = merge(params), dataclasses.replace(model, lora=None)
+    if values.adapter:
+        peft.write_adapter(folder, model, params, values.base, like)
+    else:
+        describe = functools.partial(beside.card, config, step=number, came=came)
+        export.write(folder, model, params, like, values.dtype, came | written, ends, describe)
+    if begun.machine.is_main:
+        every = [path for path in folder.rglob("*") if path.is_file()]
+        begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
+    return 0
+
+
+def _placed(begun: Session, config: configs.Config) -> step.Step:
+    """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
+    found = state.arrays(config)
+    shapes.checked(dataclasses.replace(found, named_optimizer=(), optimizer=()), begun.rules)
+    return step.build(config, begun.rules, found, begun.devices)
+
+
+def _original(workdir: str, config: configs.Config) -> Path | None:
+    """The folder of files that came with a run's weights, found also through earlier runs; None without one."""
+    at, seen = Path(workdir).expanduser(), set[Path]()
+    while at not in seen:
+        if (at / IMPORTED / architecture.CONFIG).is_file():
+            return at / IMPORTED
+        seen.add(at)
+        if config.train.init_from:
+            at = Path(config.train.init_from).expanduser()
+            if layout.is_run(at):
+                config = configs.load(str(at / layout.CONFIG))
+    return None

@@ -1,0 +1,144 @@
+"""eval: scores the held-out rows, texts or continuations with the weights of a workdir."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from gspmd_lm.cli import outputs
+from gspmd_lm.cli.verb import RESULTS, RUN, Flags, Verb, on_devices
+from gspmd_lm.errors import InputError
+from gspmd_lm.runtime.without_a_gpu import import_jax
+
+if TYPE_CHECKING:
+    from gspmd_lm.config import Config
+
+
+def _define(flags: Flags) -> None:
+    on_devices(flags)
+    flags.text("text", None, "Score texts instead of the held-out rows: a folder, a file or a glob.")
+    flags.text("continuations", None, "Score this JSONL file of {prompt, continuation} instead.")
+    flags.group(RESULTS)
+    flags.text("output", None, "Write the log-likelihoods to this file, as JSONL. The default is the terminal.")
+    flags.group(RUN)
+    flags.whole("batch", 8, "How many rows are scored at a time.", 1)
+    flags.whole("seq", None, "How many tokens a row of --text has. The default is data.seq, with which the model was "
+                "trained.", 1)  # fmt: skip
+
+
+def run(values: flags.FlagValues, names: list[str]) -> int:
+    """Scores the held-out rows, a text, or each line of continuations, and returns the exit code."""
+    from gspmd_lm.cli import inputs
+
+    inputs.check_files(values)
+    import_jax()
+    return _score(values) if values.text or values.continuations else _held_out(values)
+
+
+def _held_out(values: flags.FlagValues) -> int:
+    from gspmd_lm import session
+    from gspmd_lm.cli import inputs
+
+    inputs.needs_weights(values, "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
+    if values.output:
+        raise InputError(
+            f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
+        )
+    begun = inputs.begin(values)
+    built, warnings = session.build(begun)
+    with session.opened(begun, built, warnings, writes=False, compile_cache=values.compile_cache) as run:
+        run.evaluate(values.step)
+    return 0
+
+
+def _score(values: flags.FlagValues) -> int:
+    from gspmd_lm import session
+    from gspmd_lm.cli import inputs
+    from gspmd_lm.data import tokenizer
+    from gspmd_lm.infer import generate, score
+    from gspmd_lm.runtime import compile_cache
+
+    folder = inputs.folder_with_weights(values, "eval --workdir=DIR --text=FILE")
+    if values.text and values.continuations:
+        raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
+    if values.text and values.output:
+        raise InputError(
+            f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
+        )
+    inputs.check_output(values.output, values.continuations)
+    begun, read = inputs.begin_with_weights(values, folder, stderr=not values.text)
+    config = begun.config
+    tokens = tokenizer.load(config.data.tokenizer)
+    generate.check_tokenizer(config, tokens)
+    if values.text:
+        text, notes = _text(values.text, config.data.text_field)
+        if notes:
+            begun.say(notes)
+        ids, lines = tokens.encode(text), []
+        if not len(ids):
+            raise InputError(f"--text={values.text}: the text is empty\n  fix   give a text")
+        seq = min(_window(values.seq, config), len(ids))
+        rows = -(-len(ids) // seq)
+        session.compare_texts(begun, tokens, [ids])
+    else:
+        text, ids = b"", []
+        lines = score.read(values.continuations, tokens, config.model.context)
+        session.compare_texts(begun, tokens, [line.request.tokens for line in lines])
+        seq, rows = max(len(line.request.tokens) - 1 for line in lines), len(lines)
+    rows = min(values.batch, rows)
+    built, warnings = score.build(config, begun.rules, begun.devices, begun.machine.platform, rows, seq)
+    for warning in warnings:
+        begun.say(f"warning: {warning}")
+    if built.attention:
+        begun.say(f"attention: {built.attention}")
+    compile_cache.enable(values.compile_cache)
+    _ = built.compiled  # whether the program fits is known before the weights are read
+    scorer = score.Scorer(built, read(built.abstract_params), tokens)
+    if values.text:
+        found = scorer.text(ids, len(text))
+        begun.say(
+            f"{values.text}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits "
+            f"per byte over {found.tokens:,} tokens, {found.bytes:,} bytes, in rows of up to {seq:,} tokens"
+        )
+        return 0
+    scores = scorer.scores([line.request for line in lines])
+    outputs.deliver(begun.machine.is_main, scores, values.output, lambda found, out: score.write(lines, found, out))
+    if values.output:
+        begun.say(f"{values.output}: {len(lines):,} lines")
+    return 0
+
+
+def _window(asked: int | None, config: "Config") -> int:
+    """The tokens of one row of text: those of --seq, else as many as the model was trained with."""
+    if asked is not None and asked > config.model.context:
+        raise InputError(
+            f"--seq={asked}: longer than model.context={config.model.context}\n  fix   --seq={config.model.context}"
+        )
+    return asked or config.data.seq
+
+
+def _text(name: str, field: str) -> tuple[bytes, str]:
+    """The texts that --text names, as data.source would, and what is to be said of their files.
+
+    A file that is named itself may have any ending.
+    """
+    from gspmd_lm.config.paths import read_text
+    from gspmd_lm.data import corpus, formats
+
+    path = Path(name).expanduser()
+    if path.is_file() and formats.of(path) is None:
+        return read_text(path).encode(), ""
+    notes = corpus.Notes()
+    paths = corpus.files([name], "--text", notes)
+    return b"\n".join(formats.whole(path, field) for path in paths), str(notes)
+
+
+EVAL = Verb(
+    "eval",
+    "Score the held-out rows, a text or continuations with a checkpoint of the workdir.",
+    [
+        ("eval --workdir=runs/a", "Score the held-out rows."),
+        ("eval --workdir=runs/a --text='books/*.txt'", "Score texts."),
+    ],
+    _define, run,
+)  # fmt: skip

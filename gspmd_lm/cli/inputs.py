@@ -1,0 +1,245 @@
+"""What flags name: the config, the rules, the workdir and the machine. Files are read before jax is imported."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from gspmd_lm import api, files
+from gspmd_lm.cli import outputs
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
+from gspmd_lm.runtime.without_a_gpu import import_jax
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.workdir import layout
+
+if TYPE_CHECKING:
+    from gspmd_lm.runtime.startup import Runtime
+    from gspmd_lm.session import ReadWeights, Session
+
+_OF_RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # what no config has a key of
+PLAN = "plan"  # in place of a rules file
+
+
+def config(values: flags.FlagValues) -> Config:
+    """The config that --config names, else the one in the workdir, else tiny, with --set laid over it."""
+    workdir = getattr(values, "workdir", None)
+    name = values.config or layout.left(workdir, layout.CONFIG) or "tiny"
+    return api.load_config(name, config_sets(values), workdir)
+
+
+def config_sets(values: flags.FlagValues) -> list[str]:
+    """What --set lays over the config. Raises InputError for a key that rules files have and configs do not."""
+    texts = [text for text in values.set if not _of_rules(text)]
+    for text in texts:
+        key, equals, value = text.partition("=")
+        section = next((part for part in key.split(".") if part in _OF_RULES_ALONE), None)
+        if equals and section:
+            rest = key[key.index(section) :]
+            raise InputError(f"--set {text}: a key of the rules file\n  fix   --set rules.{rest}={value}")
+    return texts
+
+
+def rules_sets(values: flags.FlagValues) -> list[str]:
+    """What --set lays over the rules file: the keys that begin with rules."""
+    return [text for text in values.set if _of_rules(text)]
+
+
+def _of_rules(text: str) -> bool:
+    return text.partition("=")[0].partition(".")[0].strip() == "rules"
+
+
+def rules(values: flags.FlagValues) -> Rules:
+    """The rules file that --rules names, else the one in the workdir, else none, with --mesh laid over it.
+
+    For --rules=plan these are rules for any number of devices, which a plan replaces once the devices are known.
+    """
+    if values.rules == PLAN:
+        if values.mesh:
+            raise InputError(
+                f"--mesh={values.mesh}: a plan chooses the mesh\n  fix   drop --mesh, or name a rules file"
+            )
+        no_rules_sets(values)
+        return rules_file.from_dict({"mesh": {"data": -1}}, PLAN)
+    name = values.rules if values.rules is not None else layout.left(values.workdir, layout.RULES)
+    return rules_file.load(name or "none", values.mesh, overrides=rules_sets(values))
+
+
+def no_rules_sets(values: flags.FlagValues) -> None:
+    """Raises InputError if --set names a key of the rules, where a plan chooses them."""
+    for text in rules_sets(values):
+        raise InputError(f"--set {text}: a plan chooses the rules\n  fix   drop it, or name a rules file")
+
+
+def layouts(values: flags.FlagValues, more: Sequence[str]) -> list[Rules]:
+    """The rules files of a verb that takes several: those of --rules, with commas between them, and `more`."""
+    names = [*filter(None, (values.rules or "").split(",")), *more]
+    return [rules_file.load(name, values.mesh, overrides=rules_sets(values)) for name in names]
+
+
+def needs(values: flags.FlagValues, flag: str, example: str) -> str:
+    """The value of a flag that a verb needs. Raises InputError if it is missing."""
+    value = getattr(values, flag)
+    if value is None:
+        raise InputError(f"--{flag} is missing\n  fix   {example}")
+    return value
+
+
+def needs_weights(values: flags.FlagValues, example: str) -> str:
+    """--workdir, if it is remote or a folder with checkpoints. Raises InputError if it is not."""
+    workdir = needs(values, "workdir", example)
+    if not files.is_remote(workdir) and not (layout.path_of(workdir) / layout.CHECKPOINTS).is_dir():
+        from gspmd_lm import session
+
+        raise session.no_checkpoint(workdir)
+    return workdir
+
+
+def check_output(output: str | None, source: str | None) -> None:
+    """Raises InputError if --output cannot be written, or is the file that is read."""
+    outputs.check((output,))
+    path = Path(output or "")
+    if output and source and path.exists() and Path(source).exists() and path.samefile(source):
+        raise InputError(f"--output={output}: would overwrite the file that is read\n  fix   name another file")
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Raises InputError if a folder that a flag names cannot be made or written in."""
+    at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not at.is_dir() or not os.access(at, os.W_OK):
+        raise InputError(f"--{flag}={folder}: {at} cannot be written in\n  fix   give another folder")
+
+
+def check_files(values: flags.FlagValues) -> None:
+    """Raises InputError for what is wrong in the config or the rules, before jax is imported, which takes a second."""
+    config(values)
+    rules(values)
+
+
+def log_to_stderr() -> None:
+    """Has the package's log on stderr: what a process waits for, progress, and warnings."""
+    log = logging.getLogger("gspmd_lm")
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+def on_the_cpu() -> None:
+    """Imports jax for shapes alone, which are computed on the CPU, without this machine's accelerator."""
+    import_jax()
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
+def begin(
+    values: flags.FlagValues, config_: Config | None = None, stderr: bool = False, keep_memory: bool = True
+) -> "Session":
+    """The session of a command, with jax started on the devices that the flags and the rules ask for.
+
+    config_: takes the place of the config that the flags or the workdir name. stderr: messages go there, because
+    stdout is for results. keep_memory: see `startup.start`.
+    """
+    log_to_stderr()
+    config_, layout_ = config_ or config(values), rules(values)
+    import_jax()
+    from gspmd_lm import session
+    from gspmd_lm.runtime import processes, startup
+
+    wanted = layout_.devices if layout_.devices > 0 else values.devices
+    machine = startup.start(
+        platform=values.platform,
+        simulated_devices=max(1, wanted // (values.num_processes or 1)),
+        coordinator=values.coordinator,
+        num_processes=values.num_processes,
+        process_id=values.process_id,
+        keep_memory=keep_memory,
+    )
+    if values.rules == PLAN:
+        layout_ = _planned(values, config_, machine)
+    begun = session.begin(config_, layout_, machine, values.workdir, stderr)
+    processes.watch(logging.getLogger("gspmd_lm").warning)
+    processes.compare(_facts(begun, values), begun.say)
+    return begun
+
+
+def _planned(values: flags.FlagValues, config_: Config, machine: "Runtime") -> Rules:
+    """The best layout for the devices at hand: the one that was found for them in the workdir before, else a new plan.
+
+    On simulated devices, which have no times, layouts are ranked by what they send and by memory.
+    """
+    if machine.process_count > 1:
+        raise InputError(
+            "--rules=plan: each of several processes would plan for itself\n"
+            "  fix   python main.py plan --target=... --out=mine.yaml, then --rules=mine.yaml"
+        )
+    import jax
+
+    from gspmd_lm.config import paths
+    from gspmd_lm.hardware import target as targets
+    from gspmd_lm.plan import search, written
+
+    target = targets.of(jax.devices())
+    sets = [f"--set={one}" for one in values.set]
+    command = outputs.command_line(
+        ["plan", f"--config={values.config or config_.name}", f"--target={target.text}", *sets]
+    )
+    if kept := layout.left(values.workdir, layout.RULES):
+        text = paths.read_text(Path(kept))
+        if f"{written.FOUND_BY}: {command} (" in text.partition("\n")[0]:
+            outputs.say(f"--rules=plan: {kept} was found for these devices before")
+            return rules_file.load(kept)
+    if target.chip is None:
+        outputs.say(f"--rules=plan: {target.text} has no times; layouts are ranked by bytes and memory")
+    plan = search.plan(config_, target, say=outputs.say, rank_by=search.ranking(target))
+    if plan.best is None:
+        raise InputError(f"--rules=plan: no layout of {config_.name} fits on {target.text}\n"
+                         f"  fix   {command} says what would")  # fmt: skip
+    return dataclasses.replace(
+        rules_file.from_dict(plan.best.raw, PLAN), text=written.rules_file(plan, plan.best, command)
+    )
+
+
+def _facts(session: "Session", values: flags.FlagValues) -> dict[str, Any]:
+    """The facts, besides its data, that must be equal in every process of a run."""
+    from gspmd_lm import config as configs
+    from gspmd_lm import versions
+
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
+    own = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set", "help")
+    return {
+        "config": configs.to_dict(session.config),
+        "rules": session.rules.facts(),
+        "flags": {name: values[name].value for name in values if name not in own},
+        "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
+    }
+
+
+def folder_with_weights(values: flags.FlagValues, example: str) -> str:
+    """--workdir, if it has checkpoints or is a published folder. Raises InputError if it is not."""
+    from gspmd_lm import session
+
+    folder = needs(values, "workdir", example)
+    return folder if session.holds_published(folder) else needs_weights(values, example)
+
+
+def begin_with_weights(values: flags.FlagValues, folder: str, stderr: bool) -> "tuple[Session, ReadWeights]":
+    """The session of a verb that needs the weights of a folder, and what reads them.
+
+    Raises InputError if they are not of the config's model.
+    """
+    from gspmd_lm import session
+
+    model = session.published(folder, config_sets(values))
+    if model and values.config:
+        raise InputError(f"--config={values.config}: {folder} has a config.json of its own\n  fix   drop it")
+    begun = begin(values, model.config if model else None, stderr)
+    for note in model.notes if model else ():
+        begun.say(f"{folder}: {note}")
+    return begun, session.reader(begun, folder, values.step, model)

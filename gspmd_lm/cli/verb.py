@@ -1,0 +1,94 @@
+"""What every verb of the command line is made of: its line in the help, its examples, its flags, and what it runs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+
+# Groups of flags, in the help.
+INPUTS, RUN, RESULTS, MACHINE, HELP = "What is computed, and where", "The run", "Results", "The machine", "Help"
+
+
+class Flags:
+    """Defines the flags of one verb, and of no other. The module of each, in absl's words, is its group in the help."""
+
+    def __init__(self) -> None:
+        self.values = flags.FlagValues()
+        self._where: dict[str, Any] = {"flag_values": self.values}
+        self.group(INPUTS)
+
+    def group(self, title: str) -> None:
+        """Puts the flags that follow into this group."""
+        self._where["module_name"] = title
+
+    def text(self, name: str, default: str | None, about: str) -> None:
+        flags.DEFINE_string(name, default, about, **self._where)
+
+    def whole(self, name: str, default: int | None, about: str, least: int | None = None) -> None:
+        flags.DEFINE_integer(name, default, about, lower_bound=least, **self._where)
+
+    def number(self, name: str, default: float | None, about: str) -> None:
+        flags.DEFINE_float(name, default, about, **self._where)
+
+    def several(self, name: str, about: str) -> None:
+        flags.DEFINE_multi_string(name, [], about, **self._where)
+
+    def yes_no(self, name: str, about: str, short_name: str | None = None) -> None:
+        flags.DEFINE_boolean(name, False, about, short_name=short_name, **self._where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """A verb. `run` takes the values of its flags and the arguments that are no flags, and returns the exit code."""
+
+    name: str
+    about: str
+    examples: Sequence[tuple[str, str]]  # what follows `python main.py`, and what it does
+    define: Callable[[Flags], None]
+    run: Callable[[flags.FlagValues, list[str]], int]
+    takes_names: bool = False  # whether arguments that are no flags may stand after it
+
+    def flags(self) -> flags.FlagValues:
+        """The flags of the verb, those of every verb included."""
+        found = Flags()
+        self.define(found)
+        found.group(HELP)
+        found.yes_no("help", "Show this text and stop.", short_name="h")
+        found.yes_no("version", "Show the versions of this program, jax and Python, and stop.")
+        return found.values
+
+
+def overrides(flags: Flags, mesh: bool = True) -> None:
+    """Defines what is laid over the config, and over the rules."""
+    flags.group(INPUTS)
+    flags.several("set", "Lay section.key=value over the config, such as model.layers=4, or rules.KEY=value over the "
+                  "rules file, such as rules.remat=block. The verb keys lists all keys. This flag may be "
+                  "repeated.")  # fmt: skip
+    if mesh:
+        flags.text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
+
+
+def on_devices(flags: Flags) -> None:
+    """Defines the flags of a verb that computes here: what is computed, the run's folder, and the machine."""
+    flags.group(INPUTS)
+    flags.text("config", None, "The config: a path, a name in configs/, or the folder or config.json of a published "
+               "model. It says what is computed. The default is the workdir's config, else tiny.")  # fmt: skip
+    flags.text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout "
+               "for the devices at hand. It says where and how the config is computed. The default is the workdir's "
+               "rules file, else none.")  # fmt: skip
+    overrides(flags)
+    flags.group(RUN)
+    flags.text("workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in "
+               "runs/.")  # fmt: skip
+    flags.group(MACHINE)
+    flags.text("platform", None, "The platform: cpu, gpu or tpu. By default it is the one that this machine has.")
+    flags.whole("devices", 8, "How many devices to simulate on a CPU if the mesh has a size of -1.", 1)
+    flags.text("coordinator", None, "HOST:PORT of the first of several processes, if jax does not find it by itself.")
+    flags.whole("num_processes", None, "How many processes the run has.")
+    flags.whole("process_id", None, "The number of this process, counted from 0.")
+    flags.text("compile_cache", None, "The folder of compiled programs; none switches the cache off. The default is "
+               "the user's cache folder.")  # fmt: skip
+    flags.group(RUN)
+    flags.whole("step", None, "The step of the checkpoint to begin from. The default is the newest checkpoint that is "
+                "not in doubt; --step also accepts one in doubt.")  # fmt: skip

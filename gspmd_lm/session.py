@@ -1,0 +1,279 @@
+"""One process with its config, rules and devices, and what it begins: a run in a workdir, or reading weights."""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import io
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from etils import epath
+from rich.console import Console
+
+from gspmd_lm import config as configs
+from gspmd_lm import files
+from gspmd_lm.config import Config
+from gspmd_lm.convert import architecture, pretrained
+from gspmd_lm.convert.pretrained import Pretrained
+from gspmd_lm.data import loader, trained
+from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.errors import InputError
+from gspmd_lm.foresight import compile, explain
+from gspmd_lm.hardware import target
+from gspmd_lm.infer.samples import Writer
+from gspmd_lm.runtime import compile_cache as compile_caches
+from gspmd_lm.runtime import processes
+from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.show import comparison
+from gspmd_lm.show.progress import progress
+from gspmd_lm.show.report import paragraph
+from gspmd_lm.train import loop, state, step
+from gspmd_lm.train.programs import Foresee, Foreseen, Programs
+from gspmd_lm.train.step import Step
+from gspmd_lm.workdir import checkpoint, layout, lock, trackers
+
+ReadWeights = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """One process of a command or of a program."""
+
+    config: Config
+    rules: Rules  # filled: no size is -1
+    machine: Runtime
+    devices: list[Any]
+    console: Console
+    workdir: epath.Path | None
+
+    def say(self, message: str) -> None:
+        if self.machine.is_main:
+            self.console.print(message, soft_wrap=True, highlight=False, markup=False)
+
+
+def begin(config: Config, rules: Rules, machine: Runtime, workdir: str | None, stderr: bool = False) -> Session:
+    """The session of a process whose devices are started. stderr: messages go there, because stdout has results."""
+    devices = jax.devices()
+    if machine.process_count == 1 and (machine.simulated or rules.devices == 1) and rules.devices > 0:
+        devices = devices[: rules.devices]
+    stream = sys.stderr if stderr else sys.stdout
+    notebook = False if "ipykernel" in sys.modules else None  # where lines are one text, and colours are asked for
+    console = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, force_jupyter=notebook,
+                      force_terminal=notebook)  # fmt: skip
+    folder = layout.path_of(workdir) if workdir else None
+    return Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+
+
+def compare_texts(session: Session, tokens: Tokenizer, texts: Iterable[npt.ArrayLike]) -> None:
+    """Raises InputError in every process if they have read different texts or tokenizers."""
+    if not processes.several():
+        return  # a checksum of a long text would take long
+    sums = hashlib.sha256()
+    for ids in texts:
+        row = np.asarray(ids, np.int64)
+        sums.update(np.int64(row.size).tobytes() + row.tobytes())
+    processes.compare({"tokenizer": tokens.fingerprint, "texts, as tokens": sums.hexdigest()}, session.say)
+
+
+# Weights
+
+
+def holds_published(folder: str) -> bool:
+    """Whether a folder has a config.json and is not that of a run."""
+    path = Path(folder).expanduser()
+    return not files.is_remote(folder) and not layout.is_run(path) and (path / architecture.CONFIG).is_file()
+
+
+def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
+    """The model of a folder that transformers wrote, checked; None for a run's folder, and for any other.
+
+    overrides: section.key=value. Raises InputError if the model is not supported or has no tokenizer.
+    """
+    if not holds_published(folder):
+        return None
+    model = pretrained.read(
+        Path(folder).expanduser(), overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,"
+    )
+    if not model.reads_text:
+        raise InputError(
+            f"{folder}: there is no {architecture.TOKENIZER}, so the model cannot read text\n"
+            f"  fix   with transformers, AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}') writes "
+            "one from what there is"
+        )
+    return model
+
+
+def reader(session: Session, folder: str, step: int | None, model: Pretrained | None) -> ReadWeights:
+    """A function that reads the weights of a folder, as often as it is called. None are read yet.
+
+    model: what `published` says of the folder. Raises InputError if a run's folder has no weights of the config's
+    model, or if `step` is asked of a published model.
+    """
+    if not model:
+        with checkpoint.of_run(folder, session.config) as checkpoints:
+            if not checkpoints.candidates(step):
+                raise no_checkpoint(folder)
+        return lambda wanted: _restored(session, folder, wanted, step)
+    if step is not None:
+        raise InputError(f"step {step}: {folder} is a published model, which has no steps\n  fix   drop it")
+    return lambda wanted: model.load(
+        jax.tree.map(lambda like: like.sharding, wanted), jax.tree.map(lambda like: like.dtype, wanted)
+    )
+
+
+def _restored(session: Session, workdir: str, wanted: Any, step: int | None) -> Any:
+    with checkpoint.of_run(workdir, session.config, session.say) as checkpoints:
+        restored = checkpoints.restore_weights(wanted, step)
+    assert restored is not None, "reader() has seen a checkpoint"
+    return restored[1]
+
+
+def no_checkpoint(workdir: str) -> InputError:
+    """The error for a workdir without weights."""
+    if holds_published(workdir):
+        return InputError(
+            f"{workdir}: no checkpoint; it is the folder of a published model\n"
+            f"  fix   convert --from={workdir} --workdir=W, then --workdir=W"
+        )
+    return InputError(
+        f"{workdir}: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR --workdir={workdir}"
+    )
+
+
+# A run
+
+
+def train(session: Session, steps: int | None = None) -> tuple[dict[str, float], epath.Path]:
+    """Trains to step `steps`, or the config's last one. Returns what was logged last, and the workdir."""
+    built, warnings = build(session)
+    with opened(session, built, warnings) as run:
+        return train_to(run, steps), run.workdir
+
+
+def train_to(run: loop.Run, steps: int | None, step: int | None = None) -> dict[str, float]:
+    """Trains a run to step `steps`, from checkpoint `step` or the newest. Returns what was logged last."""
+    last = run.train(run.config.train.steps if steps is None else steps, step)
+    if last:
+        run.say(f"metrics {run.workdir / layout.METRICS}, checkpoints {run.workdir / layout.CHECKPOINTS}")
+    return last
+
+
+def build(session: Session) -> tuple[Step, list[Problem]]:
+    """The step of a session, and the warnings of its check, which are said."""
+    arrays, warnings = state.checked(session.config, session.rules, session.machine.platform)
+    for warning in warnings:
+        session.say(f"warning: {warning}")
+    built = step.build(session.config, session.rules, arrays, session.devices)
+    if built.attention:
+        session.say(f"attention: {built.attention}")
+    return built, warnings
+
+
+@contextlib.contextmanager
+def opened(
+    session: Session,
+    built: Step,
+    warnings: Sequence[Problem],
+    writes: bool = True,
+    compile_cache: str | None = None,
+    profile: tuple[int, int] | None = None,
+    executable: Any = None,
+) -> Iterator[loop.Run]:
+    """A context of the run in the session's workdir, or in a fresh one; `writes` says whether it trains there."""
+    config, rules, machine, console = session.config, session.rules, session.machine, session.console
+    if session.workdir is None and machine.process_count > 1:
+        raise InputError(
+            "each of several processes would choose its own workdir\n  fix   give all of them the same --workdir=DIR"
+        )
+    with contextlib.ExitStack() as stack:
+        writer = None
+        if writes:
+            if config.train.samples:
+                shown = progress(console) if machine.is_main else None
+                writer = Writer(trained.made(config, shown), rules, session.devices, machine.platform)
+            trackers.check(config.train.trackers)
+            workdir = session.workdir or _fresh(f"{config.name}-{rules.name}")
+            check_lock = stack.enter_context(exclusive(session, workdir))
+        else:
+            workdir, check_lock = epath.Path(session.workdir or ""), lambda: None
+        run = loop.Run(
+            programs=Programs(
+                built,
+                machine,
+                session.say,
+                compile_caches.enable(compile_cache),
+                foresee=_foresee(built, warnings) if writes else None,
+                executable=executable,
+            ),
+            open_rows=lambda: loader.open(config, progress(console) if machine.is_main else None),
+            workdir=workdir,
+            console=console,
+            profile=profile,
+            check_lock=check_lock,
+            writer=writer,
+        )
+        mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
+        simulated, several = "simulated " if machine.simulated else "", "s" * (len(session.devices) > 1)
+        run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
+                f"{len(session.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
+        run.say(f"workdir {workdir}")
+        if writes and (rate := _learning_rate(config)):
+            run.say(rate)
+        yield run
+
+
+def exclusive(session: Session, workdir: epath.Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """A context in which a workdir that can hold checkpoints exists, and this run alone writes to it."""
+    with checkpoint.of_run(workdir, session.config):  # a path that cannot hold them is refused before it is made
+        pass
+    return lock.exclusive(workdir, session.machine.is_main, session.say)
+
+
+def _learning_rate(config: Config) -> str:
+    """The learning rate of fine-tuning, and the usual one where the config states another; '' for new weights."""
+    begun, lora, rate = config.train.init_from, config.model.lora, config.optimizer.learning_rate
+    usual = configs.usual_rate({"lora": lora}, {"init_from": begun})
+    if not begun and not lora:
+        return ""
+    what = "adapters" if lora else f"fine-tuning of {begun}"
+    other = f"; usual is {usual:g}: --set optimizer.learning_rate=null" if rate != usual else ""
+    return f"{what}: learning rate up to {rate:g}{other}"
+
+
+def _fresh(name: str) -> epath.Path:
+    """The path of a folder in runs/ that does not exist yet."""
+    began = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    candidates = (epath.Path("runs") / f"{began}{f'-{number}' if number else ''}" for number in itertools.count())
+    return next(path for path in candidates if not path.exists())
+
+
+def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
+    """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
+
+    def foresee(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> Foreseen:
+        devices = target.of(list(built.mesh.devices.flat))
+        program = compile.described(built, compiled, options, devices, trace_s, compile_s)
+        report = explain.report(built.config, built.rules, devices, built.arrays, problems, program)
+        if not report.memory.fits:
+            page = io.StringIO()
+            comparison.show([report], Console(file=page, width=120))
+            raise InputError(
+                f"{page.getvalue()}the layout does not fit, and nothing was started\n"
+                "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
+            )
+        return Foreseen(
+            paragraph(report),
+            report.prediction.step_time_s if report.prediction else None,
+            report.memory.peak_bytes,
+            devices.chip and devices.chip.peak_bf16_flops_per_s,
+        )
+
+    return foresee

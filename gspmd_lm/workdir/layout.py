@@ -1,0 +1,39 @@
+"""What a run leaves in its workdir: the names of its files, and the files that describe it."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from etils import epath
+
+from gspmd_lm import files
+
+CONFIG, RULES = "config.yaml", "rules.yaml"  # as resolved
+ABOUT = "versions.json"  # the command, the versions and the machine
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer.json"  # one that the run trained
+PAGE = "plot.html"  # of a single run
+LOCK, HOLDER = "lock", "lock.json"  # the file that the system locks, and the name of its holder
+IMPORTED = "hugging_face"  # a folder: the files that came with imported weights
+IGNORED = "ignored.json"  # in it: the fields of config.json that --ignore named
+
+
+def path_of(name: str) -> epath.Path:
+    """A local path, in which ~ may stand for the home folder, or a remote one."""
+    return epath.Path(name) if files.is_remote(name) else epath.Path(name).expanduser()
+
+
+def is_run(folder: Path | epath.Path) -> bool:
+    """Whether a folder is the workdir of a run or of an import."""
+    return (folder / CONFIG).is_file()
+
+
+def are_of_run(names: Collection[str]) -> bool:
+    """Whether a folder with these names in it is the workdir of a run, which may just have begun."""
+    return any(pair <= {*names} for pair in ({LOCK, HOLDER}, {CONFIG, RULES}, {CONFIG, CHECKPOINTS}))
+
+
+def left(workdir: str | None, name: str) -> str | None:
+    """The path of a file that an earlier run left in a local workdir; None where there is none."""
+    path = Path(workdir).expanduser() / name if workdir else None
+    return str(path) if path and path.is_file() else None
