@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
@@ -39,50 +39,41 @@ def section_of(report: Report) -> Section:
     facts = [Fact("sent per step", human_bytes(whole), f"{above} (counted)" if above else "")]
     if not report.collectives:
         return Section(title, "compiled", [Text("None.")], facts)
-    found = sorted(report.collectives, key=_size, reverse=True)
-    merged = _merged(found)
-
-    def left_out(shown: int) -> str:
-        return f"and {len(merged) - shown} more, {human_bytes(sum(_size(one) for one, _ in merged[shown:]))}"
-
-    by_axes = collections.defaultdict[tuple[str, str], list[Collective]](list)
-    for one in found:
-        by_axes["+".join(one.mesh_axes), one.phase].append(one)
-    groups = sorted(by_axes.items(), key=lambda group: -sum(map(_size, group[1])))
+    alike = _grouped(report, lambda one: (one.kind, one.mesh_axes, one.dtype, one.phase, one.rules, one.overlapped))
+    by_axes = _grouped(report, lambda one: (one.mesh_axes, one.phase))
     table = Table(
         "Collectives",
         COLLECTIVES,
-        [_collective(one, f" +{more}" if more else "") for one, more in merged],
-        left_out=left_out,
-        groups=[(_sums(*group, whole or 1), [_collective(one, whole=whole) for one in group[1]]) for group in groups],
+        list(map(_merged, alike)),
+        left_out=lambda shown: f"and {len(alike) - shown} more, {human_bytes(sum(map(_sent, alike[shown:])))}",
+        groups=[(_sums(group, whole or 1), [_collective(one, whole=whole) for one in group]) for group in by_axes],
     )
     hint = '<p class="legend">Choose a group to see its collectives, and a heading to sort them by it.</p>'
     return Section(title, "compiled", [Figure(hint), table], facts)
 
 
-def _merged(collectives: Sequence[Collective]) -> list[tuple[Collective, int]]:
-    """Collectives that differ only in the array they move become one with their sums; the largest sum comes first.
-
-    Each is a pair: the largest of them with the sums, and how many other arrays there are.
-    """
-    groups: dict[tuple, list[Collective]] = {}
-    for one in collectives:
-        key = (one.kind, one.mesh_axes, one.dtype, one.phase, one.rules, one.overlapped)
-        groups.setdefault(key, []).append(one)
-    pairs = []
-    for group in groups.values():
-        times = sum(one.times_per_step for one in group)
-        whole = dataclasses.replace(group[0], times_per_step=times, bytes_per_device_per_step=sum(map(_size, group)))
-        pairs.append((whole, len({one.op for one in group}) - 1))
-    return sorted(pairs, key=lambda pair: -_size(pair[0]))
+def _grouped(report: Report, key: Callable[[Collective], Hashable]) -> list[list[Collective]]:
+    """Collectives with the same key together, those that send most first."""
+    groups = collections.defaultdict[Hashable, list[Collective]](list)
+    for one in sorted(report.collectives, key=_size, reverse=True):
+        groups[key(one)].append(one)
+    return sorted(groups.values(), key=_sent, reverse=True)
 
 
-def _sums(of: tuple[str, str], members: Sequence[Collective], whole: int) -> Row:
+def _merged(alike: Sequence[Collective]) -> Row:
+    """The row of collectives that differ only in the array they move: the largest of them, with the sums of all."""
+    times, more = sum(one.times_per_step for one in alike), len({one.op for one in alike}) - 1
+    whole = dataclasses.replace(alike[0], times_per_step=times, bytes_per_device_per_step=_sent(alike))
+    return _collective(whole, f" +{more}" if more else "")
+
+
+def _sums(members: Sequence[Collective], whole: int) -> Row:
     """The row above collectives over the same axes in the same phase."""
-    size = sum(map(_size, members))
-    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {size / whole:.1%} of the bytes"
+    sent = _sent(members)
+    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {sent / whole:.1%} of the bytes"
     times = f"{sum(one.times_per_step for one in members):,}"
-    return ", ".join(of), "", "", times, Cell(human_bytes(size), share=size / whole), "", "", count, "", ""
+    over = f"{'+'.join(members[0].mesh_axes)}, {members[0].phase}"
+    return over, "", "", times, Cell(human_bytes(sent), share=sent / whole), "", "", count, "", ""
 
 
 def _collective(one: Collective, others: str = "", whole: int = 0) -> Row:
@@ -104,3 +95,7 @@ def _collective(one: Collective, others: str = "", whole: int = 0) -> Row:
 
 def _size(one: Collective) -> int:
     return one.bytes_per_device_per_step
+
+
+def _sent(collectives: Sequence[Collective]) -> int:
+    return sum(map(_size, collectives))

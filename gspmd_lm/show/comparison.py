@@ -10,8 +10,8 @@ from rich.console import Console
 from gspmd_lm.foresight.parts import difference
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.show import html, terminal
-from gspmd_lm.show.document import Cell, Column, Figure, Findings, Row, Section, Table, Text
-from gspmd_lm.show.report import about, drawn, fit, memory_bar, mesh, sections, time_bar, title, verdict
+from gspmd_lm.show.document import Cell, Column, Figure, Findings, Row, Section, Table, Text, figure
+from gspmd_lm.show.report import about, fit, memory_bar, mesh, page_sections, sections, time_bar, title, verdict
 from gspmd_lm.show.svg import text
 from gspmd_lm.units import human_bytes, human_seconds
 
@@ -43,12 +43,12 @@ def layouts(reports: Sequence[Report]) -> str:
 
 
 def _layout(report: Report, number: int, several: bool) -> str:
-    found = sections(report)
+    found = page_sections(report, number)
+    name = f"<h2>{text(title(report))}</h2>" if several else ""
     return (
-        f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">'
-        f"{f'<h2>{text(title(report))}</h2>' if several else ''}"
+        f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">{name}'
         f'<p class="about">{text(about(report))}</p><p class="verdict">{text(verdict(report))}</p>'
-        f"{html.facts(found)}{html.sections([*found, *drawn(report, number)], 'h3' if several else 'h2')}</article>"
+        f"{html.facts(found)}{html.sections(found, 'h3' if several else 'h2')}</article>"
     )
 
 
@@ -101,8 +101,7 @@ def compared(reports: Sequence[Report]) -> Table:
     def line(label: str, known: str, values: Sequence[float | None], show: Callable[[float], str], sign=1) -> Row:
         able = {i: sign * x for i, x in enumerate(values) if x is not None and reports[i].memory.fits}
         best = {i for i, x in able.items() if len(set(able.values())) > 1 and x == min(able.values())}
-        said = ["-" if x is None else show(x) for x in values]
-        return [label, known, *(cell(reports[i], said[i], i in best) for i in range(len(reports)))]
+        return [label, known, *(cell(reports[i], figure(x, show), i in best) for i, x in enumerate(values))]
 
     def predicted(name: str) -> list[float | None]:
         return [getattr(report.prediction, name) if report.prediction else None for report in reports]

@@ -1,7 +1,7 @@
 """What a report says, whoever shows it: `terminal.py` prints it, and `html.py` makes a page of it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 Style = Literal["", "good", "bad", "best", "dim", "verdict"]
@@ -48,6 +48,22 @@ class Table:
     labels: int = 0
     left_out: Callable[[int], str] | None = None
     groups: Sequence[tuple[Row, Sequence[Row]]] = ()
+
+
+def table_of(name: str, rows: Sequence[Mapping[str, Cell | str]], words: Collection[str]) -> Table:
+    """The table of rows that name their columns. All columns but `words` hold numbers."""
+    columns = [Column(column, "words" if column in words else "number") for column in rows[0]]
+    return Table(name, columns, [list(row.values()) for row in rows])
+
+
+def cells(row: Row) -> list[Cell]:
+    """The cells of a row."""
+    return [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+
+
+def figure(value: float | None, show: Callable[[float], str]) -> str:
+    """A number as `show` shows it; '-' where it is not known."""
+    return "-" if value is None else show(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,23 +2,10 @@
 
 import importlib.resources
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from gspmd_lm.show.document import (
-    Block,
-    Cell,
-    Column,
-    Fact,
-    Figure,
-    Findings,
-    Folded,
-    Notes,
-    Pair,
-    Row,
-    Section,
-    Table,
-    Text,
-)  # fmt: skip
+from gspmd_lm.show import document
+from gspmd_lm.show.document import Block, Cell, Column, Fact, Figure, Row, Section, Table, cells
 from gspmd_lm.show.svg import text
 
 MOST_ON_A_PHONE = 4  # short columns side by side
@@ -72,13 +59,13 @@ def sections(found: Iterable[Section], heading: str = "h2") -> str:
 
 def facts(found: Iterable[Section]) -> str:
     """The facts of sections in large."""
-    cells = [_fact(fact, section.known) for section in found for fact in section.facts]
-    return f'<dl class="facts">{"".join(cells)}</dl>' if cells else ""
+    tiles = [_fact(fact, section.known) for section in found for fact in section.facts]
+    return f'<dl class="facts">{"".join(tiles)}</dl>' if tiles else ""
 
 
 def words() -> str:
     """The meanings of all words, folded: for screens on which one cannot point."""
-    return _block(Folded("What the words mean", [Notes(list(MEANINGS.items()))]))
+    return _block(document.Folded("What the words mean", [document.Notes(list(MEANINGS.items()))]))
 
 
 def legend(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
@@ -103,40 +90,41 @@ def blocks(found: Iterable[Block]) -> str:
 
 def _block(block: Block) -> str:
     match block:
-        case Text():
+        case document.Text():
             return f'<p class="{block.style}">{text(block.text)}</p>'
-        case Notes():
+        case document.Notes():
             told = "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in block.notes)
             return f'<dl class="notes">{told}</dl>'
-        case Findings():
+        case document.Findings():
             items = "".join(
                 f"<li><b>{text(code)}</b> {text(message)}<br><span>Fix: {text(fix)}</span></li>"
                 for code, message, fix in block.found
             )
             return f'<ul class="warnings">{items}</ul>'
-        case Table():
+        case document.Table():
             return _table(block)
-        case Pair():
+        case document.Pair():
             return f'<div class="pair">{blocks(block.blocks)}</div>'
-        case Folded():
+        case document.Folded():
             return f"<details><summary>{text(block.title)}</summary>{blocks(block.blocks)}</details>"
-        case Figure():
+        case document.Figure():
             return block.html
 
 
 def _table(table: Table) -> str:
     """A table in a box that scrolls by itself, also with the keyboard, where it is wider than a phone."""
-    columns, classes = table.columns, ["stack"] if len(table.columns) > MOST_ON_A_PHONE else []
+    classes = ["stack"] if len(table.columns) > MOST_ON_A_PHONE else []
     if table.groups:
         classes.append("sortable")
         bodies = "".join(
-            f'<tbody class="group">{_row(columns, sums, folds=True)}</tbody>'
-            f'<tbody class="members">{"".join(_row(columns, row) for row in rows)}</tbody>'
+            f'<tbody class="group">{_row(table, sums, folds=True)}</tbody>'
+            f'<tbody class="members">{"".join(_row(table, row) for row in rows)}</tbody>'
             for sums, rows in table.groups
         )
     else:
-        bodies = f"<tbody>{''.join(_row(columns, row) for row in table.rows)}</tbody>"
-    heads = "".join(_head(column, bool(table.groups)) for column in columns) if any(one.name for one in columns) else ""
+        bodies = f"<tbody>{''.join(_row(table, row) for row in table.rows)}</tbody>"
+    named = any(column.name for column in table.columns)
+    heads = "".join(_head(column, sorts=bool(table.groups)) for column in table.columns) if named else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(table.name)}"><table '
         f'class="{" ".join(classes)}"><thead><tr>{heads}</tr></thead>{bodies}</table></div>'
@@ -151,13 +139,14 @@ def _head(column: Column, sorts: bool) -> str:
     return f'<th scope="col"{kind}>{f"""<button type="button">{name}</button>""" if sorts else name}</th>'
 
 
-def _row(columns: Sequence[Column], row: Row, folds: bool = False) -> str:
+def _row(table: Table, row: Row, folds: bool = False) -> str:
     """A row of a table. Its first cell is a button if other rows fold below it."""
-    cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
-    found = [_cell(column, cell) for column, cell in zip(columns, cells, strict=True)]
+    first, found = cells(row)[0].text, list(map(_cell, table.columns, cells(row)))
     if folds:
-        button = f'<button type="button" class="fold" aria-expanded="true">{text(cells[0].text)}</button>'
+        button = f'<button type="button" class="fold" aria-expanded="true">{text(first)}</button>'
         found[0] = f'<th scope="rowgroup">{button}</th>'
+    elif table.labels:
+        found[0] = f'<th scope="row">{_term(first)}</th>'
     return f"<tr>{''.join(found)}</tr>"
 
 

@@ -11,7 +11,7 @@ from gspmd_lm.plan.advice import Change, Larger
 from gspmd_lm.plan.candidate import Plan
 from gspmd_lm.plan.outcome import SHOWN, Line, Outcome, front
 from gspmd_lm.show import comparison, html, terminal
-from gspmd_lm.show.document import Cell, Column, Figure, Notes, Section, Table, Text
+from gspmd_lm.show.document import Cell, Figure, Notes, Section, Text, figure, table_of
 from gspmd_lm.show.plot import Axis, Plot
 from gspmd_lm.show.report import hardware
 from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds
@@ -21,9 +21,6 @@ IN_FULL = 3  # layouts of which the page says everything
 LIMIT_SEEN = 5  # a limit so many times above all that is drawn is not drawn
 FARTHEST = 3  # times the best step: slower layouts are not drawn
 WORDS = ("layout", "exposed", "target", "known by")  # columns that hold no numbers
-COMPARED = ("target", "batch", "chips", "layout", "step", "tokens/s", "$/B tok", "days", "$ in all", "in time")
-RANKED = ("#", "layout", "step", "tok/s/dev", "MFU", "memory", "exposed", "$/B tok", "known by")
-UNTIMED = ("#", "layout", "sent", "memory")  # in place of RANKED where simulated devices have no times
 
 Note = tuple[str, str]  # a label, and what is said
 
@@ -70,12 +67,12 @@ def _ranking(outcome: Outcome, advice: Sequence[Note]) -> Section:
     plan, lines = outcome.plan, outcome.lines()
     left = len(lines) - len(shown(lines))
     said = [Text(f"and {left:,} more that may fit", "dim")] if left else []
-    rows = [[Cell(cell, style="best" if line.candidate is plan.best else "") for cell in cells(outcome, line)]
-            for line in shown(lines)]  # fmt: skip
+    rows = [{name: Cell(cell, style="best" if line.candidate is plan.best else "")
+             for name, cell in cells(outcome, line).items()} for line in shown(lines)]  # fmt: skip
     notes = [*_notes(outcome), *advice, ("answer", answer(outcome))]
     if plan.stopped:
         notes.append(("search", "; ".join(filter(None, (plan.stopped, price_error(plan))))))
-    blocks = [Text(summary(outcome)), Table("Ranking", _columns(RANKED if plan.target.chip else UNTIMED), rows), *said]
+    blocks = [Text(summary(outcome)), table_of("Ranking", rows, WORDS), *said]
     return Section("Ranking", "predicted", [*blocks, Notes([note for note in notes if note[1]])])
 
 
@@ -95,25 +92,23 @@ def summary(outcome: Outcome) -> str:
     )
 
 
-def cells(outcome: Outcome, line: Line) -> list[str]:
-    """The cells of one layout in the ranking, below RANKED or UNTIMED."""
-    plan, one = outcome.plan, line.candidate
-    limit = plan.target.chip.usable_hbm_bytes if plan.target.chip else None
+def cells(outcome: Outcome, line: Line) -> dict[str, str]:
+    """The cells of one layout in the ranking, below their headings."""
+    target, one = outcome.plan.target, line.candidate
+    limit = target.chip.usable_hbm_bytes if target.chip else None
     memory = human_bytes(line.peak_bytes) + (f" ({line.peak_bytes / limit:.0%})" if limit else "")
-    usd = line.usd_per_billion_tokens
-    found = [f"{line.rank}{'=' if line.tied and line.rank > 1 else ''}", one.name]
-    if plan.target.chip is None:
-        return [*found, human_bytes(one.price.sent_bytes), memory]
-    return [
-        *found,
-        human_seconds(line.step_time_s),
-        f"{line.tokens_per_s / plan.target.devices:,.0f}",
-        "-" if line.mfu is None else f"{line.mfu:.1%}",
-        memory,
-        _exposed(line.exposed_by_axis, line.step_time_s) or "-",
-        "-" if usd is None else f"{usd:,.2f}",
-        "compiled" if one.compiled else "priced",
-    ]
+    found = {"#": f"{line.rank}{'=' if line.tied and line.rank > 1 else ''}", "layout": one.name}
+    if target.chip is None:
+        return found | {"sent": human_bytes(one.price.sent_bytes), "memory": memory}
+    return found | {
+        "step": human_seconds(line.step_time_s),
+        "tok/s/dev": f"{line.tokens_per_s / target.devices:,.0f}",
+        "MFU": figure(line.mfu, "{:.1%}".format),
+        "memory": memory,
+        "exposed": _exposed(line.exposed_by_axis, line.step_time_s) or "-",
+        "$/B tok": figure(line.usd_per_billion_tokens, "{:,.2f}".format),
+        "known by": "compiled" if one.compiled else "priced",
+    }
 
 
 def _exposed(by_axis: Mapping[str, float], step_s: float) -> str:
@@ -208,7 +203,7 @@ def fixes(found: Larger | None, savings: Sequence[tuple[str, int]]) -> list[Note
 
 def _targets(outcomes: Sequence[Outcome]) -> Section:
     """Several plans side by side, and the time of their tokens against their chips."""
-    table = Table("Targets", _columns(COMPARED), [compared(outcome) for outcome in outcomes])
+    table = table_of("Targets", [compared(outcome) for outcome in outcomes], WORDS)
     known = [outcome for outcome in outcomes if outcome.tokens_per_s]
     if not known:
         return Section("Targets", "predicted", [table])
@@ -226,27 +221,21 @@ def _targets(outcomes: Sequence[Outcome]) -> Section:
     return Section("Targets", "predicted", [table, picture])
 
 
-def compared(outcome: Outcome) -> list[str]:
-    """The cells of one plan below COMPARED."""
-    plan, line = outcome.plan, next(iter(outcome.lines()), None)
-    start = [plan.target.text, f"{outcome.batch:,}", f"{outcome.chips:,}"]
-    if plan.best is None or line is None:
-        return [*start, "nothing fits", *["-"] * (len(COMPARED) - len(start) - 1)]
-    usd, total = line.usd_per_billion_tokens, outcome.usd
-    return [
-        *start,
-        line.candidate.name,
-        human_seconds(line.step_time_s),
-        f"{line.tokens_per_s:,.0f}",
-        "-" if usd is None else f"{usd:,.2f}",
-        f"{outcome.days_needed:,.1f}" if outcome.tokens else "-",
-        "-" if total is None else f"{total:,.0f}",
-        {None: "-", True: "yes", False: "NO"}[outcome.in_time],
-    ]
-
-
-def _columns(names: Sequence[str]) -> list[Column]:
-    return [Column(name, "words" if name in WORDS else "number") for name in names]
+def compared(outcome: Outcome) -> dict[str, str]:
+    """The cells of one plan beside others, below their headings."""
+    line = next(iter(outcome.lines()), None) if outcome.plan.best else None
+    return {
+        "target": outcome.plan.target.text,
+        "batch": f"{outcome.batch:,}",
+        "chips": f"{outcome.chips:,}",
+        "layout": line.candidate.name if line else "nothing fits",
+        "step": figure(line and line.step_time_s, human_seconds),
+        "tokens/s": figure(line and line.tokens_per_s, "{:,.0f}".format),
+        "$/B tok": figure(line and line.usd_per_billion_tokens, "{:,.2f}".format),
+        "days": figure(outcome.days_needed if line and outcome.tokens else None, "{:,.1f}".format),
+        "$ in all": figure(line and outcome.usd, "{:,.0f}".format),
+        "in time": {None: "-", True: "yes", False: "NO"}[outcome.in_time if line else None],
+    }
 
 
 def _memory(outcome: Outcome) -> list[Section]:

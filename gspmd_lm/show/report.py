@@ -142,9 +142,10 @@ def _time_notes(report: Report, found: Prediction) -> list[tuple[str, str]]:
 # ---- drawings for a page
 
 
-def drawn(report: Report, number: int) -> list[Section]:
-    """What a page alone shows. `number` is the layout's place in `comparison.data`."""
-    return [*_layer(report), _mesh(report, number), _made_with(report)]
+def page_sections(report: Report, number: int) -> list[Section]:
+    """What a page shows: besides `sections`, drawings. `number` is the layout's place in `comparison.data`."""
+    warnings, memory, time, sent = sections(report)
+    return [warnings, memory, time, *_layer(report), sent, _mesh(report, number), _made_with(report)]
 
 
 def memory_bar(report: Report, whole: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from gspmd_lm.show import html, terminal
-from gspmd_lm.show.document import Column, Fact, Figure, Folded, Section, Table, Text
+from gspmd_lm.show.document import Column, Fact, Figure, Folded, Section, Table, Text, figure, table_of
 from gspmd_lm.show.plot import Axis, Plot, short
 from gspmd_lm.show.svg import text
 from gspmd_lm.units import human_seconds, human_short
@@ -49,29 +49,24 @@ def page(runs: Sequence[Run], command: str) -> str:
 
 def figures(run: Run) -> list[Fact]:
     """The figures that a reader looks for first; '-' where none was logged."""
-
-    def number(value: float | None, show: Callable[[float], str] = "{:.4f}".format) -> str:
-        return "-" if value is None else show(value)
-
     best, mfu, epoch, steps = run.best or {}, run.speed("mfu"), run.last("epoch"), run.whole("train", "steps")
-    held_out = run.evaluations[-1].get("eval_loss") if run.evaluations else None
+    held_out, loss = run.evaluations[-1].get("eval_loss") if run.evaluations else None, "{:.4f}".format
     return [
         Fact("step", f"{run.step:,}", f"of {steps:,}" if steps else ""),
-        Fact("loss", number(run.last("loss")), "training, the last logged step"),
-        Fact("held-out", number(held_out), "loss, the last evaluation"),
-        Fact("best", number(best.get("eval_loss")), "held-out loss"),
-        Fact("at step", number(best.get("step"), "{:,.0f}".format), "the best held-out loss"),
-        Fact("step time", number(run.speed("step_time_s"), human_seconds), "median of the last logged steps"),
-        Fact("tokens/s", number(run.speed("tokens_per_s"), human_short), f"MFU {mfu:.1%}" if mfu else ""),
-        Fact("tokens", number(run.step * run.step_tokens or None, human_short),
+        Fact("loss", figure(run.last("loss"), loss), "training, the last logged step"),
+        Fact("held-out", figure(held_out, loss), "loss, the last evaluation"),
+        Fact("best", figure(best.get("eval_loss"), loss), "held-out loss"),
+        Fact("at step", figure(best.get("step"), "{:,.0f}".format), "the best held-out loss"),
+        Fact("step time", figure(run.speed("step_time_s"), human_seconds), "median of the last logged steps"),
+        Fact("tokens/s", figure(run.speed("tokens_per_s"), human_short), f"MFU {mfu:.1%}" if mfu else ""),
+        Fact("tokens", figure(run.step * run.step_tokens or None, human_short),
              f"{epoch:.2f} epochs" if epoch is not None else ""),
     ]  # fmt: skip
 
 
 def _runs(runs: Sequence[Run]) -> Section:
-    columns = (Column("run"), *(Column(fact.name, "number") for fact in figures(runs[0])))
-    rows = [(run.name, *(fact.value for fact in figures(run))) for run in runs]
-    return Section("Runs", "measured", [Table("Runs", columns, rows), *_damage(runs)])
+    rows = [{"run": run.name, **{fact.name: fact.value for fact in figures(run)}} for run in runs]
+    return Section("Runs", "measured", [table_of("Runs", rows, ("run",)), *_damage(runs)])
 
 
 def _damage(runs: Sequence[Run]) -> list[Text]:

@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text as Line
 
-from gspmd_lm.show.document import Block, Cell, Findings, Notes, Pair, Section, Table, Text
+from gspmd_lm.show.document import Block, Cell, Column, Findings, Notes, Pair, Section, Table, Text, cells
 
+INDENT = 2  # of what stands below a heading
 WIDE = 110  # columns with which nothing is shortened
 STYLES = {"good": "green", "bad": "red", "best": "bold green", "dim": "dim"}
 WAITS = ("wait", "host")  # parts of a step in which nothing is computed
@@ -67,7 +68,7 @@ def _page(sections: Sequence[Section], title: str, about: str, room: Room) -> It
         if section.title:
             yield heading(section)
         for block in section.blocks:
-            yield from (Padding.indent(one, 2) for one in _block(block, room))
+            yield from (Padding.indent(one, INDENT) for one in _block(block, room))
 
 
 def _block(block: Block, room: Room) -> Iterator[RenderableType]:
@@ -100,39 +101,37 @@ def _findings(found: Sequence[tuple[str, str, str]], most: int) -> Iterator[Rend
 
 def _table(table: Table, room: Room) -> Iterator[RenderableType]:
     shown = [i for i, column in enumerate(table.columns) if column.on_terminal]
-    most = room.rows if table.left_out else len(table.rows)
-    rows = [[_cell(row[i]) for i in shown] for row in table.rows[:most]]
     columns = [table.columns[i] for i in shown]
-    for some in _that_fit([[column.name for column in columns], *([cell.text for cell in row] for row in rows)],
-                          table.labels, room.width) if table.labels else [range(len(shown))]:  # fmt: skip
-        padding = (0, 2 if room.wide else 1, 0, 0)
-        grid = Grid(box=None, pad_edge=False, header_style="dim", padding=padding,
-                    show_header=any(column.name for column in columns))  # fmt: skip
+    most = room.rows if table.left_out else len(table.rows)
+    rows = [[cells(row)[i] for i in shown] for row in table.rows[:most]]
+    for some in _together(columns, rows, table.labels, room.width):
+        grid = Grid(box=None, pad_edge=False, padding=(0, 2 if room.wide else 1, 0, 0), header_style="dim")
+        grid.show_header = any(column.name for column in columns)
         for column in (columns[i] for i in some):
             number = column.kind == "number"
             grid.add_column(Line(column.name), justify="right" if number else "left", no_wrap=number, overflow="fold",
                             min_width=column.least or None)  # fmt: skip
         for row in rows:
-            drawn: list[RenderableType] = [_text(row[i], room.wide) for i in some]
-            grid.add_row(*drawn, *_bars(row, room.wide))
+            grid.add_row(*(_text(row[i], room.wide) for i in some), *_bars(row, room.wide))
         yield grid
     if table.left_out and len(table.rows) > most:
         yield Line(table.left_out(most), style="dim")
 
 
-def _that_fit(texts: Sequence[Sequence[str]], labels: int, width: int) -> Iterator[list[int]]:
-    """Numbers of the columns that are printed together, the labels before as many others as there is room for."""
-    widths = [max(map(len, column)) + 2 for column in zip(*texts, strict=True)]
-    room, first = width - 2 - sum(widths[:labels]), labels
-    while first < len(widths):
-        count = sum(used <= room for used in itertools.accumulate(widths[first:]))
-        last = first + max(1, count)
+def _together(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], labels: int, width: int
+) -> Iterator[Sequence[int]]:
+    """Numbers of the columns to print together: all of them, or the labels and as many others as there is room for."""
+    if not labels:
+        yield range(len(columns))
+        return
+    widths = [max(len(column.name), *(len(row[i].text) for row in rows)) + 2 for i, column in enumerate(columns)]
+    left = width - INDENT - sum(widths[:labels])
+    first = labels
+    while first < len(columns):
+        last = first + max(1, sum(used <= left for used in itertools.accumulate(widths[first:])))
         yield [*range(labels), *range(first, last)]
         first = last
-
-
-def _cell(cell: Cell | str) -> Cell:
-    return cell if isinstance(cell, Cell) else Cell(cell)
 
 
 def _text(cell: Cell, wide: bool) -> Line:
