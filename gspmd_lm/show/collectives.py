@@ -11,9 +11,9 @@ from gspmd_lm.show.document import Cell, Column, Fact, Figure, Row, Section, Tab
 from gspmd_lm.units import human_bytes
 
 COLLECTIVES = (
-    Column("kind", least=14), Column("axes"), Column("dtype", on_terminal=False), Column("times", "number"),
-    Column("sent", "number"), Column("overlap", least=7), Column("phase", least=5), Column("op", least=10),
-    Column("because of", least=13), Column("source", "code", on_terminal=False),
+    Column("kind"), Column("axes"), Column("dtype", on_terminal=False), Column("times", "number"),
+    Column("sent", "number"), Column("overlap"), Column("phase"), Column("op"),
+    Column("because of"), Column("source", "code", on_terminal=False),
 )  # fmt: skip
 # Short forms for a narrow terminal.
 PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}

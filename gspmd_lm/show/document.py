@@ -13,7 +13,6 @@ class Column:
 
     name: str = ""
     kind: Literal["words", "number", "code", "long", "known"] = "words"
-    least: int = 0  # characters of its width on a terminal
     on_terminal: bool = True
 
 
@@ -52,7 +51,7 @@ class Table:
 
 def table_of(name: str, rows: Sequence[Mapping[str, Cell | str]], words: Collection[str]) -> Table:
     """The table of rows that name their columns. All columns but `words` hold numbers."""
-    columns = [Column(column, "words" if column in words else "number") for column in rows[0]]
+    columns = [Column(column, "words" if column in words else "number") for column in (rows[0] if rows else ())]
     return Table(name, columns, [list(row.values()) for row in rows])
 
 

@@ -113,6 +113,8 @@ def _block(block: Block) -> str:
 
 def _table(table: Table) -> str:
     """A table in a box that scrolls by itself, also with the keyboard, where it is wider than a phone."""
+    if not table.rows:
+        return ""
     classes = ["stack"] if len(table.columns) > MOST_ON_A_PHONE else []
     if table.groups:
         classes.append("sortable")

@@ -22,6 +22,7 @@ from gspmd_lm.show.document import (
     Section,
     Table,
     Text,
+    table_of,
 )  # fmt: skip
 from gspmd_lm.show.svg import Part, bar, listed, timeline
 from gspmd_lm.units import human_bytes, human_count, human_seconds
@@ -116,8 +117,8 @@ def _time(report: Report) -> Section:
         computed_s = found.matmul_s + found.attention_s + found.other_s
         rest_s = max(computed_s - sum(seconds for _, seconds in found.fusions), 0.0)
         costly = (*found.fusions, ("all others", rest_s), ("compute", computed_s))
-        columns = (Column("operation"), Column("time per step", "number"))
-        operations = Table("Costliest operations", columns, [(name, human_seconds(part_s)) for name, part_s in costly])
+        rows = [{"operation": name, "time per step": human_seconds(part_s)} for name, part_s in costly]
+        operations = table_of("Costliest operations", rows, ("operation",))
         blocks.append(Folded("Costliest operations", [operations]))
     return Section("Step time", "predicted", blocks, facts)
 
@@ -176,12 +177,11 @@ def _layer(report: Report) -> list[Section]:
         '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
     )
     rows = [
-        (span.part, span.lane, span.kind, span.name, human_seconds(span.start_s),
-         human_seconds(span.end_s - span.start_s))
+        {"part": span.part, "lane": span.lane, "kind": span.kind, "name": span.name,
+         "start": human_seconds(span.start_s), "duration": human_seconds(span.end_s - span.start_s)}
         for span in spans
     ]  # fmt: skip
-    columns = (*map(Column, ("part", "lane", "kind", "name")), Column("start", "number"), Column("duration", "number"))
-    table = Table("Spans of one layer", columns, rows)
+    table = table_of("Spans of one layer", rows, ("part", "lane", "kind", "name"))
     return [Section("One layer, in time", "predicted", [Figure(drawing), Folded("The same as a table", [table])])]
 
 
@@ -193,22 +193,22 @@ def _mesh(report: Report, number: int) -> Section:
         "device, or go from one to the next with the arrow keys.</p>"
     )
     rows = [
-        (
-            array.path,
-            ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
-            "-" if array.at_rest is None else split(array.axes, array.at_rest),
-            split(array.axes, array.in_use),
-            human_bytes(array.bytes_per_device),
-        )
+        {
+            "array": array.path,
+            "whole": ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
+            "split at rest": "-" if array.at_rest is None else split(array.axes, array.at_rest),
+            "split in use": split(array.axes, array.in_use),
+            "per device": human_bytes(array.bytes_per_device),
+        }
         for array in report.arrays
     ]
-    columns = (*map(Column, ("array", "whole", "split at rest", "split in use")), Column("per device", "number"))
-    table = Table("Arrays and how they are split", columns, rows)
+    table = table_of("Arrays and how they are split", rows, ("array", "whole", "split at rest", "split in use"))
     return Section("Mesh and arrays", "counted", [Figure(drawing), table])
 
 
 def _made_with(report: Report) -> Section:
-    versions = Table("Versions", (Column("what"), Column("which")), list(report.versions.items()))
+    rows = [{"what": name, "which": value} for name, value in report.versions.items()]
+    versions = table_of("Versions", rows, ("what", "which"))
     rules = [Text(f"{report.layout}, the rules file:"), html.file(report.rules_text)] if report.rules_text else []
     return Section("Made with", "", [*rules, Folded("Versions and compiler options", [versions])])
 

@@ -75,7 +75,7 @@ def _block(block: Block, room: Room) -> Iterator[RenderableType]:
     match block:
         case Text():
             yield Line(block.text, style=STYLES.get(block.style, ""))
-        case Table():
+        case Table() if block.rows:
             yield from _table(block, room)
         case Notes():
             grid = Grid.grid(padding=(0, 2, 0, 0))
@@ -109,8 +109,7 @@ def _table(table: Table, room: Room) -> Iterator[RenderableType]:
         grid.show_header = any(column.name for column in columns)
         for column in (columns[i] for i in some):
             number = column.kind == "number"
-            grid.add_column(Line(column.name), justify="right" if number else "left", no_wrap=number, overflow="fold",
-                            min_width=column.least or None)  # fmt: skip
+            grid.add_column(Line(column.name), justify="right" if number else "left", no_wrap=number, overflow="fold")
         for row in rows:
             grid.add_row(*(_text(row[i], room.wide) for i in some), *_bars(row, room.wide))
         yield grid
