@@ -137,8 +137,8 @@ def _head(column: Column, sorts: bool) -> str:
     if not column.name:
         return "<td></td>"
     kind = ' class="num"' if column.kind == "number" else ""
-    name = _term(column.name)
-    return f'<th scope="col"{kind}>{f"""<button type="button">{name}</button>""" if sorts else name}</th>'
+    name = f'<button type="button">{_term(column.name)}</button>' if sorts else _term(column.name)
+    return f'<th scope="col"{kind}>{name}</th>'
 
 
 def _row(table: Table, row: Row, folds: bool = False) -> str:

@@ -23,7 +23,7 @@ from gspmd_lm.show.document import (
     Table,
     Text,
     table_of,
-)  # fmt: skip
+)
 from gspmd_lm.show.svg import Part, bar, listed, timeline
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 

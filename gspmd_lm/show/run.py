@@ -173,9 +173,8 @@ def _samples(runs: Sequence[Run]) -> list[Section]:
 def _differences(runs: Sequence[Run]) -> Section:
     columns = (Column("setting", "code"), *(Column(run.name, "long") for run in runs))
     rows = [(key, *values) for key, values in differences(runs).items()]
-    return Section(
-        "Settings that differ", "", [Table("Settings that differ", columns, rows) if rows else Text("None.")]
-    )
+    title = "Settings that differ"
+    return Section(title, "", [Table(title, columns, rows) if rows else Text("None.")])
 
 
 def _made_with(run: Run) -> Section:
