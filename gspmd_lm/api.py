@@ -14,7 +14,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import files
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.runtime.without_a_gpu import import_jax
+from gspmd_lm.runtime.quiet import import_jax
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.rules import Rules

@@ -13,7 +13,7 @@ PACKAGE = Path(files.__file__).parent
 # Where JSON is read that no other program wrote: messages between processes, copies in memory, what the compiler said
 # in a folder that is sealed, and cells of text that are documents of this run.
 OF_OURS = {
-    "files.py", "runtime/processes.py", "workdir/same_model.py", "data/chat.py", "foresight/compile.py",
+    "files.py", "runtime/processes.py", "workdir/compatible.py", "data/chat.py", "foresight/compile.py",
     "foresight/report.py", "foresight/hlo/instruction.py",
 }  # fmt: skip
 

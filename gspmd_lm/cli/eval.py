@@ -8,7 +8,7 @@ from absl import flags
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import RESULTS, RUN, Flags, Verb, on_devices
 from gspmd_lm.errors import InputError
-from gspmd_lm.runtime.without_a_gpu import import_jax
+from gspmd_lm.runtime.quiet import import_jax
 
 if TYPE_CHECKING:
     from gspmd_lm.config import Config

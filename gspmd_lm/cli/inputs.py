@@ -13,7 +13,7 @@ from gspmd_lm import api, files
 from gspmd_lm.cli import outputs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.runtime.without_a_gpu import import_jax
+from gspmd_lm.runtime.quiet import import_jax
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.workdir import layout

@@ -7,7 +7,7 @@ from absl import flags
 
 from gspmd_lm.cli.verb import Flags, Verb, on_devices
 from gspmd_lm.errors import InputError
-from gspmd_lm.runtime.without_a_gpu import import_jax
+from gspmd_lm.runtime.quiet import import_jax
 
 if TYPE_CHECKING:
     from rich.console import Console

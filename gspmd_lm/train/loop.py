@@ -26,12 +26,11 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.runtime.preemption import StopSignal
-from gspmd_lm.train import metrics, progress, saving, source, trace
-from gspmd_lm.train.best import Best
+from gspmd_lm.train import metrics, progress, saving, source
 from gspmd_lm.train.programs import Programs
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
-from gspmd_lm.train.streak import Streak
+from gspmd_lm.train.stopping import Best, SkippedSteps
 from gspmd_lm.units import human_bytes
 from gspmd_lm.workdir import checkpoint, layout, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
@@ -115,7 +114,7 @@ class Run:
             self._write_description()
             program, meter = self.programs.ready(compiling.result()), self._meter(start, stop)
             done, interrupted = start, False
-            streak = Streak(checkpoints, train.max_skipped)
+            skipped_steps = SkippedSteps(checkpoints, train.max_skipped)
             if foreseen := self.programs.foreseen:
                 self.say(textwrap.fill(foreseen.paragraph, 80, break_on_hyphens=False))
             shown = progress.Shown(
@@ -129,7 +128,7 @@ class Run:
                 contextlib.closing(self._log(start)) as log,
                 contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
                 shown.running(),
-                trace.steps(self.profile, start, stop, self.workdir / "profile", self.say) as traced,
+                progress.profiled(self.profile, start, stop, self.workdir / "profile", self.say) as traced,
             ):
                 missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
                 if missed and held_out_rows is not None:
@@ -142,21 +141,21 @@ class Run:
                     done = at + 1
                     shown.advance(done, meter.tokens_per_s, meter.left_s(done))
                     self.check_lock()
-                    streak.add(done, values["skipped_in_a_row"])
+                    skipped_steps.add(done, values["skipped_in_a_row"])
                     if self.machine.is_main and clock.due(checkpoints.writing):
                         agreed.want("save")
                     asked = agreed.due(done)
                     interrupted = "stop" in asked
                     ending = interrupted or done == stop
-                    if done == start + 1 or _due(done, train.log_every) or ending or streak.failed:
+                    if done == start + 1 or _due(done, train.log_every) or ending or skipped_steps.failed:
                         last = meter.read(done, values)
                         log.write(done, last)
                         shown.line(done, last, meter.left_s(done))
                         if done == start + 1:
                             self.say(f"step {done} took {meter.first_step_s:.2f} s, with what happens only once; "
                                      "no step time counts it")  # fmt: skip
-                    if streak.failed:
-                        raise self._failed(streak.failed, checkpoints)
+                    if skipped_steps.failed:
+                        raise self._failed(skipped_steps.failed, checkpoints)
                     before = best
                     if (self._counts(done) or done == stop) and held_out_rows is not None and not interrupted:
                         loss = self._evaluated(state.params, done, log, meter)["eval_loss"]
@@ -164,7 +163,7 @@ class Run:
                         ending = ending or best.ends(train.patience)
                         meter.restart(done)
                     due = _due(done, train.checkpoint_every) or ending or (train.keeps_best and best.step == done)
-                    skipped = streak.skipped_before(done) if due or "save" in asked else 0
+                    skipped = skipped_steps.skipped_before(done) if due or "save" in asked else 0
                     if due and skipped and not ending:
                         self.say(f"checkpoint {done} is not saved: the last {skipped} steps changed nothing")
                         best = before if best.step == done else best  # the best is always a checkpoint

@@ -1,9 +1,11 @@
-"""What a run shows while it goes on: a line at each log, and on a terminal a bar below the lines."""
+"""What a run shows while it goes on: a line at each log, on a terminal a bar below the lines, and a trace of steps."""
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+import jax
+from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -122,3 +124,32 @@ def _time(value: float) -> str:
     if value < 1:
         return f"{value * 1e3:.0f} ms"
     return f"{_digits(value, 3)} s" if value < 1000 else f"{value:.0f} s"
+
+
+@contextlib.contextmanager
+def profiled(
+    profile: tuple[int, int] | None, begin: int, end: int, folder: epath.Path, say: Callable[[str], None]
+) -> Iterator[Callable[[int], None]]:
+    """A function to call with each step before the step runs. It writes a trace of the steps in `profile`.
+
+    begin, end: of the run. `say` warns where the run does not come to the first step of the trace.
+    """
+    start, stop = profile or (-1, -1)
+    tracing = False
+    if profile and not begin <= start < end:
+        say(f"warning: --profile={start}:{stop} traces nothing, because the run goes from step {begin} to {end}")
+
+    def at(step: int | None) -> None:
+        nonlocal tracing
+        if tracing and step in (stop, None):
+            jax.profiler.stop_trace()
+            tracing = False
+            say(f"trace of steps {start} to {stop}: {folder}")
+        elif step == start:
+            jax.profiler.start_trace(str(folder))
+            tracing = True
+
+    try:
+        yield at
+    finally:
+        at(None)

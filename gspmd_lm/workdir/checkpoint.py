@@ -19,7 +19,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
 from gspmd_lm.runtime.processes import from_first
-from gspmd_lm.workdir import layout, orbax_folder, same_model, trees
+from gspmd_lm.workdir import compatible, layout, orbax_folder
 from gspmd_lm.workdir.health import Verdicts
 
 _TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half a step behind
@@ -39,7 +39,7 @@ def of_run(
             str(epath.Path(workdir) / layout.CHECKPOINTS),
             keep=config.train.keep_checkpoints,
             keep_every=config.train.keep_every,
-            architecture=same_model.facts(config.model),
+            architecture=compatible.facts(config.model),
             report=report,
         )
     )
@@ -81,7 +81,7 @@ class Checkpoints:
         self.directory = orbax_folder.opened(directory)
         self._keep = keep
         self._keep_every = keep_every
-        self._architecture = same_model.as_json(architecture)
+        self._architecture = compatible.as_json(architecture)
         self._report = report if jax.process_index() == 0 else lambda message: None
         self._at = -1  # the step that was last saved, even if it is still being written, or restored
         self._undamaged = -1  # the step that last agreed with its manifest
@@ -129,7 +129,7 @@ class Checkpoints:
         Raises:
             RunFailed: the earlier save failed, or this one cannot begin. Nothing is saved then.
         """
-        run = same_model.as_json({"architecture": self._architecture, "extra": extra})
+        run = compatible.as_json({"architecture": self._architecture, "extra": extra})
         self.wait()
         manager = self._manager
         if step == self._at and step in manager.all_steps():
@@ -143,7 +143,7 @@ class Checkpoints:
         self._kept_too.steps = {self.newest_good(), keep}
         self._at = step
         self._verdicts.ask(step)
-        self._saved = [name for name, _ in trees.named(state)]
+        self._saved = [name for name, _ in compatible.named(state)]
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run))
         try:
             manager.save(step, args=args, force=True)  # force: the caller decides when to save
@@ -220,7 +220,7 @@ class Checkpoints:
                     f"{folder}: holds weights without the state of a training run\n"
                     f"  fix   train from them in another --workdir, with --set train.init_from={self.directory.parent}"
                 )
-            trees.compare(saved, abstract_state, f"{folder}")
+            compatible.compare(saved, abstract_state, f"{folder}")
         return Chosen(chosen, folder, run["extra"])
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
@@ -249,7 +249,9 @@ class Checkpoints:
             return None
         saved = orbax_folder.tree(found.folder / "state")
         wanted = {"params": abstract_params}
-        trees.compare({name: tree for name, tree in saved.items() if name in wanted}, wanted, f"{found.folder}", True)
+        compatible.compare(
+            {name: tree for name, tree in saved.items() if name in wanted}, wanted, f"{found.folder}", True
+        )
         return found.step, orbax_folder.read(found.folder / "state", wanted)["params"]
 
     def _steps(self) -> list[int]:
@@ -339,7 +341,7 @@ class Checkpoints:
         """The folder of a step and the JSON that its run saved. Raises InputError if it has another architecture."""
         folder = self.directory / str(step)
         run = json_object((folder / "run" / "metadata").read_bytes(), folder / "run" / "metadata")
-        same_model.check(run["architecture"], self._architecture, f"{folder}")
+        compatible.check_model(run["architecture"], self._architecture, f"{folder}")
         return folder, run
 
 

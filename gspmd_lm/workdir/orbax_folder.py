@@ -14,7 +14,7 @@ from etils import epath
 
 from gspmd_lm import files
 from gspmd_lm.errors import InputError
-from gspmd_lm.workdir import trees
+from gspmd_lm.workdir import compatible
 
 
 def opened(directory: str) -> epath.Path:
@@ -62,15 +62,15 @@ def read(folder: epath.Path, wanted: Any) -> Any:
     They are requested in the tree that was saved, because Orbax compares the two trees with their empty branches.
     Otherwise it would refuse an optimizer whose tree lacks an empty part.
     """
-    saved, arrays = tree(folder), dict(trees.named(wanted))
+    saved, arrays = tree(folder), dict(compatible.named(wanted))
     with closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_in_flight_gb(arrays.values()))) as reader:
         parts = {name.partition(".")[0] for name in arrays}
         asked: Any = {name: part for name, part in saved.items() if name in parts}
-        asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[trees.name_of(path)], asked)
+        asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[compatible.name_of(path)], asked)
         restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
         args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
-        found = dict(trees.named(reader.restore(folder, args=args)))
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[trees.name_of(path)], wanted)
+        found = dict(compatible.named(reader.restore(folder, args=args)))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[compatible.name_of(path)], wanted)
 
 
 def writer() -> ocp.PyTreeCheckpointHandler:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors import numpy as reference
 
 from gspmd_lm.convert import safetensors
 from gspmd_lm.errors import InputError
@@ -43,7 +44,6 @@ def test_a_slice_is_not_copied(folder):
 
 
 def test_the_reference_implementation_reads_the_same(folder):
-    reference = pytest.importorskip("safetensors.numpy")
     found = reference.load_file(folder / "model.safetensors")
     np.testing.assert_array_equal(found["a"], NUMBERS)
     reference.save_file({"b": NUMBERS.T.copy()}, folder / "model.safetensors")
@@ -65,14 +65,16 @@ def test_files_are_filled_in_order():
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda data: data[:4], "the file has 4 bytes, but its header should have"),
-        (lambda data: data[:40], "the file has 40 bytes, but its header should have"),
-        (lambda data: b"\xff" * 8 + data[8:], "its header should have 18446744073709551615"),
-        (lambda data: data[:-30], "should have .*: a, b cut off"),
-        (lambda data: data[:8] + b"}" + data[9:], "not valid JSON"),
-        (lambda data: data[:8] + b"\xff" + data[9:], "its header is not text"),
-        (lambda data: data.replace(b"[4,6]", b"[4,7]"), r"a, F32 \[4, 7\], has 96 bytes"),
-        (lambda data: data.replace(b'"shape":[4,6]', b'"shope":[4,6]'), "the header's entry of a is not valid"),
+        (lambda data: b"", "cannot read its 0 bytes: .* header too small"),
+        (lambda data: data[:4], "cannot read its 4 bytes: .* header too small"),
+        (lambda data: data[:40], "cannot read its 40 bytes: .* invalid header length"),
+        (lambda data: b"\xff" * 8 + data[8:], "header too large"),
+        (lambda data: data[:-30], "cannot read its 242 bytes: .* file not fully covered"),
+        (lambda data: data + bytes(400), "cannot read its 672 bytes: .* file not fully covered"),
+        (lambda data: data[:8] + b"}" + data[9:], "invalid JSON in header"),
+        (lambda data: data[:8] + b"\xff" + data[9:], "invalid UTF-8 in header"),
+        (lambda data: data.replace(b"[4,6]", b"[4,7]"), "invalid shape, data type, or offset for tensor"),
+        (lambda data: data.replace(b'"shape":[4,6]', b'"shope":[4,6]'), "missing field `shape`"),
     ],
 )
 def test_a_damaged_file(folder, damage, said):
@@ -85,39 +87,45 @@ def test_a_damaged_file(folder, damage, said):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"shape":[4,6]', '"shape":[4.0,6]', "the header's entry of a is not valid"),
-        ('"shape":[4,6]', '"shape":[-4,-6]', "the header's entry of a is not valid"),
-        ('"shape":[4,6]', '"shape":[4,true,6]', "the header's entry of a is not valid"),
-        ('"shape":[4,6]', '"shape":[0,18446744073709551616]', "the header's entry of a is not valid"),
-        ("[0,96]", "[0,96,120]", "the header's entry of a is not valid"),
+        ('"shape":[4,6]', '"shape":[4.0,6]', "floating point `4.0`, expected usize"),
+        ('"shape":[4,6]', '"shape":[-4,-6]', "integer `-4`, expected usize"),
+        ('"shape":[4,6]', '"shape":[4,true,6]', "boolean `true`, expected usize"),
+        ('"shape":[4,6]', '"shape":[0,18446744073709551616]', "expected usize"),
+        ("[0,96]", "[0,96,120]", "invalid length 3, expected 2 elements"),
         ('"data_offsets":[0,96]', '"data_offsets":[0,96],"zero_point":3', "the header's entry of a is not valid"),
-        ('"shape":[6]', '"shape":[6,9223372036854775808,4]', "b, F32 .*, is larger than any file"),
-        ('"F32","shape":[6]', '"F31","shape":[6]', "b has a dtype that the format does not know, 'F31'"),
-        ('"F32","shape":[6]', '"F64","shape":[6]', r"b, F64 \[6\], has 24 bytes"),
-        ('"F32","shape":[6]', '"I8","shape":[6]', r"b, I8 \[6\], has 24 bytes"),
-        ("[96,120]", "[0,24]", "a begins 24 bytes before the end of b"),
-        ("[96,120]", "[92,116]", "b begins 4 bytes before the end of a"),
-        ("[96,120]", "[96,72]", "b, F32 .*, has -24 bytes"),
+        ('"shape":[6]', '"shape":[6,9223372036854775808,4]', "overflow computing buffer size"),
+        ('"F32","shape":[6]', '"F31","shape":[6]', "unknown variant `F31`"),
+        ('"F32","shape":[6]', '"F64","shape":[6]', "invalid shape, data type, or offset for tensor"),
+        ('"F32","shape":[6]', '"I8","shape":[6]', "invalid shape, data type, or offset for tensor"),
+        ("[96,120]", "[0,24]", "invalid offset for tensor `a`"),
+        ("[96,120]", "[92,116]", "invalid offset for tensor `b`"),
+        ("[96,120]", "[96,72]", "invalid offset for tensor `b`"),
         (
             '"shape":[6],"data_offsets":[96,120]',
             '"shape":[5],"data_offsets":[100,120]',
-            "b begins 4 bytes after the end of a",
+            "invalid offset for tensor `b`",
         ),
         (
             '"shape":[4,6],"data_offsets":[0,96]',
             '"shape":[4,5],"data_offsets":[16,96]',
-            "a begins 16 bytes after the end of",
+            "invalid offset for tensor `a`",
         ),
         (
             '"shape":[6],"data_offsets":[96,120]',
             '"shape":[5],"data_offsets":[96,116]',
-            "4 bytes after the last tensor belong",
+            "file not fully covered",
         ),
-        ('"b":', '"a":', "the key 'a' appears twice"),
-        ('"pt"', "null", "__metadata__ of the header is not an object of texts"),
-        ('{"format":"pt"}', "[]", "__metadata__ of the header is not an object of texts"),
+        ('"F32","shape":[6]', '{"F32":null},"shape":[6]', "the header's entry of b is not valid"),
+        ('{"dtype":"F32","shape":[6],"data_offsets":[96,120]}', '["F32",[6],[96,120]]', "entry of b is not valid"),
+        ('"b":{', '"b":{"dtype":"F32","shape":[6],"data_offsets":[96,120]},"b":{', "the key 'b' appears twice"),
+        ('"pt"', '"pt","format":"tf"', "the key 'format' appears twice"),
+        ('"b":', '"a":', "invalid offset for tensor `a`"),
+        ('"shape":[6]', '"shape":[-0,6]', "expected usize"),
+        ('"pt"', "null", "invalid type: null, expected a string"),
+        ('{"format":"pt"}', "null", "__metadata__ of the header is not an object"),
+        ('{"format":"pt"}', "[]", "invalid type: sequence, expected a map"),
         ('{"__metadata__"', ' {"__metadata__"', "its header does not begin with {"),
-        ('"pt"', "[" * 200 + "]" * 200, "over 64 levels deep"),
+        ('"pt"', "[" * 200 + "]" * 200, "invalid type: sequence, expected a string"),
     ],
 )
 def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
@@ -129,13 +137,6 @@ def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
     text = text.replace(old, new).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{said}.*fix .*fetch it again"):
-        safetensors.stored(folder)
-
-
-def test_data_that_belongs_to_no_tensor(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes() + bytes(400))
-    with pytest.raises(InputError, match="400 bytes after the last tensor belong to no tensor"):
         safetensors.stored(folder)
 
 
@@ -172,19 +173,15 @@ def test_one_file_comes_before_an_index(folder):
 
 
 def test_numbers_of_less_than_a_byte(folder):
-    """They may stand in a file, but only where they fill bytes, as the format's own reader has it."""
-    reference = pytest.importorskip("safetensors")
+    """They may stand in a file, but only where they fill bytes."""
     for count, fits in ((4, True), (3, False)):
         entry = {"a": {"dtype": "F4", "shape": [count], "data_offsets": [0, 2]}}
         text = json.dumps(entry).encode()
-        data = len(text).to_bytes(8, "little") + text + b"12"
-        (folder / "model.safetensors").write_bytes(data)
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"12")
         if fits:
-            assert reference.deserialize(data) and safetensors.stored(folder)["a"].shape == (4,)
+            assert safetensors.stored(folder)["a"].shape == (4,)
         else:
-            with pytest.raises(reference.SafetensorError):
-                reference.deserialize(data)
-            with pytest.raises(InputError, match=r"a, F4 \[3\], has 2 bytes"):
+            with pytest.raises(InputError, match=r"model\.safetensors: .* does not end up at a byte boundary"):
                 safetensors.stored(folder)
 
 

@@ -88,7 +88,7 @@ def unreadable(name):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut, "model.safetensors: it has"),
+        (cut, "model.safetensors: safetensors cannot read its"),
         (index, "index.json: gone.safetensors is not in the folder"),
         (write("config.json", "{"), "config.json: not valid JSON"),
         (write("config.json", "[" * 10_000), "config.json: lists or objects within each other"),

@@ -1,13 +1,18 @@
-"""What of a config's model decides the weights: what the checkpoints of one model agree in."""
+"""Whether a checkpoint is one of a run: of its model, and with its arrays."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from gspmd_lm.config import Model
 from gspmd_lm.errors import InputError
 
+SHOWN = 6  # lines of each kind in a message
 # Fields of Model that change neither the tree of the parameters nor their meaning.
 _FREE = {
     "compute_dtype", "weight_dtype", "attention_scores_dtype", "matmul_precision", "dropout", "z_loss", "init_std",
@@ -41,7 +46,7 @@ def facts(model: Model) -> dict[str, Any]:
     return found | {"balance": model.balance if model.balance == "bias" else "none"}  # a loss adds no weights
 
 
-def check(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
+def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
     saved = _completed(saved)
     names = [
@@ -67,3 +72,47 @@ def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
         name: _DEFAULTS[_MAPPINGS[name]] | value if name in _MAPPINGS and isinstance(value, dict) else value
         for name, value in saved.items()
     }
+
+
+def compare(saved: Any, wanted: Any, place: str, casts: bool = False) -> None:
+    """Raises InputError where the arrays of two trees differ in name, shape or, unless they are cast, dtype."""
+    saved_arrays, wanted_arrays = dict(_arrays(saved)), dict(_arrays(wanted))
+
+    def same(name: str) -> bool:
+        pair = saved_arrays[name], wanted_arrays[name]
+        return pair[0] == pair[1] or (casts and pair[0].partition("[")[2] == pair[1].partition("[")[2])
+
+    problems = {
+        "missing": [f"{name}: {wanted_arrays[name]}" for name in wanted_arrays if name not in saved_arrays],
+        "unexpected": [f"{name}: {saved_arrays[name]}" for name in saved_arrays if name not in wanted_arrays],
+        "different": [
+            f"{name}: {saved_arrays[name]} in the checkpoint, {wanted_arrays[name]} wanted"
+            for name in wanted_arrays
+            if name in saved_arrays and not same(name)
+        ],
+    }
+    lines = [f"{place}: the checkpoint holds another state than this run's (another optimizer?)"]
+    for kind, found in problems.items():
+        lines += [f"  {kind}: {line}" for line in found[:SHOWN]]
+        lines += [f"  {kind}: {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    if any(problems.values()):
+        raise InputError("\n".join([*lines, "  fix   use the config it was saved with, or another --workdir"]))
+
+
+def named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The dotted name of each leaf, and the leaf."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield name_of(path), leaf
+
+
+def name_of(path: Any) -> str:
+    """'layers.attention.wq' for a path as jax gives it, whatever the kinds of its nodes."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _arrays(tree: Any) -> Iterator[tuple[str, str]]:
+    """The dotted name and the dtype[shape] of each array; random keys as the integers that Orbax stores."""
+    for name, leaf in named(tree):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        yield name, f"{np.dtype(leaf.dtype).name}[{', '.join(map(str, leaf.shape))}]"

@@ -7,7 +7,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.errors import InputError
-from gspmd_lm.train.best import Best
+from gspmd_lm.train.stopping import Best
 
 
 def test_the_best_is_the_lowest_finite_loss_and_goes_through_a_checkpoint():
