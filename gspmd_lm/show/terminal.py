@@ -20,8 +20,8 @@ WIDE = 110  # columns with which nothing is shortened
 STYLES = {"good": "green", "bad": "red", "best": "bold green", "dim": "dim"}
 WAITS = ("wait", "host")  # parts of a step in which nothing is computed
 # The most rows of a table and findings of a list: as many of them are shown as a screen has room for.
-MOST = [*((rows, 9) for rows in range(10, 6, -1)), *((6, findings) for findings in range(9, 2, -1)), (5, 3), (4, 3),
-        (3, 3), (3, 2), (3, 1), (2, 1), (1, 1)]  # fmt: skip
+MOST = ((10, 9), (9, 9), (8, 9), (7, 9), (6, 9), (6, 7), (6, 5), (6, 4), (5, 3), (4, 3), (3, 3), (3, 2), (3, 1), (2, 1),
+        (1, 1))  # fmt: skip
 MORE = "see --html"
 
 
