@@ -35,7 +35,7 @@ from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import terminal
 from gspmd_lm.show.progress import progress
 from gspmd_lm.train import loop, state, step
-from gspmd_lm.train.programs import Foresee, Foreseen, Programs
+from gspmd_lm.train.programs import PreRunReport, Programs, ReportStep
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout, lock, trackers
 
@@ -209,7 +209,7 @@ def opened(
                 machine,
                 session.say,
                 compile_caches.enable(compile_cache),
-                foresee=_foresee(built, warnings) if writes else None,
+                report_step=_report_step(built, warnings) if writes else None,
                 executable=executable,
             ),
             open_rows=lambda: loader.open(config, progress(console) if machine.is_main else None),
@@ -254,10 +254,10 @@ def _fresh(name: str) -> epath.Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
+def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
-    def foresee(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> Foreseen:
+    def report_step(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> PreRunReport:
         devices = target.of(list(built.mesh.devices.flat))
         program = compile.described(built, compiled, options, devices, trace_s, compile_s)
         report = explain.report(built.config, built.rules, devices, built.arrays, problems, program)
@@ -268,11 +268,11 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
                 f"{page.getvalue()}the layout does not fit, and nothing was started\n"
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
-        return Foreseen(
+        return PreRunReport(
             terminal.paragraph(report),
             report.prediction.step_time_s if report.prediction else None,
             report.memory.peak_bytes,
             devices.chip and devices.chip.peak_bf16_flops_per_s,
         )
 
-    return foresee
+    return report_step

@@ -257,8 +257,8 @@ def diverged(run, small, tmp_path_factory):
     return workdir, str(failed.value), sound
 
 
-def test_divergence_does_not_rotate_the_good_checkpoints_away(diverged):
-    """Step 5 is finite and throws the weights to infinity, so that 4 is good; steps 6 to 10 are skipped."""
+def test_divergence_does_not_rotate_the_healthy_checkpoints_away(diverged):
+    """Step 5 is finite and throws the weights to infinity, so that 4 is healthy; steps 6 to 10 are skipped."""
     workdir, said, _ = diverged
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["4", "5"]
     assert "step 10: the loss or gradient of the last 5 steps" in said and "goes on from checkpoint 4," in said
@@ -266,7 +266,7 @@ def test_divergence_does_not_rotate_the_good_checkpoints_away(diverged):
     assert last["step"] <= 10 + 2 and last["skipped_in_a_row"] >= 5  # the steps in flight, though log_every is 100
 
 
-def test_a_start_after_divergence_goes_on_from_the_newest_good_checkpoint(run, diverged, tmp_path):
+def test_a_start_after_divergence_goes_on_from_the_newest_healthy_checkpoint(run, diverged, tmp_path):
     workdir, _, sound = diverged
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     again = run(tmp_path, "dp8", sound)
@@ -318,7 +318,7 @@ def test_a_step_can_be_gone_back_to_on_purpose(run, diverged, tmp_path):
         run(tmp_path, "dp8", sound).train(9, step=2)
 
 
-def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run, diverged, tmp_path, monkeypatch):
+def test_a_signal_among_skipped_steps_does_not_save_over_the_healthy_checkpoint(run, diverged, tmp_path, monkeypatch):
     workdir, _, sound = diverged
     config = dataclasses.replace(
         sound,
@@ -330,7 +330,7 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run
     run(tmp_path, "dp8", config).train(30)
     monkeypatch.undo()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
-    with pytest.raises(RunFailed, match="goes on from checkpoint 4,"):  # the streak goes on where it was
+    with pytest.raises(RunFailed, match="goes on from checkpoint 4,"):  # skipped steps are counted on
         run(tmp_path, "dp8", config).train(30)
 
 
@@ -496,5 +496,5 @@ def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, ea
     run(tmp_path, config=worsening).train(30)
     again, kept, at = ending_of(tmp_path)
     assert at == last and again.keys() - {last - 1} == evaluated.keys()  # --steps ended there
-    assert set(kept) - {last - 1} == set(checkpoints)  # it is known to be good
+    assert set(kept) - {last - 1} == set(checkpoints)  # it is known to be healthy
     assert max(abs(again[step] - evaluated[step]) for step in evaluated) < 1e-4
