@@ -98,7 +98,7 @@ def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
     """
     if not holds_published(folder):
         return None
-    model = pretrained.read(
+    model = pretrained.open_folder(
         Path(folder).expanduser(), overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,"
     )
     if not model.reads_text:

@@ -100,7 +100,7 @@ def test_every_part_is_of_a_family():
 def test_a_quantised_or_broken_whole_is_refused():
     text = multimodal.text_config(MISTRAL_SMALL | {"quantization_config": {"quant_method": "fp8"}}, "x")
     with pytest.raises(InputError, match="quantization_config: the weights are quantised"):
-        architecture.settings(architecture.family(text, "x"), text, "x")
+        architecture.model_settings(architecture.family_of(text, "x"), text, "x")
     with pytest.raises(InputError, match="text_config: is not an object"):
         multimodal.text_config(MISTRAL_SMALL | {"text_config": [1]}, "x")
 
@@ -130,10 +130,10 @@ def test_the_text_part_is_read_and_written_as_a_model_of_text(case, kind, rename
     assert (found.config.model, found.left_out) == (plain.config.model, 1)
     params = jax.device_get(ours.on_one_device(found))
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(ours.on_one_device(plain)))
-    export.write(tmp_path / "out", found.config.model, params, found.like)
+    export.write_folder(tmp_path / "out", found.config.model, params, found.like)
     after = ours.tensors(tmp_path / "out")
     assert after.keys() == weights.keys() and all(np.array_equal(after[name], weights[name]) for name in weights)
-    written = architecture.load(tmp_path / "out")
+    written = architecture.read_config_json(tmp_path / "out")
     assert (written["model_type"], written["architectures"]) == (text["model_type"], [plain.family.architecture])
 
 
@@ -237,7 +237,7 @@ def test_text_has_the_logits_of_the_whole_model(kind, tmp_path):
     with torch.no_grad():
         want = whole(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
     np.testing.assert_allclose(ours.compiled(found.config.model, params, batch), want, rtol=0, atol=1e-4)
-    export.write(tmp_path / "out", found.config.model, jax.device_get(params), found.like)
+    export.write_folder(tmp_path / "out", found.config.model, jax.device_get(params), found.like)
     text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert type(text).__name__ == found.family.architecture
     with torch.no_grad():
