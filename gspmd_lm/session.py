@@ -27,7 +27,7 @@ from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.hardware import target
-from gspmd_lm.infer.samples import Writer
+from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes
 from gspmd_lm.runtime.startup import Runtime
@@ -35,7 +35,7 @@ from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import terminal
 from gspmd_lm.show.progress import progress
 from gspmd_lm.train import loop, state, step
-from gspmd_lm.train.programs import PreRunReport, Programs, ReportStep
+from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout, lock, trackers
 
@@ -152,7 +152,7 @@ def no_checkpoint(workdir: str) -> InputError:
 
 def train(session: Session, steps: int | None = None) -> tuple[dict[str, float], epath.Path]:
     """Trains to step `steps`, or the config's last one. Returns what was logged last, and the workdir."""
-    built, warnings = build(session)
+    built, warnings = build_step(session)
     with opened(session, built, warnings) as run:
         return train_to(run, steps), run.workdir
 
@@ -165,12 +165,12 @@ def train_to(run: loop.Run, steps: int | None, step: int | None = None) -> dict[
     return last
 
 
-def build(session: Session) -> tuple[Step, list[Problem]]:
+def build_step(session: Session) -> tuple[Step, list[Problem]]:
     """The step of a session, and the warnings of its check, which are said."""
-    arrays, warnings = state.checked(session.config, session.rules, session.machine.platform)
+    arrays, warnings = state.arrays_and_warnings(session.config, session.rules, session.machine.platform)
     for warning in warnings:
         session.say(f"warning: {warning}")
-    built = step.build(session.config, session.rules, arrays, session.devices)
+    built = step.build_step(session.config, session.rules, arrays, session.devices)
     if built.attention:
         session.say(f"attention: {built.attention}")
     return built, warnings
@@ -197,14 +197,16 @@ def opened(
         if writes:
             if config.train.samples:
                 shown = progress(console) if machine.is_main else None
-                writer = Writer(trained.made(config, shown), rules, session.devices, machine.platform)
-            trackers.check(config.train.trackers)
+                writer = SampleGenerator(
+                    trained.with_trained_tokenizer(config, shown), rules, session.devices, machine.platform
+                )
+            trackers.check_installed(config.train.trackers)
             workdir = session.workdir or _fresh(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(exclusive(session, workdir))
         else:
             workdir, check_lock = epath.Path(session.workdir or ""), lambda: None
         run = loop.Run(
-            programs=Programs(
+            programs=TrainPrograms(
                 built,
                 machine,
                 session.say,
@@ -212,7 +214,7 @@ def opened(
                 report_step=_report_step(built, warnings) if writes else None,
                 executable=executable,
             ),
-            open_rows=lambda: loader.open(config, progress(console) if machine.is_main else None),
+            open_rows=lambda: loader.open_loaders(config, progress(console) if machine.is_main else None),
             workdir=workdir,
             console=console,
             profile=profile,

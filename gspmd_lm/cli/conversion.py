@@ -165,7 +165,7 @@ def _placed(begun: Session, config: configs.Config) -> step.Step:
     """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
     arrays = state.arrays(config)
     shapes.checked(dataclasses.replace(arrays, named_optimizer=(), optimizer=()), begun.rules)
-    return step.build(config, begun.rules, arrays, begun.devices)
+    return step.build_step(config, begun.rules, arrays, begun.devices)
 
 
 def _original(workdir: str, config: configs.Config) -> Path | None:

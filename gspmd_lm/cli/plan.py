@@ -67,32 +67,32 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     command = outputs.command_line(sys.argv[1:])
-    found: list[outcome.Outcome] = []
+    outcomes: list[outcome.Outcome] = []
     began = time.monotonic()
     for number, (place, asked) in enumerate(cases):
         outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
         left = max(values.minutes - (time.monotonic() - began) / 60, 0.0)  # of which the targets left get equal parts
         planned = api.plan(asked, place.text, minutes=left / (len(cases) - number))
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
-        found.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
+        outcomes.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
         if not planned.best and len(cases) == 1:
             fitting = advice.larger(asked, planned, outputs.say)
-            plan_terminal.no_fit(found[0], fitting, advice.savings(asked, planned), console)
-    best = plan_terminal.ranked(found)[0]
+            plan_terminal.no_fit(outcomes[0], fitting, advice.savings(asked, planned), console)
+    best = plan_terminal.ranked(outcomes)[0]
     helps: Sequence[advice.Change] = ()
     if best.plan.best:
-        asked = next(asked for (_, asked), one in zip(cases, found, strict=True) if one is best)
+        asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
         helps = advice.changes(asked, best.plan) if best.plan.target.chip else ()
-        if len(found) > 1:
-            plan_terminal.compare(found, console)
+        if len(outcomes) > 1:
+            plan_terminal.compare(outcomes, console)
             console.print()
         plan_terminal.show(best, console, helps)
-    elif len(found) > 1:
-        plan_terminal.compare(found, console)
+    elif len(outcomes) > 1:
+        plan_terminal.compare(outcomes, console)
     if values.json:
-        _write(values.json, json.dumps(outcome.to_json(found), indent=1) + "\n")
+        _write(values.json, json.dumps(outcome.to_json(outcomes), indent=1) + "\n")
     if values.html:
-        _write(values.html, plan_page.render(found, helps, command))
+        _write(values.html, plan_page.render(outcomes, helps, command))
     if best.plan.best is None:
         raise RunFailed("no layout fits, and no rules file was written")
     if values.out:
@@ -127,7 +127,7 @@ def _prices(given_prices: Sequence[str]) -> dict[str, float]:
     """Chip -> dollars per chip and hour, of --price=v5e=1.2, which may be repeated or have commas."""
     from gspmd_lm.hardware.chips import CHIPS
 
-    found = {}
+    prices = {}
     for entry in (entry for text in given_prices for entry in text.split(",")):
         chip, equals, amount = entry.partition("=")
         if not equals or chip not in CHIPS:
@@ -135,19 +135,19 @@ def _prices(given_prices: Sequence[str]) -> dict[str, float]:
                 f"--price={entry}: not a chip and its price\n  fix   --price=v5e=1.2, with one of {', '.join(CHIPS)}"
             )
         try:
-            found[chip] = float(amount)
+            prices[chip] = float(amount)
         except ValueError:
-            found[chip] = math.nan
-        if not 0 <= found[chip] < math.inf:
+            prices[chip] = math.nan
+        if not 0 <= prices[chip] < math.inf:
             raise InputError(
                 f"--price={entry}: {amount!r} is not a price in dollars per chip and hour\n  fix   --price={chip}=1.2"
             )
-    return found
+    return prices
 
 
 def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -> None:
     """Raises InputError for flags that do not go together, and for files that cannot be written."""
-    outputs.check((values.json, values.html, values.out))
+    outputs.check_writable((values.json, values.html, values.out))
     if values.days and not values.tokens:
         raise InputError(f"--days={values.days:g}: days for how many tokens?\n  fix   --tokens=1e12 too")
     for name in ("tokens", "days", "minutes"):

@@ -32,9 +32,9 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
     folders = [*values.workdir, *folders]
     if not folders:
         raise InputError("plot needs a run\n  fix   plot --workdir=RUN, or plot RUN RUN2 to lay runs over each other")
-    runs = history.read(folders)
+    runs = history.read_runs(folders)
     where = values.html or _beside(folders)
-    outputs.check((where,))
+    outputs.check_writable((where,))
     run_table.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     files.replace(Path(where), run_page.render(runs, outputs.command_line(sys.argv[1:])))
     Console(highlight=False).print(f"wrote {where}", soft_wrap=True, markup=False)

@@ -40,7 +40,7 @@ def exported(original: Path | None, name: str) -> dict[str, Path]:
     if name == "bytes":
         return imported
     try:
-        path = tokenizer.find(name)
+        path = tokenizer.tokenizer_path(name)
     except InputError:
         if "tokenizer.json" in imported:  # the workdir was moved since
             return imported
@@ -68,7 +68,7 @@ def written_anew(
     written = {}
     if any(end not in (known if isinstance(known, list) else [known]) for end in ends):
         written[GENERATION] = as_json(settings | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
-    tokens = tokenizer.load(name)
+    tokens = tokenizer.load_tokenizer(name)
     if isinstance(tokens, tokenizer.HuggingFace) and TOKENIZER_CONFIG not in imported:
         end = next(text for text, number in tokens.special.items() if number == tokens.end)
         written[TOKENIZER_CONFIG] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})

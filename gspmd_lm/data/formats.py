@@ -80,8 +80,8 @@ def _html(path: Path) -> Iterator[bytes]:
 
 def _notebook(path: Path) -> Iterator[bytes]:
     """What stands in the cells of a Jupyter notebook, without outputs."""
-    found = _json(path)
-    cells = found.get("cells") if isinstance(found, dict) else None
+    notebook = _json(path)
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise InputError(f"{path}: not a Jupyter notebook of version 4\n  fix   open and save it, or leave it out")
     sources = (cell.get("source", "") for cell in cells)
@@ -108,15 +108,15 @@ def _lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 def _json_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """The objects of a list, or one object. A file of several objects, one on each line, is read too."""
     try:
-        found = _json(path)
+        value = _json(path)
     except InputError as error:
         if "Extra data" not in str(error):
             raise
         yield from _lines(path, columns)
         return
-    records = found if isinstance(found, list) else [found]
+    records = value if isinstance(value, list) else [value]
     for number, record in enumerate(records, 1):
-        place = f"{path}: item {number}" if isinstance(found, list) else str(path)
+        place = f"{path}: item {number}" if isinstance(value, list) else str(path)
         if isinstance(record, str) and len(columns) == 1:  # a list of texts
             record = {columns[0]: record}
         if not isinstance(record, dict):
@@ -208,7 +208,7 @@ BINARY, NOT_UTF8 = "binary", "not UTF-8"
 KNOWN = f"{' '.join(_FORMATS)}, and these compressed as {' '.join(_COMPRESSED)}"
 
 
-def of(path: Path) -> Format | None:
+def format_of(path: Path) -> Format | None:
     """The format of a file, by its ending; None for an ending that is not known."""
     suffix = path.suffix.lower()
     if suffix not in _COMPRESSED:
@@ -222,7 +222,7 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
 
     Raises an InputError that names the file, and the line if there is one, for a document that cannot be read.
     """
-    kind = of(path)
+    kind = format_of(path)
     assert kind
     with _reading(path):
         if kind.texts:
@@ -238,23 +238,23 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
 
 def whole(path: Path, field: str) -> bytes:
     """All documents of a file as one text. Raises InputError as `texts` does."""
-    return (b"" if of(path) == _PLAIN else b"\n").join(texts(path, field))
+    return (b"" if format_of(path) == _PLAIN else b"\n").join(texts(path, field))
 
 
 def records(path: Path) -> Iterator[Row]:
     """The records of a file, each with its place. Raises InputError as `texts` does."""
-    kind = of(path)
+    kind = format_of(path)
     assert kind and kind.records
     with _reading(path):
         yield from kind.records(path, ())
 
 
-def look(path: Path) -> str:
+def oddity(path: Path) -> str:
     """What is odd about a file that should be text, judged by its beginning: BINARY, NOT_UTF8 or "".
 
     Raises an InputError that names a file that cannot be read.
     """
-    kind = of(path)
+    kind = format_of(path)
     if kind is None or not kind.compressible:
         return ""
     with _reading(path), _opened(path) as file:

@@ -114,7 +114,7 @@ class Loader:
             ahead.close()
 
 
-def open(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
+def open_loaders(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
     A source that has no cache yet is tokenized, and `progress` is told about it. Evaluation reads its rows once, in an
@@ -125,7 +125,7 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
     if count is not None:
         return _open_random(config, count)
     source, tokens, made = _source(config, progress)
-    cached = cache.open(source, tokens, data.held_out_share, progress)
+    cached = cache.open_cache(source, tokens, data.held_out_share, progress)
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
 
@@ -150,24 +150,24 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
             )
         return rows, targets, cut
 
-    def loader_of(use: str, splits: Sequence[cache.Split], parts: Sequence[sources.Part]) -> Loader:
+    def loader_of(use: str, splits: Sequence[cache.Split], parts: Sequence[sources.SourcePart]) -> Loader:
         training = use == "training"
         key = "data.source" if training or not source.held_out else "data.held_out"
-        found = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
+        counted = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
         shares = _shares(parts) if len(parts) > 1 else ()
-        rows = packing.Joined([rows for rows, _, _ in found]) if shares else found[0][0]
-        targets, cut = sum(one[1] for one in found), sum(one[2] for one in found)
+        rows = packing.Joined([rows for rows, _, _ in counted]) if shares else counted[0][0]
+        targets, cut = sum(one[1] for one in counted), sum(one[2] for one in counted)
         about = f"{len(rows):,} rows, {sum(len(split.stream) for split in splits):,} tokens"
         if isinstance(tokens, chat.Chat):
             about += f", {targets:,} of them the assistant's" + (
                 f", {cut:,} conversations cut into rows" if cut else ""
             )
         lines = [f"{use}: {about} ({origin})"]
-        for part, share, (own, _, _) in zip(parts, shares, found, strict=False):
-            times = config.train.steps * data.batch * share / BLOCK / len(own)
+        for part, share, (part_rows, _, _) in zip(parts, shares, counted, strict=False):
+            times = config.train.steps * data.batch * share / BLOCK / len(part_rows)
             lines.append(
-                f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(own):,} rows {times:,.2g} "
-                f"times in {config.train.steps:,} steps"
+                f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(part_rows):,} rows "
+                f"{times:,.2g} times in {config.train.steps:,} steps"
             )
         if training and cached.left_out:
             lines.append(f"left out of training: {cached.left_out:,} documents that are also in data.held_out")
@@ -193,17 +193,17 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
 
 def _source(
     config: Config, progress: sources.Progress | None
-) -> tuple[sources.Source, tokenizer.Tokenizer | chat.Chat, Path | None]:
+) -> tuple[sources.DocumentSource, tokenizer.Tokenizer | chat.Chat, Path | None]:
     """The source and the tokenizer of a config, and the file of a tokenizer that is trained on the source."""
     data = config.data
     size = tokenizer.trained_size(data.tokenizer)
     if size and not data.conversations:
-        source = sources.open(data, progress)
-        path = trained.of_source(source, size, progress)
-        tokens = tokenizer.load(str(path))
+        source = sources.open_source(data, progress)
+        path = trained.tokenizer_of_source(source, size, progress)
+        tokens = tokenizer.load_tokenizer(str(path))
     else:
         path = None
-        tokens = chat.Chat(data.tokenizer) if data.conversations else tokenizer.load(data.tokenizer)
+        tokens = chat.Chat(data.tokenizer) if data.conversations else tokenizer.load_tokenizer(data.tokenizer)
         source = None
     if tokens.vocab_size > config.model.vocab:
         raise InputError(
@@ -211,11 +211,11 @@ def _source(
             f"{config.model.vocab:,} (rows of the embedding: {config.model.vocab_rows:,})\n"
             "  fix   --set model.vocab=0, which means the tokenizer's size"
         )
-    source = source or sources.open(data, progress, tokens.document if isinstance(tokens, chat.Chat) else None)
+    source = source or sources.open_source(data, progress, tokens.document if isinstance(tokens, chat.Chat) else None)
     return source, tokens, path
 
 
-def _shares(parts: Sequence[sources.Part]) -> tuple[int, ...]:
+def _shares(parts: Sequence[sources.SourcePart]) -> tuple[int, ...]:
     """How many of BLOCK places each part gets. Raises InputError for a weight that would get none."""
     weights = [part.weight or 0.0 for part in parts]
     exact = [weight / sum(weights) * BLOCK for weight in weights]

@@ -73,10 +73,10 @@ def _asked(config: Config, phase: str) -> Pass:
 
 def _checked(config: Config | Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
     if phase == "train":
-        return state.checked(config, rules, platform)
+        return state.arrays_and_warnings(config, rules, platform)
     if isinstance(config, Task):
         raise InputError(f"{config.name}: only the decoder generates\n  fix   phase: train")
-    return generation.checked(config, rules, platform, generation.whole_context(config))
+    return generation.arrays_and_warnings(config, rules, platform, generation.whole_context(config))
 
 
 def report(

@@ -87,7 +87,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
+def resting(arrays: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
     """The shapes and shardings of weights that are not trained.
 
     They rest in the dtype in which they are multiplied if it is smaller than their own, so that they are cast only
@@ -100,8 +100,9 @@ def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> An
         smaller = not exact and used.itemsize < like.dtype.itemsize
         return jax.ShapeDtypeStruct(like.shape, used if smaller else like.dtype, sharding=sharding)
 
-    shardings = placement.shardings("weights", found.named_params, found.params)
-    return jax.tree.map(one, found.named_params, found.params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
+    named, params = arrays.named_params, arrays.params
+    shardings = placement.shardings("weights", named, params)
+    return jax.tree.map(one, named, params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
 
 
 def asked(sizes: Sizes) -> Pass:
@@ -172,7 +173,7 @@ def _blocks(params: Any, stack: configs.Stack) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs(Forward):
+class GenerationPrograms(Forward):
     """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of their inputs.
 
     Each is a single program, however many tokens are generated.
@@ -202,10 +203,10 @@ class Programs(Forward):
         if not self.unrolled:
             return params
         stacks = self.config.model.stacks
-        found = {stack.name: _blocks(params, stack) for stack in stacks}
+        layers = {stack.name: _blocks(params, stack) for stack in stacks}
         shards = jax.tree.map(lambda like: like.sharding, self.abstract_unstacked)
-        placed = jax.device_put(found, {name: shards[name] for name in found})
-        rest = {name: array for name, array in params.items() if name not in found and not name.startswith("layer_")}
+        placed = jax.device_put(layers, {name: shards[name] for name in layers})
+        rest = {name: array for name, array in params.items() if name not in layers and not name.startswith("layer_")}
         return rest | placed
 
     @functools.cached_property
@@ -306,28 +307,28 @@ class Programs(Forward):
             return choose(logits_BV[:, : self.config.model.vocab], settings, number_B, position_B)
 
 
-def build(
+def build_programs(
     config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False
-) -> Programs:
+) -> GenerationPrograms:
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
     rules = settled(rules, config, meshes.processor(devices[0]), asked(sizes))
-    return Programs(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
+    return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
-def activations(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
+def activations(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
     """The activations that the model names in "prefill" and in "decode" under `rules`."""
-    return {phase: one.arrays for phase, one in recorded(config, found, sizes, rules).items()}
+    return {phase: one.arrays for phase, one in recorded(config, arrays, sizes, rules).items()}
 
 
-def recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     model, carried = config.model, _carried(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, carried.start_B, carried.number_B)
     return {
         "prefill": record(
-            rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), found.params, prompts
+            rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), arrays.params, prompts
         ),
-        "decode": record(rules, lambda params, carried: decode(model, params, carried), found.params, carried),
+        "decode": record(rules, lambda params, carried: decode(model, params, carried), arrays.params, carried),
     }
 
 
@@ -336,14 +337,14 @@ def parameters(model: configs.Model) -> Arrays:
     return arrays(functools.partial(init, model), DECODER)
 
 
-def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
+def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
     """The arrays of `config` and the warnings about generating under `rules`. Nothing is compiled or allocated.
 
     Raises ShardingError that lists everything that does not fit.
     """
-    found = parameters(config.model)
+    arrays = parameters(config.model)
     more = layer_problems(config, rules, platform, asked(sizes))
-    return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
+    return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
 
 
 def _carried(model: configs.Model, sizes: Sizes) -> Carried:

@@ -84,24 +84,24 @@ class Agreement:
             for thing in list(self._wanted)[:1]:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has set it
                     processes.client().key_value_set(key, thing)
-            if found := processes.stored(key):
-                return found
+            if stored := processes.stored(key):
+                return stored
         return None
 
     def _farthest(self, key: str) -> int | None:
         """The step of the process that is farthest; None when the context is left."""
         processes.client().key_value_set(f"{key}/{jax.process_index()}", str(self._at))
         if jax.process_index() == 0:
-            steps = [self._told(f"{key}/{process}") for process in range(jax.process_count())]
+            steps = [self._stored_step(f"{key}/{process}") for process in range(jax.process_count())]
             known = [step for step in steps if step is not None]
             if len(known) < len(steps):
                 return None
             processes.client().key_value_set(f"{key}/farthest", str(max(known)))
-        return self._told(f"{key}/farthest")
+        return self._stored_step(f"{key}/farthest")
 
-    def _told(self, key: str) -> int | None:
+    def _stored_step(self, key: str) -> int | None:
         """The step under a key, as soon as it is there; None when the context is left."""
         while not self._left.is_set():
-            if found := processes.stored(key):
-                return int(found)
+            if step := processes.stored(key):
+                return int(step)
         return None

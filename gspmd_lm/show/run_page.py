@@ -9,7 +9,8 @@ from gspmd_lm.show.drawing import text
 from gspmd_lm.show.pieces import breakable, document, facts_of, file_of, folded, rows_of, section
 from gspmd_lm.show.plot import Axis, Plot, short
 from gspmd_lm.units import human_seconds
-from gspmd_lm.workdir.history import Run, differences, settings
+from gspmd_lm.workdir.history import RunHistory as Run
+from gspmd_lm.workdir.history import differences, settings
 
 BINS = 300  # a longer line is drawn as the median and the range of so many pieces
 FAR = 3  # a value so many times as far out as nearly all values is not drawn

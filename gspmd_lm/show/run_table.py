@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gspmd_lm.units import human_seconds, human_short
-from gspmd_lm.workdir.history import Run
+from gspmd_lm.workdir.history import RunHistory as Run
 
 HEADINGS = ("run", "step", "loss", "held-out", "best", "at step", "step time", "tokens/s", "tokens")
 

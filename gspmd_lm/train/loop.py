@@ -23,8 +23,9 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.runtime.preemption import StopSignal
-from gspmd_lm.train import metrics, progress, saving, source
-from gspmd_lm.train.programs import Programs
+from gspmd_lm.train import init_from, metrics, progress, saving
+from gspmd_lm.train.init_from import InitFrom
+from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.stopping import Best, SkippedSteps
@@ -34,7 +35,7 @@ from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 
 
-class Writer(Protocol):
+class SampleWriter(Protocol):
     """Writes texts with the weights that are being trained."""
 
     def compile(self) -> None: ...
@@ -48,13 +49,13 @@ class Writer(Protocol):
 class Run:
     """One run on one process: what it computes, and where its files and messages go."""
 
-    programs: Programs
+    programs: TrainPrograms
     open_rows: Callable[[], tuple[Loader, Loader | None]]  # to train on, and to evaluate on; called once
     workdir: epath.Path
     console: Console
     profile: tuple[int, int] | None = None
     check_lock: Callable[[], None] = lambda: None  # raises RunFailed if another run now writes to the workdir
-    writer: Writer | None = None  # of the texts of train.samples
+    writer: SampleWriter | None = None  # of the texts of train.samples
     evaluates: bool = False  # whether the programs of evaluation are compiled
 
     @property
@@ -73,7 +74,7 @@ class Run:
     def config(self) -> Config:
         """The config of the step, with the tokenizer that the run keeps in its workdir if it trains one."""
         config = self.step.config
-        return trained.kept(config, self.workdir) if trained_size(config.data.tokenizer) else config
+        return trained.with_kept_tokenizer(config, self.workdir) if trained_size(config.data.tokenizer) else config
 
     @functools.cached_property
     def rows(self) -> tuple[Loader, Loader | None]:
@@ -122,15 +123,15 @@ class Run:
     def _begin(self, checkpoints: Checkpoints, chosen: Chosen | None) -> tuple[int, State, Any]:
         """The step to begin with, the state at that step, and the train step, which is compiled meanwhile."""
         train = self.config.train
-        init_from = source.find(self.config) if train.init_from and not chosen else None
+        origin = init_from.find(self.config) if train.init_from and not chosen else None
         self.say(self.rows[0].description)
         with ThreadPoolExecutor(1) as background:
             compiling = background.submit(self.programs.train)
             for tracker in train.trackers if self.machine.is_main else ():
-                trackers.load(tracker)  # now, while the compiler works
+                trackers.import_tracker(tracker)  # now, while the compiler works
             if not self.machine.simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
-            start, state = self._restored(checkpoints, chosen) if chosen else (0, self._initial_state(init_from))
+            start, state = self._restored(checkpoints, chosen) if chosen else (0, self._initial_state(origin))
             self._write_description()
             return start, state, self.programs.ready(compiling.result())
 
@@ -141,11 +142,11 @@ class Run:
         self.say(f"restored step {chosen.step} of {self.workdir}")
         return chosen.step, state
 
-    def _initial_state(self, init_from: source.Source | None) -> State:
-        if init_from is None:
+    def _initial_state(self, origin: InitFrom | None) -> State:
+        if origin is None:
             return self.programs.ready(self.programs.initial_state())()
-        number, weights = init_from.restore(self.step)
-        self.say(f"weights of checkpoint {number} of {init_from.workdir}")
+        number, weights = origin.restore(self.step)
+        self.say(f"weights of checkpoint {number} of {origin.workdir}")
         return self.programs.ready(self.programs.initial_state(from_weights=True))(weights)
 
     def compile_evaluation(self) -> None:

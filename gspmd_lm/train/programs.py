@@ -27,7 +27,7 @@ ReportStep = Callable[[Any, Mapping[str, Any], float, float], PreRunReport]
 
 
 @dataclasses.dataclass
-class Programs:
+class TrainPrograms:
     """The programs of one step on one process."""
 
     step: Step

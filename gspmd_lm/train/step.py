@@ -231,7 +231,7 @@ class Step(Program):
             return self.task.totals(params, batch)
 
 
-def build(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
+def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
     """The step of a config or task under `rules`, which have been checked, on `devices`: real, simulated or
     compile-only."""
     mesh = meshes.build(rules, devices)

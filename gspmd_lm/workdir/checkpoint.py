@@ -237,7 +237,7 @@ class Checkpoints:
 
         abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding that it is to have.
         """
-        state = orbax_folder.read(chosen.folder / "state", abstract_state)
+        state = orbax_folder.read_arrays(chosen.folder / "state", abstract_state)
         self._at = chosen.step
         if not from_first(self._health.is_healthy(chosen.step)):
             self._health.watch(chosen.step)
@@ -257,7 +257,7 @@ class Checkpoints:
         wanted = {"params": abstract_params}
         saved = {name: tree for name, tree in orbax_folder.tree(chosen.folder / "state").items() if name in wanted}
         compatible.compare(saved, wanted, f"{chosen.folder}", casts=True)
-        return orbax_folder.read(chosen.folder / "state", wanted)["params"]
+        return orbax_folder.read_arrays(chosen.folder / "state", wanted)["params"]
 
     def _steps(self) -> list[int]:
         return sorted(folder.step for folder in _NAMES.find_all(self.directory))

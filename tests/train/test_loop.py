@@ -26,7 +26,7 @@ from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.runtime import compiler, startup
 from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.train.loop import Run
-from gspmd_lm.train.programs import Programs
+from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Clock
 from gspmd_lm.workdir.checkpoint import Checkpoints
 from tests.quick import QUICK
@@ -48,8 +48,8 @@ def run(small, built):
         step, compiled = programs[key]
         console = Console(file=io.StringIO(), width=1000)
         return Run(
-            Programs(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),
-            open_rows=lambda: loader.open(config),
+            TrainPrograms(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),
+            open_rows=lambda: loader.open_loaders(config),
             workdir=epath.Path(workdir),
             console=console,
             profile=profile,
@@ -99,7 +99,7 @@ def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(
     monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
     monkeypatch.setattr(compiler, "compile", lambda *given: options.append(given[1]) or compile_(*given))
     step = built(config, layout)
-    state = Programs(step, CPU, print).initial_state()()
+    state = TrainPrograms(step, CPU, print).initial_state()()
     assert len(traced) == 1
     assert options == [{"xla_backend_optimization_level": 1}]
     same(state, step.lower_init().compile({"xla_backend_optimization_level": 3})())  # as users have it
@@ -337,7 +337,7 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_healthy_checkpoint(
 def test_nothing_to_do_changes_nothing(run, straight, tmp_path, monkeypatch):
     workdir, _ = straight
     contents = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    for owner, name in ((Programs, "_program"), (Run, "_write_description")):
+    for owner, name in ((TrainPrograms, "_program"), (Run, "_write_description")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("nothing is to be compiled or written"))
     idle = run(workdir)
     idle.open_rows = lambda: pytest.fail("nothing is to be read")

@@ -10,7 +10,7 @@ _LONGEST_CUT = 3  # bytes of a character that lacks its last one
 _CONTEXT = 6  # tokens of the prompt that decide how the first new one is spelled (a space before it, or none)
 
 
-class Pieces:
+class Detokenizer:
     """The text of a growing list of tokens, piece by piece. A piece never ends within a character."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -55,9 +55,9 @@ class Stops:
     def add(self, piece: str) -> tuple[str, bool]:
         """The text that is certain now, and whether it ends here. Text that may begin a stop string is held back."""
         self._held += piece
-        found = [at for at in (self._held.find(string) for string in self._strings) if at >= 0]
-        if found:
-            return self._held[: min(found)], True
+        starts = [at for at in (self._held.find(string) for string in self._strings) if at >= 0]
+        if starts:
+            return self._held[: min(starts)], True
         held = max((_overlap(self._held, string) for string in self._strings), default=0)
         certain = self._held[: len(self._held) - held]
         self._held = self._held[len(certain) :]
