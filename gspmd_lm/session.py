@@ -201,7 +201,7 @@ def opened(
                     trained.with_trained_tokenizer(config, shown), rules, session.devices, machine.platform
                 )
             trackers.check_installed(config.train.trackers)
-            workdir = session.workdir or _fresh(f"{config.name}-{rules.name}")
+            workdir = session.workdir or _fresh_workdir(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(exclusive(session, workdir))
         else:
             workdir, check_lock = epath.Path(session.workdir or ""), lambda: None
@@ -249,8 +249,7 @@ def _learning_rate(config: Config) -> str:
     return f"{what}: learning rate up to {rate:g}{other}"
 
 
-def _fresh(name: str) -> epath.Path:
-    """The path of a folder in runs/ that does not exist yet."""
+def _fresh_workdir(name: str) -> epath.Path:
     began = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     candidates = (epath.Path("runs") / f"{began}{f'-{number}' if number else ''}" for number in itertools.count())
     return next(path for path in candidates if not path.exists())

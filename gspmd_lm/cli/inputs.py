@@ -212,21 +212,12 @@ def _facts(session: "Session", values: flags.FlagValues) -> dict[str, Any]:
     from gspmd_lm import versions
 
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
-    excluded = (
-        "coordinator",
-        "num_processes",
-        "process_id",
-        "config",
-        "rules",
-        "compile_cache",
-        "platform",
-        "set",
-        "help",
-    )
+    excluded = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set",
+                "help")  # fmt: skip
     return {
         "config": configs.to_dict(session.config),
         "rules": session.rules.facts(),
-        "flags": {name: values[name].value for name in values if name not in left_out},
+        "flags": {name: values[name].value for name in values if name not in excluded},
         "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
     }
 

@@ -33,7 +33,7 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
     if not folders:
         raise InputError("plot needs a run\n  fix   plot --workdir=RUN, or plot RUN RUN2 to lay runs over each other")
     runs = history.read_runs(folders)
-    where = values.html or _beside(folders)
+    where = values.html or _default_page(folders)
     outputs.check_writable((where,))
     run_table.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     files.replace(Path(where), run_page.render(runs, outputs.command_line(sys.argv[1:])))
@@ -41,7 +41,7 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
     return 0
 
 
-def _beside(folders: Sequence[str]) -> str:
+def _default_page(folders: Sequence[str]) -> str:
     """Where the page goes if no flag says it: into the folder of a single run, else into the current folder."""
     if len(folders) > 1 or files.is_remote(folders[0]):
         return layout.PAGE

@@ -257,8 +257,8 @@ class Model:
 
     def _wrong_streams(self) -> list[str]:
         """What is wrong with the keys of residual streams, and of layers that differ by their place."""
-        layers_with_keys, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
-        lacking = ", ".join(sorted({*kinds[layers_with_keys:]} - {*kinds[:layers_with_keys]}))
+        with_keys, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
+        lacking = ", ".join(sorted({*kinds[with_keys:]} - {*kinds[:with_keys]}))
         problems = {
             "laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false":
                 self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms),
@@ -329,7 +329,7 @@ class Model:
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
-        assert self.vocab, "model.vocab is 0 until data.tokenizer.sized() has asked the tokenizer"
+        assert self.vocab, "model.vocab is 0 until data.trained.with_vocab_size() has asked the tokenizer"
         return self.padded_vocab or self.vocab
 
     @property
@@ -356,29 +356,26 @@ class Model:
 
     def _of_layer(self, number: int) -> "Model":
         """The settings of one layer, of whose kind all layers are."""
-        kind, changes = (
-            self.kind_of_each_layer[number],
-            dict[str, Any](layer_pattern=(), sparse_step=1, sparse_layers=0),
-        )
+        kind, values = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1, sparse_layers=0)
         if number < self.layers - self.shared_kv_layers:
-            changes["shared_kv_layers"] = 0
+            values["shared_kv_layers"] = 0
         if number >= (self.sparse_layers or self.layers):
-            changes["activation_sparsity"] = 0.0
+            values["activation_sparsity"] = 0.0
         if kind != "sliding":
-            changes["sliding_window"] = 0
+            values["sliding_window"] = 0
         elif self.sliding_rope_theta:
-            changes |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
+            values |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
         if kind != "chunked":
-            changes["attention_chunk"] = 0
+            values["attention_chunk"] = 0
         if kind != "linear":
-            changes["linear_attention"] = None
+            values["linear_attention"] = None
         if kind == "nope":
-            changes |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
+            values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":
-            changes["attention_temperature"] = None
+            values["attention_temperature"] = None
         if number < self.dense_layers or (number + 1) % self.sparse_step:
-            changes |= _EXPERTS
-        return dataclasses.replace(self, **changes)
+            values |= _EXPERTS
+        return dataclasses.replace(self, **values)
 
 
 class Stack(NamedTuple):

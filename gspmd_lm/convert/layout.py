@@ -92,7 +92,7 @@ class Tensor:
         entries = np.arange(size)
         if letter in "NK" and "R" in self.axes:
             sizes, number = self._sizes(model), self.weights.index(weight)
-            heads = self._heads(sizes["N"], sizes["K"])
+            heads = self._heads_of_weights(sizes["N"], sizes["K"])
             if self.order == "concatenated":
                 entries += sum(heads[:number])
             else:
@@ -109,8 +109,7 @@ class Tensor:
             first[:] = np.concatenate([first[::2], first[1::2]])
         return np.pad(entries, (0, padded.get(letter, size) - size), constant_values=-1)
 
-    def _heads(self, N: int, K: int) -> list[int]:
-        """The heads of each of its weights."""
+    def _heads_of_weights(self, N: int, K: int) -> list[int]:
         of_keys = "qk" if self.linear else "kv"
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
@@ -118,7 +117,7 @@ class Tensor:
         N, K, H, A = model.heads, model.kv_heads, model.head_dim, 0
         if self.linear and (sizes := model.linear_attention):
             N, K, H, A = sizes.value_heads, sizes.key_heads, sizes.head_dim, sizes.taps
-        F, R = getattr(model, self.mlp), sum(self._heads(N, K))
+        F, R = getattr(model, self.mlp), sum(self._heads_of_weights(N, K))
         return {
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "P": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,

@@ -85,15 +85,14 @@ def _modules(tree: Any, adapters: Any, settings: config.Lora) -> dict[str, list[
         *module, name = path
         if name not in settings.targets:
             continue
-        a, b = (_whole(flat[*module, f"{name}_{part}"]) for part in "ab")
+        a, b = (_numpy_copy(flat[*module, f"{name}_{part}"]) for part in "ab")
         for i, tensor in enumerate(location.names()):
             member = (location, a[i], b[i]) if location.lead else (location, a, b)
             modules.setdefault(_module(tensor), []).append(member)
     return dict(sorted(modules.items()))
 
 
-def _whole(array: Any) -> np.ndarray:
-    """A numpy copy of an array, on every process."""
+def _numpy_copy(array: Any) -> np.ndarray:
     if jax.process_count() > 1:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array, np.float32)

@@ -195,7 +195,7 @@ def _build(
         begun = _begun(partial)
         assert begun
     noted, written = begun
-    apart = _hashes(source, source.held_out) if source.held_out else None
+    apart = _ascending_hashes(source, source.held_out) if source.held_out else None
     replaced_before = noted.replaced_bytes - tokenizer.replaced_bytes
     with contextlib.ExitStack() as stack:
         for one in written.values():
@@ -284,8 +284,7 @@ def _segments(source: DocumentSource, splits: Sequence[str], skip: int) -> Itera
         yield segment
 
 
-def _hashes(source: DocumentSource, part: SourcePart) -> np.ndarray:
-    """The hashes of a part's documents, ascending."""
+def _ascending_hashes(source: DocumentSource, part: SourcePart) -> np.ndarray:
     return np.unique(np.fromiter((_hash(document) for document, _ in source.read(part)), np.uint64))
 
 

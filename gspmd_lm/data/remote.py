@@ -53,7 +53,7 @@ def copies(
     except Exception as error:  # of any of these packages; they have no common class
         raise _refused(f"{place}: {address}", error) from error
     try:
-        names = _names(store, str(path))
+        names = _sorted_names(store, str(path))
         facts = {name: store.info(name) for name in names if formats.format_of(Path(name))}
     except Exception as error:
         raise _refused(f"{place}: {address}", error) from error
@@ -107,8 +107,7 @@ def _blocks(store: Any, name: str, place: str) -> Iterator[bytes]:
         raise _refused(place, error) from error
 
 
-def _names(store: Any, path: str) -> list[str]:
-    """The files that a path of a store means, sorted."""
+def _sorted_names(store: Any, path: str) -> list[str]:
     if any(character in path for character in "*?[") and not store.exists(path):
         return sorted(name for name in store.glob(path) if not store.isdir(name))
     return sorted(store.find(path))  # of a file, the file itself

@@ -68,7 +68,11 @@ def _settled(config: Config | Task, rules: Rules, target: Target, phase: str) ->
 
 def _asked(config: Config, phase: str) -> Pass:
     """What a program asks of attention."""
-    return state.asked(config) if phase == "train" else generation.asked(generation.whole_context(config))
+    return (
+        state.attention_pass(config)
+        if phase == "train"
+        else generation.attention_pass(generation.whole_context(config))
+    )
 
 
 def _checked(config: Config | Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:

@@ -61,23 +61,23 @@ def sizes(rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu")
     The last new token needs no slot: nothing attends to it.
     """
 
-    rows, prompt = whole_pieces(rules, rows, prompt, platform)
-    return Sizes(rows, prompt, _up(prompt + new - 1, _pieces(rules, "kv_seq")))
+    rows, prompt = rounded_up(rules, rows, prompt, platform)
+    return Sizes(rows, prompt, _up(prompt + new - 1, _num_shards(rules, "kv_seq")))
 
 
-def whole_pieces(rules: Rules, rows: int, seq: int, platform: str, dealt: bool = False) -> tuple[int, int]:
+def rounded_up(rules: Rules, rows: int, seq: int, platform: str, zigzag: bool = False) -> tuple[int, int]:
     """`rows` and `seq`, each rounded up so that the mesh axes and the attention kernel divide it.
 
     Where the rules choose no kernel, a row of as many tokens as a block of splash attention has is made whole blocks,
-    and a shorter one is left to XLA. `dealt`: each device has two pieces of a row (kernels/context.py).
+    and a shorter one is left to XLA. zigzag: each device has two pieces of a row (kernels/context.py).
     """
-    pieces = _pieces(rules, "seq") * (2 if dealt and split_sequence(rules) else 1)
-    chosen = rules.attention.get(platform, KERNELS[platform][0] if seq >= pieces * LANES else "xla")
-    block = math.lcm(pieces * (LANES if chosen == "splash" else 1), _pieces(rules, "kv_seq"))
-    return _up(rows, _pieces(rules, "batch")), _up(seq, block)
+    shards = _num_shards(rules, "seq") * (2 if zigzag and split_sequence(rules) else 1)
+    chosen = rules.attention.get(platform, KERNELS[platform][0] if seq >= shards * LANES else "xla")
+    block = math.lcm(shards * (LANES if chosen == "splash" else 1), _num_shards(rules, "kv_seq"))
+    return _up(rows, _num_shards(rules, "batch")), _up(seq, block)
 
 
-def _pieces(rules: Rules, axis: str) -> int:
+def _num_shards(rules: Rules, axis: str) -> int:
     """The number that must divide the size of an axis, so that all activations can be split along it."""
     splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
     return math.lcm(*map(rules.piece_count, splits))
@@ -105,7 +105,7 @@ def resting(arrays: Arrays, placement: MeshPlacement, model: configs.Model) -> A
     return jax.tree.map(one, named, params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
 
 
-def asked(sizes: Sizes) -> Pass:
+def attention_pass(sizes: Sizes) -> Pass:
     """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
     return Pass(sizes.prompt, padded=True)
 
@@ -184,7 +184,7 @@ class GenerationPrograms(Forward):
 
     @property
     def asked(self) -> Pass:
-        return asked(self.sizes)
+        return attention_pass(self.sizes)
 
     @functools.cached_property
     def model(self) -> configs.Model:
@@ -232,7 +232,7 @@ class GenerationPrograms(Forward):
     @functools.cached_property
     def abstract_carried(self) -> Carried:
         """The shapes and shardings of Carried."""
-        cache, *rest = _carried(self.config.model, self.sizes)
+        cache, *rest = _shapes_carried(self.config.model, self.sizes)
 
         def one(like: Any, text: str) -> Any:
             spec = parse(text, len(like.shape))
@@ -275,7 +275,7 @@ class GenerationPrograms(Forward):
 
     @property
     def _out(self) -> tuple[Carried, Choice]:
-        return jax.tree.map(_where, self.abstract_carried), Choice(self.whole, self.whole)
+        return jax.tree.map(_format_or_sharding, self.abstract_carried), Choice(self.whole, self.whole)
 
     @functools.cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -311,7 +311,7 @@ def build_programs(
     config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False
 ) -> GenerationPrograms:
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
-    rules = settled(rules, config, meshes.processor(devices[0]), asked(sizes))
+    rules = settled(rules, config, meshes.processor(devices[0]), attention_pass(sizes))
     return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
@@ -321,7 +321,7 @@ def activations(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> d
 
 
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
-    model, carried = config.model, _carried(config.model, sizes)
+    model, carried = config.model, _shapes_carried(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, carried.start_B, carried.number_B)
     return {
@@ -343,17 +343,15 @@ def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Size
     Raises ShardingError that lists everything that does not fit.
     """
     arrays = parameters(config.model)
-    more = layer_problems(config, rules, platform, asked(sizes))
+    more = layer_problems(config, rules, platform, attention_pass(sizes))
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
 
 
-def _carried(model: configs.Model, sizes: Sizes) -> Carried:
-    """The shapes of Carried."""
+def _shapes_carried(model: configs.Model, sizes: Sizes) -> Carried:
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
     return Carried(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
 
 
-def _where(like: jax.ShapeDtypeStruct) -> Any:
-    """The format of an array if it has one, else its sharding."""
+def _format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:
     return like.sharding if like.format.layout is None else like.format

@@ -18,7 +18,7 @@ from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import Forward, parameters, whole_pieces
+from gspmd_lm.infer.programs import Forward, parameters, rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import dealt
 from gspmd_lm.model.layers import table_specs
@@ -144,7 +144,7 @@ def build_scoring(
 
     Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
     """
-    rows, seq = whole_pieces(rules, rows, seq, platform, dealt=True)
+    rows, seq = rounded_up(rules, rows, seq, platform, zigzag=True)
     cfg = config.model
     arrays = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)

@@ -235,7 +235,6 @@ class _Training:
 
     @property
     def _ends_early(self) -> bool:
-        """Whether the run ends early, because its evaluations get no better."""
         return self.best.ends(self.config.patience)
 
     def _after_step(self, values: Mapping[str, jax.Array]) -> bool:

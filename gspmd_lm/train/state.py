@@ -126,7 +126,7 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
     return warnings
 
 
-def asked(config: Config) -> Pass:
+def attention_pass(config: Config) -> Pass:
     """What a train step asks of attention."""
     return Pass(config.data.seq, segments=config.data.packing == "documents")
 
@@ -134,12 +134,12 @@ def asked(config: Config) -> Pass:
 def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
     """`rules` with the attention kernel of a train step; those of a model of one's own stay as they are."""
     cfg = decoder.task(config).config
-    return supported.settled(rules, cfg, on, asked(cfg)) if isinstance(cfg, Config) else rules
+    return supported.settled(rules, cfg, on, attention_pass(cfg)) if isinstance(cfg, Config) else rules
 
 
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
-    problems = layer_problems(config, rules, platform, asked(config))
+    problems = layer_problems(config, rules, platform, attention_pass(config))
     return [*problems, *_balance_problems(config, rules)]
 
 

@@ -9,7 +9,7 @@ import pyarrow.ipc
 import pytest
 import zstandard
 
-from gspmd_lm.data import formats
+from gspmd_lm.data import formats, readers
 from gspmd_lm.errors import InputError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -51,8 +51,8 @@ def test_a_flipped_bit_in_compressed_text_is_told(tmp_path):
 def test_a_very_long_line_is_cut_between_words(tmp_path, text):
     documents = _texts(tmp_path / "a.txt", text)
     assert b"".join(documents) == text
-    assert len(documents) >= len(text) // (2 * formats.SECTION_BYTES)
-    assert max(map(len, documents)) <= 3 * formats.SECTION_BYTES
+    assert len(documents) >= len(text) // (2 * readers.SECTION_BYTES)
+    assert max(map(len, documents)) <= 3 * readers.SECTION_BYTES
     if b" " in text:
         assert all(document.endswith((b" ", b"\n")) for document in documents)
     elif text[:1] == "€".encode()[:1]:

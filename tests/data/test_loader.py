@@ -111,11 +111,11 @@ def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch):
         return {device: index for device, index in original(self, shape).items() if device.id >= 4}
 
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_one_process)
-    places = loader._local_places(shardings, {name: (8,) if name == "row" else (8, 32) for name in NAMES})
-    assert places.tolist() == [4, 5, 6, 7]
-    local, whole = train.rows_at(0, places), train.rows_at(0, slice(None))
+    rows = loader._local_rows(shardings, {name: (8,) if name == "row" else (8, 32) for name in NAMES})
+    assert rows.tolist() == [4, 5, 6, 7]
+    local, whole = train.rows_at(0, rows), train.rows_at(0, slice(None))
     index = (slice(6, 8), slice(16, 32))
-    assert (loader._part(local["tokens"], places, index) == whole["tokens"][index]).all()
+    assert (loader._part(local["tokens"], rows, index) == whole["tokens"][index]).all()
 
 
 def test_evaluation_reads_each_row_once_and_fills_up_with_padding():

@@ -8,7 +8,7 @@ import pytest
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
 from gspmd_lm.config import Data
-from gspmd_lm.data import formats, sources
+from gspmd_lm.data import readers, sources
 from gspmd_lm.errors import InputError
 
 
@@ -38,7 +38,7 @@ def test_stdlib_is_the_interpreters_own_without_tests():
         source.fingerprint == sources.open_source(Data()).fingerprint and source.fingerprint[:12] in source.description
     )
     os_py = (root / "os.py").read_bytes()
-    assert os_py in list(source.documents()) or len(os_py) > formats.SECTION_BYTES
+    assert os_py in list(source.documents()) or len(os_py) > readers.SECTION_BYTES
 
 
 def test_every_kind_of_file(tmp_path):
@@ -65,7 +65,7 @@ def test_a_large_text_file_is_cut_at_line_ends(tmp_path):
     text = b"".join(b"line %d\n" % i for i in range(20000))
     (tmp_path / "a.txt").write_bytes(text)
     documents = _documents(tmp_path / "a.txt")
-    assert b"".join(documents) == text and len(documents) == 1 + len(text) // (formats.SECTION_BYTES + 10)
+    assert b"".join(documents) == text and len(documents) == 1 + len(text) // (readers.SECTION_BYTES + 10)
     assert all(document.endswith(b"\n") for document in documents)
 
 
