@@ -191,11 +191,11 @@ class Generator:
         """The choices of each step until all `texts` have ended, each fetched while the devices do the next step."""
         figures, settings = self.figures, sampling.settings
         began = time.perf_counter()
-        carried, choice = self.prefill(self.params, self._placed(batch, number), settings)
+        state, choice = self.prefill(self.params, self._placed(batch, number), settings)
         for step in range(new_tokens):
             following = None
             if step + 1 < new_tokens:
-                carried, following = self.decode(self.params, carried, settings)
+                state, following = self.decode(self.params, state, settings)
             choice = jax.device_get(choice)
             taken_s = time.perf_counter() - began
             open_rows = sum(text.result is None for text in texts)

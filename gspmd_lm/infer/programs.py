@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
     number_B: Any  # int32: of the prompt among all, for random numbers
 
 
-class Carried(NamedTuple):
+class DecodeState(NamedTuple):
     """The arrays that one decode step passes on to the next one. They are donated."""
 
     cache: Cache
@@ -87,7 +87,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def resting(arrays: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
+def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
     """The shapes and shardings of weights that are not trained.
 
     They rest in the dtype in which they are multiplied if it is smaller than their own, so that they are cast only
@@ -131,16 +131,16 @@ def prefill(cfg: configs.Model, params: Any, prompts: Prompts, slots: int) -> tu
     return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
 
-def decode(cfg: configs.Model, params: Any, carried: Carried) -> tuple[jax.Array, Cache]:
-    """The logits after `carried.tokens_B`, [B, V], and the cache with these tokens added."""
+def decode(cfg: configs.Model, params: Any, state: DecodeState) -> tuple[jax.Array, Cache]:
+    """The logits after `state.tokens_B`, [B, V], and the cache with these tokens added."""
     batch = {
-        "tokens": carried.tokens_B[:, None],
-        "positions": (carried.slot - carried.start_B)[:, None],
-        "row": carried.number_B,
-        "slot": carried.slot,
-        "start": carried.start_B,
+        "tokens": state.tokens_B[:, None],
+        "positions": (state.slot - state.start_B)[:, None],
+        "row": state.number_B,
+        "slot": state.slot,
+        "start": state.start_B,
     }
-    x_B1D, table, bias, cache = extend(cfg, params, batch, carried.cache)
+    x_B1D, table, bias, cache = extend(cfg, params, batch, state.cache)
     return logits(x_B1D, table, bias, cfg)[:, 0], cache
 
 
@@ -156,7 +156,7 @@ class Forward(Program):
     @functools.cached_property
     def abstract_params(self) -> Any:
         """The weights' shapes and shardings: what a checkpoint is restored into."""
-        return resting(self.arrays, self.placement, self.config.model)
+        return abstract_weights(self.arrays, self.placement, self.config.model)
 
 
 def _blocks(params: Any, stack: configs.Stack) -> Any:
@@ -214,7 +214,7 @@ class GenerationPrograms(Forward):
         """The shapes and shardings of the weights that `unstacked` returns."""
         if not self.unrolled:
             return self.abstract_params
-        return resting(parameters(self.model), self.placement, self.model)
+        return abstract_weights(parameters(self.model), self.placement, self.model)
 
     @property
     def param_shardings(self) -> Any:
@@ -230,9 +230,9 @@ class GenerationPrograms(Forward):
         return Prompts(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens), rows, rows)
 
     @functools.cached_property
-    def abstract_carried(self) -> Carried:
-        """The shapes and shardings of Carried."""
-        cache, *rest = _shapes_carried(self.config.model, self.sizes)
+    def abstract_decode_state(self) -> DecodeState:
+        """The shapes and shardings of DecodeState."""
+        cache, *rest = _decode_state_shapes(self.config.model, self.sizes)
 
         def one(like: Any, text: str) -> Any:
             spec = parse(text, len(like.shape))
@@ -242,7 +242,7 @@ class GenerationPrograms(Forward):
                 where = Format(Layout((0, 2, 3, 1, 4)), where)
             return placed(like, where)
 
-        return Carried(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
+        return DecodeState(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
 
     @property
     def abstract_settings(self) -> Settings:
@@ -254,28 +254,28 @@ class GenerationPrograms(Forward):
         """The bytes on each device for the keys and values of all slots, and the states of linear attention."""
         return sum(
             math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-            for array in jax.tree.leaves(self.abstract_carried.cache)
+            for array in jax.tree.leaves(self.abstract_decode_state.cache)
         )
 
     @property
     def held(self) -> dict[str, Any]:
         """The arrays that devices hold between steps: trees of shapes and shardings, by purpose."""
-        cache, *batch = self.abstract_carried
+        cache, *batch = self.abstract_decode_state
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
 
     def lower_prefill(self) -> jax.stages.Lowered:
-        """(params, Prompts, Settings) -> (Carried, Choice)."""
+        """(params, Prompts, Settings) -> (DecodeState, Choice)."""
         jitted = jax.jit(self._prefill, out_shardings=self._out)
         return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings).lower()
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """(params, Carried, Settings) -> (Carried, Choice). Carried is donated, and the cache changes in place."""
+        """(params, DecodeState, Settings) -> (DecodeState, Choice). The donated cache changes in place."""
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
-        return jitted.trace(self.abstract_unstacked, self.abstract_carried, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_unstacked, self.abstract_decode_state, self.abstract_settings).lower()
 
     @property
-    def _out(self) -> tuple[Carried, Choice]:
-        return jax.tree.map(_format_or_sharding, self.abstract_carried), Choice(self.whole, self.whole)
+    def _out(self) -> tuple[DecodeState, Choice]:
+        return jax.tree.map(_format_or_sharding, self.abstract_decode_state), Choice(self.whole, self.whole)
 
     @functools.cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -287,19 +287,19 @@ class GenerationPrograms(Forward):
         prefill, decode = (self.compile(one, what, fix) for one in lowered)
         return prefill, decode
 
-    def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
+    def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[DecodeState, Choice]:
         with self.traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         choice = self._choose(logits_BV, settings, prompts.number_B, slot - prompts.start_B)
-        return Carried(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
+        return DecodeState(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
 
-    def _decode(self, params: Any, carried: Carried, settings: Settings) -> tuple[Carried, Choice]:
+    def _decode(self, params: Any, state: DecodeState, settings: Settings) -> tuple[DecodeState, Choice]:
         with self.traced():
-            logits_BV, cache = decode(self.model, params, carried)
-        slot = carried.slot + 1
-        choice = self._choose(logits_BV, settings, carried.number_B, slot - carried.start_B)
-        return carried._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
+            logits_BV, cache = decode(self.model, params, state)
+        slot = state.slot + 1
+        choice = self._choose(logits_BV, settings, state.number_B, slot - state.start_B)
+        return state._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
 
     def _choose(self, logits_BV: jax.Array, settings: Settings, number_B: jax.Array, position_B: jax.Array) -> Choice:
         with scope("of", "sampling"):
@@ -321,14 +321,14 @@ def activations(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> d
 
 
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
-    model, carried = config.model, _shapes_carried(config.model, sizes)
+    model, state = config.model, _decode_state_shapes(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
-    prompts = Prompts(tokens, carried.start_B, carried.number_B)
+    prompts = Prompts(tokens, state.start_B, state.number_B)
     return {
         "prefill": record(
             rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), arrays.params, prompts
         ),
-        "decode": record(rules, lambda params, carried: decode(model, params, carried), arrays.params, carried),
+        "decode": record(rules, lambda params, state: decode(model, params, state), arrays.params, state),
     }
 
 
@@ -347,10 +347,10 @@ def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Size
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
 
 
-def _shapes_carried(model: configs.Model, sizes: Sizes) -> Carried:
+def _decode_state_shapes(model: configs.Model, sizes: Sizes) -> DecodeState:
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
-    return Carried(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
+    return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
 
 
 def _format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:

@@ -30,7 +30,7 @@ from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.stopping import Best, SkippedSteps
 from gspmd_lm.units import human_bytes
-from gspmd_lm.workdir import checkpoint, layout, trackers
+from gspmd_lm.workdir import checkpoint, history, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 
@@ -180,7 +180,7 @@ class Run:
 
     def _write_description(self) -> None:
         if self.machine.is_main:
-            layout.write_description(
+            history.write_description(
                 self.workdir, self.config, self.step.rules.text, self.rows[0].tokenizer,
                 mesh=dict(self.step.rules.mesh), rows=self.rows[0].description, device=self.machine.device_kind,
             )  # fmt: skip

@@ -1,20 +1,55 @@
-"""What runs have left in their workdirs: metrics, samples, settings, and what they were made with."""
+"""What a run leaves in its workdir: the files that describe it, which are written and read here, and what it logged."""
 
 import dataclasses
+import datetime
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from gspmd_lm import files
-from gspmd_lm.config import core_yaml, paths
+from gspmd_lm import config as configs
+from gspmd_lm import files, versions
+from gspmd_lm.config import Config, core_yaml, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 from gspmd_lm.workdir import layout, log
 
 LAST = 10  # speeds are medians over so many of the last logged rows
+
+
+def write_description(
+    workdir: epath.Path,
+    config: Config,
+    rules: str,
+    tokenizer: Path | None,
+    *,
+    mesh: Mapping[str, int],
+    rows: str,
+    device: str,
+) -> None:
+    """Writes what is enough to repeat a run: config and rules as resolved, versions, and a tokenizer that it trained.
+
+    rules: the text of the rules file. rows: what the run is trained on. device: the kind of its devices.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    if tokenizer:
+        files.replace(workdir / layout.TOKENIZER, tokenizer.read_bytes())
+    files.replace(workdir / layout.CONFIG, core_yaml.dump(configs.to_dict(config)))
+    files.replace(workdir / layout.RULES, rules)
+    packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
+    about = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": versions.command(),
+        "host": versions.host(),
+        "commit": versions.commit(),
+        "mesh": dict(mesh),
+        "rows": rows,
+        "versions": versions.installed(packages) | {"device": device},
+    }
+    files.replace(workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,11 @@
 """What a run leaves in its workdir: the names of its files, and the files that describe it."""
 
-import datetime
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from etils import epath
 
-from gspmd_lm import config as configs
-from gspmd_lm import files, versions
-from gspmd_lm.config import Config, core_yaml
+from gspmd_lm import files
 
 CONFIG, RULES = "config.yaml", "rules.yaml"  # as resolved
 ABOUT = "versions.json"  # the command, the versions and the machine
@@ -41,35 +37,3 @@ def left(workdir: str | None, name: str) -> str | None:
     """The path of a file that an earlier run left in a local workdir; None where there is none."""
     path = Path(workdir).expanduser() / name if workdir else None
     return str(path) if path and path.is_file() else None
-
-
-def write_description(
-    workdir: epath.Path,
-    config: Config,
-    rules: str,
-    tokenizer: Path | None,
-    *,
-    mesh: Mapping[str, int],
-    rows: str,
-    device: str,
-) -> None:
-    """Writes what is enough to repeat a run: config and rules as resolved, versions, and a tokenizer that it trained.
-
-    rules: the text of the rules file. rows: what the run is trained on. device: the kind of its devices.
-    """
-    workdir.mkdir(parents=True, exist_ok=True)
-    if tokenizer:
-        files.replace(workdir / TOKENIZER, tokenizer.read_bytes())
-    files.replace(workdir / CONFIG, core_yaml.dump(configs.to_dict(config)))
-    files.replace(workdir / RULES, rules)
-    packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
-    about = {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": versions.command(),
-        "host": versions.host(),
-        "commit": versions.commit(),
-        "mesh": dict(mesh),
-        "rows": rows,
-        "versions": versions.installed(packages) | {"device": device},
-    }
-    files.replace(workdir / ABOUT, json.dumps(about, indent=2) + "\n")

@@ -71,7 +71,7 @@ def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, fol
         seen.append(tokenizer.load_tokenizer(config.data.tokenizer).vocab_size)
         raise InputError("that is enough")
 
-    monkeypatch.setattr(session, "Writer", writer)
+    monkeypatch.setattr(session, "SampleGenerator", writer)
     samples = "--set=train.samples={prompts: [the cat], tokens: 3}", "--set=data.held_out=0.1"
     code, said = run("--rules=fsdp8", "--workdir=W", *FLAGS, *OWN, *samples)
     assert code == 2 and "that is enough" in said and seen == [300]

@@ -123,7 +123,7 @@ def test_every_process_trains_the_same_tokenizer(folder):
     for threads in ("1", "5"):
         environment = os.environ | {
             "GSPMD_LM_CACHE": str(folder / f"cache{threads}"), "RAYON_NUM_THREADS": threads,
-            "PYTHONPATH": os.path.dirname(os.path.dirname(config.__file__)), "PYTHONHASHSEED": threads,
+            "PYTHONPATH": str(Path(config.__file__).parents[2]), "PYTHONHASHSEED": threads,
         }  # fmt: skip
         found.append(subprocess.run([sys.executable, "-c", TRAIN], env=environment, check=True, capture_output=True))
     assert found[0].stdout == found[1].stdout and len(json.loads(found[0].stdout)["model"]["vocab"]) == 400
