@@ -30,7 +30,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class TextChunk:
-    """The next piece of the text after prompt `number`; the last one of a prompt has its result."""
+    """The next chunk of the text after prompt `number`; the last one of a prompt has its result."""
 
     number: int
     text: str
@@ -152,7 +152,7 @@ class Generator:
         ends: Collection[int] | None = None,
         first_number: int = 0,
     ) -> Iterator[TextChunk]:
-        """The pieces of text after each prompt, as they come; prompts are numbered from `first_number`.
+        """The chunks of text after each prompt, as they come; prompts are numbered from `first_number`.
 
         A text ends before a stop string, at a token of `ends` (by default the tokenizer's end), or after `new_tokens`
         tokens. A prompt's text depends on its number and the seed, not on the prompts beside it.
@@ -177,7 +177,7 @@ class Generator:
 
     def results(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Result]:
         """The results alone, in the order of the prompts; `options` as for `generate`."""
-        results = {piece.number: piece.result for piece in self.generate(prompts, **options) if piece.result}
+        results = {chunk.number: chunk.result for chunk in self.generate(prompts, **options) if chunk.result}
         return [results[number] for number in sorted(results)]
 
     def _choices(
@@ -226,7 +226,7 @@ class Generator:
 
 def to_devices(x: np.ndarray, sharding: Any) -> jax.Array:
     """An array that every process holds in full, placed on the devices of all processes."""
-    return jax.make_array_from_callback(x.shape, sharding, lambda piece: x[piece])
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 class _Completion:
@@ -237,18 +237,18 @@ class _Completion:
         ends: Collection[int], new_tokens: int,
     ):  # fmt: skip
         self.number, self.result = number, None
-        self._pieces, self._stops = Detokenizer(tokenizer, prompt), Stops(stops)
+        self._detokenizer, self._stops = Detokenizer(tokenizer, prompt), Stops(stops)
         self._ends, self._room = ends, new_tokens
         self._tokens: list[int] = []
         self._text, self._gap = "", float("inf")
 
     def add(self, token: int, gap: float) -> TextChunk:
-        """The piece that the token adds, with the result if the text ends with it."""
+        """The chunk that the token adds, with the result if the text ends with it."""
         self._gap = min(self._gap, gap)
         if token in self._ends:
             return self._end("", "end")
         self._tokens.append(token)
-        text, stopped = self._stops.add(self._pieces.add(token))
+        text, stopped = self._stops.add(self._detokenizer.add(token))
         if stopped:
             return self._end(text, "stop", whole=True)
         if len(self._tokens) == self._room:
@@ -256,11 +256,11 @@ class _Completion:
         self._text += text
         return TextChunk(self.number, text)
 
-    def _end(self, piece: str, reason: str, whole: bool = False) -> TextChunk:
+    def _end(self, chunk: str, reason: str, whole: bool = False) -> TextChunk:
         if not whole:
-            more, stopped = self._stops.add(self._pieces.rest())
-            piece += more if stopped else more + self._stops.rest()
+            more, stopped = self._stops.add(self._detokenizer.rest())
+            chunk += more if stopped else more + self._stops.rest()
             reason = "stop" if stopped else reason
-        self._text += piece
+        self._text += chunk
         self.result = Result(self._text, self._tokens, reason, self._gap)
-        return TextChunk(self.number, piece, self.result)
+        return TextChunk(self.number, chunk, self.result)

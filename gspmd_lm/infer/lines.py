@@ -91,14 +91,14 @@ def _ids(ids: Sequence[int] | np.ndarray) -> list[int]:
     return np.asarray(ids).tolist()
 
 
-def write_results(lines: Sequence[PromptLine], pieces: Iterable[TextChunk], out: TextIO) -> None:
+def write_results(lines: Sequence[PromptLine], chunks: Iterable[TextChunk], out: TextIO) -> None:
     """Writes each line's fields with its text, finish_reason and number of tokens, in order and as soon as they are
-    known. `pieces`: the pieces that Generator.generate yields for the lines' tokens."""
+    known. `chunks`: the chunks that Generator.generate yields for the lines' tokens."""
     waiting: dict[int, TextChunk] = {}
     at = 0
-    for piece in pieces:
-        if piece.result:
-            waiting[piece.number] = piece
+    for chunk in chunks:
+        if chunk.result:
+            waiting[chunk.number] = chunk
         while at in waiting:
             result = waiting.pop(at).result
             assert result

@@ -205,7 +205,7 @@ def _read(batch: Sequence[Request], scores: Scores) -> Iterator[Score]:
 def windows(ids: Sequence[int] | np.ndarray, lead: int, seq: int) -> list[Request]:
     """Requests that score each of `ids` once, `seq` at a time. The first one is given `lead`."""
     whole = [lead, *np.asarray(ids).tolist()]
-    return [Request(piece := whole[at : at + seq + 1], len(piece) - 1) for at in range(0, len(ids), seq)]
+    return [Request(window := whole[at : at + seq + 1], len(window) - 1) for at in range(0, len(ids), seq)]
 
 
 def measures(scores: Sequence[Score], size_bytes: int) -> TextMeasures:

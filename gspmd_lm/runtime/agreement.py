@@ -14,7 +14,7 @@ class Agreement:
     """A context in which the processes of a run agree on the step after which all of them do something, such as stop.
 
     Processes are not at the same step, because a process may dispatch steps before devices have computed earlier ones.
-    So when a process wants something, all of them stand still and tell how far they are. The thing is done after the
+    So when a process wants something, all of them stand still and report their steps. The thing is done after the
     step that follows the farthest one, which none of them has come to. For a step as such, nothing is sent. A process
     that is alone does things after the step that it is at.
 
@@ -24,7 +24,7 @@ class Agreement:
     def __init__(self, start: int):
         """start: the step that this process is at."""
         self._at = start
-        self._wanted: dict[str, None] = {}  # things that this process wants and has not told, the first one first
+        self._wanted: dict[str, None] = {}  # things that this process wants and has not announced, the first one first
         self._agreed: list[tuple[int, str]] = []  # steps, each with what is done after it
         self._standing = threading.Lock()  # whoever holds it keeps this process at its step
         self._left = threading.Event()
