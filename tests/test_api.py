@@ -237,7 +237,7 @@ def test_what_cannot_be_loaded(tmp_path, model):
         g.load(tmp_path / "nothing")
     with pytest.raises(g.InputError, match=r"neither a config\.yaml nor a config\.json in it\n  fix   give the folder"):
         g.load(tmp_path)
-    (tmp_path / "config.yaml").write_text((Path(model._folder) / "config.yaml").read_text())
+    (tmp_path / "config.yaml").write_text((Path(model._name) / "config.yaml").read_text())
     with pytest.raises(g.InputError, match=r"no checkpoint\n  fix   train there first, or bring one: convert --from"):
         g.load(tmp_path)
     with pytest.raises(g.InputError, match="prompt 2"):
