@@ -28,6 +28,7 @@ from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Clock
+from gspmd_lm.train.stopping import SkippedSteps
 from gspmd_lm.workdir.checkpoint import Checkpoints
 from tests.quick import QUICK
 
@@ -498,3 +499,14 @@ def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, ea
     assert at == last and again.keys() - {last - 1} == evaluated.keys()  # --steps ended there
     assert set(kept) - {last - 1} == set(checkpoints)  # it is known to be healthy
     assert max(abs(again[step] - evaluated[step]) for step in evaluated) < 1e-4
+
+
+def test_the_best_evaluation_is_of_a_step_that_was_saved(run, worsening, early, tmp_path, monkeypatch):
+    evaluated, (best, _), _ = ending_of(early[0])
+    earlier = min((step for step in evaluated if step < best), key=evaluated.get, default=None)
+    monkeypatch.setattr(SkippedSteps, "skipped_before", lambda self, step: int(step == best))
+    resumed = run(tmp_path, config=worsening)
+    resumed.train(best + 1)
+    assert f"checkpoint {best} is not saved: the last 1 steps changed nothing" in resumed.console.file.getvalue()
+    with resumed.checkpoints() as checkpoints:
+        assert checkpoints.choose().extra["best"]["step"] == earlier
