@@ -65,12 +65,12 @@ def write(folder: Path, tensors: dict[str, tuple[int, ...]], shards: int) -> int
     layers = sum("input_layernorm" in name for name in tensors)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     sizes = {name: 2 * int(np.prod(shape)) for name, shape in tensors.items()}
-    files = safetensors.plan(sizes, -(-sum(sizes.values()) // shards))
-    (folder / safetensors.INDEX).write_text(safetensors.index(files, sum(sizes.values())))
+    files = safetensors.split_into_files(sizes, -(-sum(sizes.values()) // shards))
+    (folder / safetensors.INDEX).write_text(safetensors.index_text(files, sum(sizes.values())))
     rng = np.random.default_rng(0)
     for file, names in files.items():
         with (folder / file).open("wb") as out:
-            out.write(safetensors.start({name: ("BF16", tensors[name]) for name in names}))
+            out.write(safetensors.header_bytes({name: ("BF16", tensors[name]) for name in names}))
             for name in names:
                 out.write((0.02 * rng.standard_normal(tensors[name], np.float32)).astype(ml_dtypes.bfloat16).tobytes())
     return sum(path.stat().st_size for path in folder.iterdir())

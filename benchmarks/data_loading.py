@@ -21,18 +21,18 @@ from gspmd_lm.data import cache, loader, packing, sources, tokenizer, trained
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GSPMD_LM_CACHE"] = folder
-        source = sources.open(config.Data())
-        bpe = trained.train(source.documents(), 8192, Path(folder) / "tokenizer.json")
-        for name, tokens in (("bytes", tokenizer.load("bytes")), ("BPE of 8192", bpe)):
+        source = sources.open_source(config.Data())
+        bpe = trained.train_tokenizer(source.documents(), 8192, Path(folder) / "tokenizer.json")
+        for name, tokens in (("bytes", tokenizer.load_tokenizer("bytes")), ("BPE of 8192", bpe)):
             start = time.perf_counter()
-            cached = cache.open(source, tokens, 0.02)
+            cached = cache.open_cache(source, tokens, 0.02)
             took_s = time.perf_counter() - start
             count = len(cached.train[0].stream) + len(cached.held_out.stream)
             rate = source.size_bytes / took_s / 1e6
             print(f"tokenize stdlib, {name}: {took_s:.2f} s, {rate:.1f} MB/s, {count:,} tokens")
-        stream, end = cache.open(source, tokenizer.load("bytes"), 0.02).train[0].stream, 256
+        stream, end = cache.open_cache(source, tokenizer.load_tokenizer("bytes"), 0.02).train[0].stream, 256
         start = time.perf_counter()
-        cache.open(sources.open(config.Data()), tokenizer.load("bytes"), 0.02)
+        cache.open_cache(sources.open_source(config.Data()), tokenizer.load_tokenizer("bytes"), 0.02)
         print(f"open a cache that exists: {time.perf_counter() - start:.2f} s")
         for packed, (batch, seq) in product((True, False), ((32, 256), (32, 2048), (8, 8192))):
             rows = packing.documents(stream, seq, end) if packed else packing.text(stream, seq)

@@ -56,7 +56,7 @@ def ours(name: str, prompts: np.ndarray, new: int) -> Run:
     """Our generator."""
     cfg = configs.from_dict({"name": name, "model": MODELS[name], "train": {"steps": 1}}, "benchmark")
     rules, rows = rules_file.load("single"), prompts.tolist()
-    built, _ = generate.plan(cfg, rules, jax.devices()[:1], "cpu", rows, new_tokens=new, batch=len(rows))
+    built, _ = generate.programs_for(cfg, rules, jax.devices()[:1], "cpu", rows, new_tokens=new, batch=len(rows))
     start = jax.jit(lambda: nn.unbox(init(cfg.model, jax.random.key(0))), out_shardings=built.param_shardings)
     generator = generate.Generator(built, start(), Bytes())
 

@@ -64,8 +64,8 @@ class Ours:
 
 def ours(cfg: config.Config, rules: Rules) -> Ours:
     """Raises ShardingError where the rules do not fit the config."""
-    arrays, _ = state.checked(cfg, rules, jax.default_backend())
-    built = step.build(cfg, rules, arrays, jax.devices()[: rules.devices])
+    arrays, _ = state.arrays_and_warnings(cfg, rules, jax.default_backend())
+    built = step.build_step(cfg, rules, arrays, jax.devices()[: rules.devices])
     began = time.perf_counter()
     train = built.lower_train().compile()
     return Ours(built, train, time.perf_counter() - began)

@@ -161,8 +161,8 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "single")
     startup.start(simulated_devices=1)  # as a run starts: on a GPU it takes the share of memory that is compared with
     device = jax.devices()[0]
-    arrays, problems = state.checked(cfg, layout, device.platform)
-    built = step.build(cfg, layout, arrays, [device])
+    arrays, problems = state.arrays_and_warnings(cfg, layout, device.platform)
+    built = step.build_step(cfg, layout, arrays, [device])
     options = compiler.options(device.platform, layout.compiler_options, layout.path, device.device_kind)
     began = time.perf_counter()
     lowered = built.lower_train()

@@ -36,7 +36,7 @@ __all__ = [
     "load", "load_config", "load_rules", "parameter", "plan", "shard", "show", "start", "train", "use",
 ]  # fmt: skip
 
-_HOMES = {
+_MODULES = {
     "api": "build checkpoints compare dry_run explain load load_config load_rules plan show start train",
     "errors": "InputError RunFailed",
     "sharding.annotate": "parameter shard use",
@@ -46,9 +46,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names.split():
-            return getattr(importlib.import_module(f"gspmd_lm.{home}"), name)
+            return getattr(importlib.import_module(f"gspmd_lm.{module}"), name)
     raise AttributeError(f"module 'gspmd_lm' has no attribute {name!r}")
 
 
@@ -60,7 +60,7 @@ class _Package(ModuleType):
     """This package, of which `train` is the function, though a folder has its name too."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOMES["api"].split():  # Python sets each folder when it is imported
+        if name not in _MODULES["api"].split():  # Python sets each folder when it is imported
             super().__setattr__(name, value)
 
 

@@ -61,8 +61,8 @@ def _with_vocabulary(config: Config, workdir: str | None) -> Config:
         return config
     from gspmd_lm.data import trained
 
-    sized = trained.sized(config)
-    return trained.found(sized, workdir) if workdir else sized
+    sized = trained.with_vocab_size(config)
+    return trained.with_workdir_tokenizer(sized, workdir) if workdir else sized
 
 
 def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides: str | Sequence[str] = ()) -> Rules:
@@ -121,10 +121,10 @@ def build(task: "Task | Config | str", rules: Rules | str) -> "Step":
     if jax.process_count() == 1 and rules.devices > 0 and (jax.default_backend() == "cpu" or rules.devices == 1):
         devices = devices[: rules.devices]
     filled = rules.fill(len(devices))
-    arrays, warnings = state.checked(task, filled, jax.default_backend())
+    arrays, warnings = state.arrays_and_warnings(task, filled, jax.default_backend())
     for warning in warnings:
         _log.warning("%s", warning)
-    return step.build(task, filled, arrays, devices)
+    return step.build_step(task, filled, arrays, devices)
 
 
 def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMULATED) -> str:
@@ -147,7 +147,7 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
     task = _task(task)
     rules = _rules(rules, task)
     filled = rules.fill(rules.devices if rules.devices > 0 else devices)
-    arrays, warnings = state.checked(task, filled, "cpu")
+    arrays, warnings = state.arrays_and_warnings(task, filled, "cpu")
     page = io.StringIO()
     table.show(task, filled, arrays, Console(file=page, width=160, highlight=False, force_terminal=False))
     return "\n".join([*(f"warning: {warning}" for warning in warnings), page.getvalue()])
@@ -318,8 +318,8 @@ def compare(
     from gspmd_lm.plan import fits
     from gspmd_lm.show import notebook
 
-    found = reports.reports(task, rules, place, _log.info, Path(export) if export else None, phase)
-    return notebook.Comparison(fits.with_fixes(task, found, rules, place))
+    reports_of_layouts = reports.reports(task, rules, place, _log.info, Path(export) if export else None, phase)
+    return notebook.Comparison(fits.with_fixes(task, reports_of_layouts, rules, place))
 
 
 def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":
@@ -346,8 +346,8 @@ def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "Foun
     from gspmd_lm.plan import search
     from gspmd_lm.show import notebook
 
-    found = search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
-    return notebook.FoundPlan.of(found, task)
+    outcome = search.plan(task, place, minutes=minutes, say=_log.info, rank_by=search.ranking(place))
+    return notebook.FoundPlan.of(outcome, task)
 
 
 def show(*reports: "Report", width: int = 120) -> str:

@@ -150,10 +150,10 @@ def damage(folder: epath.PathLike, names: Sequence[str]) -> str:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # flipped bits can cause any of these
         return f"{MANIFEST} cannot be read: {error}"
     with ThreadPoolExecutor() as pool:
-        found = [*pool.map(lambda name: _damage_of_file(folder, name, *sums[name]), sums)]
-    found += [f"{name}: not in {MANIFEST}" for name in files if name not in sums]
-    found = list(filter(None, found))
-    return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+        changes = [*pool.map(lambda name: _damage_of_file(folder, name, *sums[name]), sums)]
+    changes += [f"{name}: not in {MANIFEST}" for name in files if name not in sums]
+    changes = list(filter(None, changes))
+    return ", ".join(changes[:2]) + (f" and {len(changes) - 2} more" if len(changes) > 2 else "")
 
 
 def sum_of(file: epath.PathLike) -> tuple[int, str]:
@@ -186,8 +186,8 @@ def json_value(text: str | bytes, place: object, fix: str = "", deepest: int = D
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        found = json.loads(text, **hooks)
-        if _is_deeper(found, text, deepest):
+        value = json.loads(text, **hooks)
+        if _is_deeper(value, text, deepest):
             raise RecursionError
     except RecursionError as error:
         what = f"lists or objects within each other, over {deepest} levels deep"
@@ -196,23 +196,23 @@ def json_value(text: str | bytes, place: object, fix: str = "", deepest: int = D
         raise InputError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start}){_fix(fix)}") from error
     except ValueError as error:
         raise InputError(f"{place}: not valid JSON: {error}{_fix(fix)}") from error
-    return found
+    return value
 
 
 def json_object(text: str | bytes, place: object, fix: str = "") -> dict[str, Any]:
     """The fields of a JSON text that must be one object. Raises InputError as `json_value` does."""
-    found = json_value(text, place, fix)
-    if not isinstance(found, dict):
-        raise InputError(f"{place}: a {type(found).__name__}, not a JSON object{_fix(fix)}")
-    return found
+    value = json_value(text, place, fix)
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: a {type(value).__name__}, not a JSON object{_fix(fix)}")
+    return value
 
 
-def has_half_characters(text: str, found: Any) -> bool:
-    """Whether a text of JSON has half of a character, as \\ud800 is. `found` is its value."""
+def has_half_characters(text: str, value: Any) -> bool:
+    """Whether a text of JSON has half of a character, as \\ud800 is. `value` is what it says."""
     if not _SURROGATE.search(text):
         return False
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return True
     return False
@@ -220,14 +220,14 @@ def has_half_characters(text: str, found: Any) -> bool:
 
 def _files(folder: epath.Path, names: Sequence[str]) -> list[str]:
     """The paths, within `folder`, of all files among `names`, sorted."""
-    found: list[str] = []
+    paths: list[str] = []
     for name in names:
         path = folder / name
         if path.is_dir():  # walk() of etils 1.15 returns paths of another type for an object store
-            found += _files(folder, [f"{name}/{inner.name}" for inner in path.iterdir()])
+            paths += _files(folder, [f"{name}/{inner.name}" for inner in path.iterdir()])
         elif path.exists():
-            found.append(name)
-    return sorted(found)
+            paths.append(name)
+    return sorted(paths)
 
 
 def _damage_of_file(folder: epath.Path, name: str, expected_bytes: int, expected_sha256: str) -> str:
@@ -246,10 +246,10 @@ def _fix(fix: str) -> str:
     return f"\n  fix   {fix}" if fix else ""
 
 
-def _is_deeper(found: Any, text: str, deepest: int) -> bool:
+def _is_deeper(value: Any, text: str, deepest: int) -> bool:
     if text.count("[") + text.count("{") <= deepest:
         return False
-    level = [found]
+    level = [value]
     for _ in range(deepest):
         level = [
             inner

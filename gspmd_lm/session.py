@@ -27,7 +27,7 @@ from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.hardware import target
-from gspmd_lm.infer.samples import Writer
+from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes
 from gspmd_lm.runtime.startup import Runtime
@@ -36,7 +36,7 @@ from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import loop, state, step
-from gspmd_lm.train.programs import Foresee, Foreseen, Programs
+from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout, lock, trackers
 
@@ -99,7 +99,7 @@ def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
     """
     if not holds_published(folder):
         return None
-    model = pretrained.read(
+    model = pretrained.open_folder(
         Path(folder).expanduser(), overrides, fix=f"convert --from={folder} --workdir=W {{flags}}, then use W,"
     )
     if not model.reads_text:
@@ -153,7 +153,7 @@ def no_checkpoint(workdir: str) -> InputError:
 
 def train(session: Session, steps: int | None = None) -> tuple[dict[str, float], epath.Path]:
     """Trains to step `steps`, or the config's last one. Returns what was logged last, and the workdir."""
-    built, warnings = build(session)
+    built, warnings = build_step(session)
     with opened(session, built, warnings) as run:
         return train_to(run, steps), run.workdir
 
@@ -166,12 +166,12 @@ def train_to(run: loop.Run, steps: int | None, step: int | None = None) -> dict[
     return last
 
 
-def build(session: Session) -> tuple[Step, list[Problem]]:
+def build_step(session: Session) -> tuple[Step, list[Problem]]:
     """The step of a session, and the warnings of its check, which are said."""
-    arrays, warnings = state.checked(session.config, session.rules, session.machine.platform)
+    arrays, warnings = state.arrays_and_warnings(session.config, session.rules, session.machine.platform)
     for warning in warnings:
         session.say(f"warning: {warning}")
-    built = step.build(session.config, session.rules, arrays, session.devices)
+    built = step.build_step(session.config, session.rules, arrays, session.devices)
     if built.attention:
         session.say(f"attention: {built.attention}")
     return built, warnings
@@ -198,22 +198,24 @@ def opened(
         if writes:
             if config.train.samples:
                 shown = progress(console) if machine.is_main else None
-                writer = Writer(trained.made(config, shown), rules, session.devices, machine.platform)
-            trackers.check(config.train.trackers)
-            workdir = session.workdir or _fresh(f"{config.name}-{rules.name}")
+                writer = SampleGenerator(
+                    trained.with_trained_tokenizer(config, shown), rules, session.devices, machine.platform
+                )
+            trackers.check_installed(config.train.trackers)
+            workdir = session.workdir or _fresh_workdir(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(exclusive(session, workdir))
         else:
             workdir, check_lock = epath.Path(session.workdir or ""), lambda: None
         run = loop.Run(
-            programs=Programs(
+            programs=TrainPrograms(
                 built,
                 machine,
                 session.say,
                 compile_caches.enable(compile_cache),
-                foresee=_foresee(built, warnings) if writes else None,
+                report_step=_report_step(built, warnings) if writes else None,
                 executable=executable,
             ),
-            open_rows=lambda: loader.open(config, progress(console) if machine.is_main else None),
+            open_rows=lambda: loader.open_loaders(config, progress(console) if machine.is_main else None),
             workdir=workdir,
             console=console,
             profile=profile,
@@ -248,17 +250,16 @@ def _learning_rate(config: Config) -> str:
     return f"{what}: learning rate up to {rate:g}{other}"
 
 
-def _fresh(name: str) -> epath.Path:
-    """The path of a folder in runs/ that does not exist yet."""
+def _fresh_workdir(name: str) -> epath.Path:
     began = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     candidates = (epath.Path("runs") / f"{began}{f'-{number}' if number else ''}" for number in itertools.count())
     return next(path for path in candidates if not path.exists())
 
 
-def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
+def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
-    def foresee(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> Foreseen:
+    def report_step(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> PreRunReport:
         devices = target.of(list(built.mesh.devices.flat))
         program = compile.described(built, compiled, options, devices, trace_s, compile_s)
         report = explain.report(built.config, built.rules, devices, built.arrays, problems, program)
@@ -269,11 +270,11 @@ def _foresee(built: Step, problems: Sequence[Problem]) -> Foresee:
                 f"{page.getvalue()}the layout does not fit, and nothing was started\n"
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
-        return Foreseen(
+        return PreRunReport(
             paragraph(report),
             report.prediction.step_time_s if report.prediction else None,
             report.memory.peak_bytes,
             devices.chip and devices.chip.peak_bf16_flops_per_s,
         )
 
-    return foresee
+    return report_step

@@ -16,13 +16,13 @@ PACKAGE = Path(__file__).parent
 
 def installed(names: Iterable[str]) -> dict[str, str | None]:
     """The version of Python and of each package, without importing any; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 @functools.cache
@@ -55,8 +55,8 @@ def commit(folder: Path = PACKAGE.parent) -> str | None:
         return None
     git = ["git", "-C", str(folder)]
     try:
-        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        result = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip() + (", with changes" if changed.stdout.strip() else "")
+    return result.stdout.strip() + (", with changes" if changed.stdout.strip() else "")

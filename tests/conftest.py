@@ -105,8 +105,8 @@ def built():
             pytest.skip(f"needs SIMULATED_DEVICES={rules.devices}")
         devices = jax.devices()[: rules.devices if rules.devices > 0 else 8]
         rules = rules.fill(len(devices))
-        arrays, _ = state.checked(config, rules, "cpu")
-        return step.build(config, rules, arrays, devices)
+        arrays, _ = state.arrays_and_warnings(config, rules, "cpu")
+        return step.build_step(config, rules, arrays, devices)
 
     return make
 

@@ -61,7 +61,7 @@ def test_no_example_of_a_message_is_missed():
 def test_wrong_commands(config, rules, message, monkeypatch):
     monkeypatch.chdir(ROOT)  # messages name rules/<layout>.yaml
     with pytest.raises(errors.InputError) as found:
-        state.checked(configs.load(config), rules_file.load(rules).fill(8), "cpu")
+        state.arrays_and_warnings(configs.load(config), rules_file.load(rules).fill(8), "cpu")
     assert str(found.value) == message
 
 
@@ -71,14 +71,14 @@ def test_wrong_files(name, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(f"# {name}\n{text}")
     with pytest.raises(errors.InputError) as found:
-        state.checked(config, rules_file.load(name).fill(8), "cpu")
+        state.arrays_and_warnings(config, rules_file.load(name).fill(8), "cpu")
     assert str(found.value) == message
 
 
 def test_the_message_in_the_readme():
     text = (ROOT / "README.md").read_text()
     with pytest.raises(errors.InputError) as found:
-        state.checked(configs.load("tiny", ["model.kv_heads=2"]), rules_file.load("tp8"), "cpu")
+        state.arrays_and_warnings(configs.load("tiny", ["model.kv_heads=2"]), rules_file.load("tp8"), "cpu")
     shown = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)[0]
     assert re.sub(r"\S*(rules/tp8.yaml)", r"\1", str(found.value)) == shown
     assert (ROOT / "rules/tp8.yaml").read_text().rstrip() in text and (ROOT / "rules/tp8.yaml").read_text() in RULES

@@ -114,7 +114,7 @@ def check_rules(file, config, text):
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     layout = bounded(rules_file.load, str(file))
     if not isinstance(layout, InputError):
-        bounded(lambda: state.checked(config, layout.fill(8), "cpu"))
+        bounded(lambda: state.arrays_and_warnings(config, layout.fill(8), "cpu"))
 
 
 def check_config(file, text):

@@ -55,7 +55,7 @@ def title(name, layout, devices):
 @pytest.mark.parametrize(("name", "layout", "devices"), THIRD)
 def test_config_under_rules(name, layout, devices):
     try:
-        _, warnings = state.checked(config.load(name), filled(layout, devices), "cpu")
+        _, warnings = state.arrays_and_warnings(config.load(name), filled(layout, devices), "cpu")
         outcome = "\n".join(f"warning: {warning}" for warning in warnings) or "resolves"
     except InputError as error:
         outcome = str(error)
@@ -91,7 +91,7 @@ def test_bytes_per_device_of_405b(layout, devices):
     """The totals of --dry_run, against the architecture's own arithmetic."""
     cfg, found = config.load("llama3_405b"), filled(layout, devices)
     out = io.StringIO()
-    arrays, _ = state.checked(cfg, found, "cpu")
+    arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
     table.show(cfg, found, arrays, Console(file=out, width=200))
     said = dict(re.findall(r"^  (weights|optimizer|gradients) +([\d,]+)  ", out.getvalue(), re.MULTILINE))
     totals = {name: int(number.replace(",", "")) for name, number in said.items()}
@@ -113,7 +113,7 @@ def test_bytes_per_device_of_405b(layout, devices):
 def test_the_table_lists_every_array():
     cfg, found = config.load("tiny"), filled("fsdp2_tp4", 8)
     out = io.StringIO()
-    arrays, _ = state.checked(cfg, found, "cpu")
+    arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
     table.show(cfg, found, arrays, Console(file=out, width=200))
     lines = {line.split()[0]: line for line in out.getvalue().splitlines() if line.strip()}
     for _, path, *_ in (leaf for leaf in leaves(arrays) if leaf[0] == "weights"):
@@ -131,7 +131,7 @@ def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
     """1024 tokens on each of eight devices: two tokens of each of 512 rows."""
     cfg = config.load("tiny", ["data.batch=512"])
     found = rules_file.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
-    arrays, _ = state.checked(cfg, found, "cpu")
+    arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
     shown = table.rows(cfg, found, arrays, state.activations(cfg, arrays, 1, found))
     (logits,) = (row for row in shown if row.path == "logits")
     assert (logits.shape, logits.in_use) == ((512, 16, 264), ((), ("context",), ()))
@@ -141,7 +141,7 @@ def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon"])
 def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
     cfg, found = config.load("tiny", [f"optimizer.name={optimizer}"]), filled("fsdp2_tp4", 8)
-    arrays, _ = state.checked(cfg, found, "cpu")
+    arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
     for part, path, names, shape, itemsize in leaves(arrays):
         assert len(names) == len(shape), path
         assert set(names) <= {*axes.AXES, ""}, path
@@ -172,6 +172,6 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
 
 def test_nothing_is_allocated():
     before = {id(array) for array in jax.live_arrays()}
-    state.checked(config.load("llama3_405b"), filled("fsdp_tp", 512), "cpu")
+    state.arrays_and_warnings(config.load("llama3_405b"), filled("fsdp_tp", 512), "cpu")
     grown = [array.nbytes for array in jax.live_arrays() if id(array) not in before]
     assert sum(grown) < 1_000_000

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gspmd_lm.infer.loaded import Model
 
 import gspmd_lm
+from gspmd_lm.infer.loaded import Model
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)

@@ -30,27 +30,27 @@ VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, C
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Never returns: runs one verb and exits with 0 on success, 2 for wrong input, else 1 or a signal's code."""
     argv = list(sys.argv if argv is None else argv)
-    code, said = 0, ""
+    code, message = 0, ""
     try:
         code = _run(argv)
     except InputError as error:
-        code, said = 2, str(error)
+        code, message = 2, str(error)
     except RunFailed as error:
-        code, said = 1, str(error)
+        code, message = 1, str(error)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        code, said = 1, _system_error(error)
-        if not said and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
-            said = processes.cause()
-        if not said:
+        code, message = 1, _system_error(error)
+        if not message and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
+            message = processes.cause()
+        if not message:
             traceback.print_exc()
-    if said:
-        print(said, file=sys.stderr)
+    if message:
+        print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if processes := sys.modules.get("gspmd_lm.runtime.processes"):  # a verb that needs no jax does not import it
-        processes.leave(code, said)
+        processes.leave(code, message)
         if code and processes.several():
             os._exit(code)  # a normal exit waits in jax's shutdown barrier, which the others may never reach
     sys.exit(code)
@@ -93,8 +93,8 @@ def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, lis
         name, _, rest = str(error).removeprefix("flag --").partition("=")
         kind = values[name].flag_type()
         wanted = "true or false" if kind == "bool" else values[name].parser.syntactic_help
-        given = "" if kind == "bool" else f"={rest.partition(': ')[0]}"
-        wrong = f"--{name}{given}: must be {wanted}"
+        value = "" if kind == "bool" else f"={rest.partition(': ')[0]}"
+        wrong = f"--{name}{value}: must be {wanted}"
     except flags.Error as error:
         wrong = str(error)
     raise InputError(f"{wrong}\n  fix   python main.py {verb.name} --help lists the flags")
@@ -102,21 +102,21 @@ def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, lis
 
 def _spelled(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
     """The arguments with the names of flags as they are defined: --dry-run is --dry_run."""
-    found: list[str] = []
+    spelled: list[str] = []
     value_follows = False
     for at, argument in enumerate(arguments):
         if argument == "--":
-            return [*found, *arguments[at:]]
+            return [*spelled, *arguments[at:]]
         if value_follows or not argument.startswith("-"):
-            found.append(argument)
+            spelled.append(argument)
             value_follows = False
             continue
         name, equals, value = argument.partition("=")
         dashes = "-" * (len(name) - len(name.lstrip("-")))
         name = name[len(dashes) :].replace("-", "_")
         value_follows = not equals and name in values and values[name].flag_type() != "bool"
-        found.append(f"{dashes}{name}{equals}{value}")
-    return found
+        spelled.append(f"{dashes}{name}{equals}{value}")
+    return spelled
 
 
 def _overview() -> str:
@@ -136,8 +136,8 @@ def _help(verb: Verb) -> str:
         lines += ["", f"{title}:"]
         for flag in groups[title]:
             default = f" The default is {flag.default}." if flag.default not in (None, "", [], False) else ""
-            said = flag.help.partition(";\n")[0]  # absl appends to the help of flags that may be repeated
-            about = textwrap.wrap(f"{said}{default}", 90)
+            text = flag.help.partition(";\n")[0]  # absl appends to the help of flags that may be repeated
+            about = textwrap.wrap(f"{text}{default}", 90)
             lines += [f"  --{flag.name:16} {about[0]}", *(f"{'':21}{line}" for line in about[1:])]
     lines += ["", "In the name of a flag, - and _ are the same.", "", "Examples:"]
     for command, about in verb.examples:

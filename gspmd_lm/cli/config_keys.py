@@ -104,7 +104,7 @@ def page() -> str:
 def _comments(kind: type) -> dict[str, str]:
     """Field -> the comment above it and on its lines."""
     source = textwrap.dedent(inspect.getsource(kind))
-    found = {
+    fields = {
         token.start[0]: (token.string.lstrip("# "), token.line.strip().startswith("#"))
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
@@ -115,10 +115,10 @@ def _comments(kind: type) -> dict[str, str]:
     for node in body.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             first = node.lineno
-            while found.get(first - 1, ("", False))[1]:
+            while fields.get(first - 1, ("", False))[1]:
                 first -= 1
             lines = range(first, (node.end_lineno or node.lineno) + 1)
-            comments[node.target.id] = " ".join(found[line][0] for line in lines if line in found)
+            comments[node.target.id] = " ".join(fields[line][0] for line in lines if line in fields)
     return comments
 
 

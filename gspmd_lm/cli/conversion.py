@@ -13,8 +13,8 @@ from gspmd_lm import config as configs
 from gspmd_lm import files, session
 from gspmd_lm.cli import inputs
 from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.convert import architecture, beside, export, peft, pretrained
-from gspmd_lm.convert.strict_json import parse
+from gspmd_lm.convert import architecture, export, peft, pretrained, sidecars
+from gspmd_lm.convert.strict_json import parse_object
 from gspmd_lm.data import chat
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
@@ -48,31 +48,33 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
         raise InputError(f"--{', --'.join(idle)}: only for convert --to=DIR\n  fix   drop it{also}")
     if "://" not in str(workdir):
         inputs.check_folder("workdir", Path(workdir))
-    found = pretrained.read(source, inputs.config_sets(values), values.ignore)
-    carried = {architecture.CONFIG: beside.as_json(dict(found.like))} | _beside_weights(source)
+    published = pretrained.open_folder(source, inputs.config_sets(values), values.ignore)
+    carried = {architecture.CONFIG: sidecars.as_json(dict(published.like))} | _sidecars_of(source)
     if values.ignore:
-        carried[IGNORED] = beside.as_json({architecture.CONFIG: values.ignore})
-    chat.stop_ids(found.config.data.tokenizer)  # raises if the tokenizer cannot be used
-    begun = inputs.begin(values, found.config, keep_memory=False)
-    with session.exclusive(begun, workdir), checkpoint.of_run(workdir, found.config, begun.say) as checkpoints:
+        carried[IGNORED] = sidecars.as_json({architecture.CONFIG: values.ignore})
+    chat.stop_ids(published.config.data.tokenizer)  # raises if the tokenizer cannot be used
+    begun = inputs.begin(values, published.config, keep_memory=False)
+    with session.exclusive(begun, workdir), checkpoint.of_run(workdir, published.config, begun.say) as checkpoints:
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
-        built = _placed(begun, found.config)
-        begun.say(f"{source}: {found.family.name}, {built.arrays.parameter_count:,} parameters")
-        if found.left_out:
-            begun.say(f"{source}: {found.left_out:,} tensors are left out: they are not of the layers that make text")
-        for note in found.notes:
+        built = _placed(begun, published.config)
+        begun.say(f"{source}: {published.family.name}, {built.arrays.parameter_count:,} parameters")
+        if published.left_out:
+            begun.say(
+                f"{source}: {published.left_out:,} tensors are left out: they are not of the layers that make text"
+            )
+        for note in published.notes:
             begun.say(f"{source / architecture.CONFIG}: {note}")
         if values.ignore:
             begun.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
-        if not found.reads_text:
+        if not published.reads_text:
             begun.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
                      f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
                      "what there is; then --set data.tokenizer=T")  # fmt: skip
-        params = found.load(built.state_shardings.params)
+        params = published.load(built.state_shardings.params)
         # The checkpoint comes last: if it exists, everything exists. Until then the same command can be given again.
         if begun.machine.is_main:
-            _write_beside(workdir, found, carried)
+            _write_sidecars(workdir, published, carried)
         checkpoints.save(0, {"params": params}, {"data": "", "rules": begun.rules.path})
         checkpoints.wait()
     begun.say(f"{workdir}: {layout.CONFIG}, {IMPORTED}/ and checkpoint 0")
@@ -81,13 +83,13 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     return 0
 
 
-def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, carried: Mapping[str, bytes]) -> None:
-    """Writes the files beside the checkpoints: config.yaml, and the files that came with the weights."""
-    plain = configs.to_dict(found.config)
+def _write_sidecars(workdir: epath.Path, published: pretrained.Pretrained, carried: Mapping[str, bytes]) -> None:
+    """Writes config.yaml and the files that came with the weights."""
+    plain = configs.to_dict(published.config)
     del plain["optimizer"]["learning_rate"]  # so that fine-tuning has its own, and adapters theirs
-    if found.tokenizer and plain["data"]["tokenizer"] == str(found.tokenizer):
+    if published.tokenizer and plain["data"]["tokenizer"] == str(published.tokenizer):
         # Tokenizers can only be read from local files.
-        kept = found.tokenizer if files.is_remote(workdir) else Path(workdir) / IMPORTED / found.tokenizer.name
+        kept = published.tokenizer if files.is_remote(workdir) else Path(workdir) / IMPORTED / published.tokenizer.name
         plain["data"]["tokenizer"] = str(kept.absolute())  # runs may be started in other folders
     if (workdir / IMPORTED).exists():  # a conversion that was killed leaves it
         (workdir / IMPORTED).rmtree()
@@ -98,10 +100,10 @@ def _write_beside(workdir: epath.Path, found: pretrained.Pretrained, carried: Ma
     files.replace(workdir / layout.CONFIG, core_yaml.dump(plain))
 
 
-def _beside_weights(source: Path) -> dict[str, bytes]:
-    """The files beside the weights: name -> content. Raises InputError if one cannot be read."""
+def _sidecars_of(source: Path) -> dict[str, bytes]:
+    """The sidecar files of published weights: name -> content. Raises InputError if one cannot be read."""
     try:
-        return {name: path.read_bytes() for name, path in beside.found(source).items()}
+        return {name: path.read_bytes() for name, path in sidecars.carried(source).items()}
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror})\n  fix   make it readable, or remove it"
@@ -117,9 +119,9 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     config = begun.config
     folder, model = Path(values.to).expanduser(), config.model
     original = _original(workdir, config)
-    like = architecture.load(original) if original else None
+    like = architecture.read_config_json(original) if original else None
     if original and (original / IGNORED).is_file():
-        fields = parse(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
+        fields = parse_object(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
         begun.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
     base = config.train.init_from
@@ -129,11 +131,11 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     if begun.machine.is_main:
         inputs.check_folder("to", folder)
     if values.adapter:
-        peft.described(folder, model, like)
+        peft.family_and_model(folder, model, like)
     else:
-        export.described(folder, dataclasses.replace(model, lora=None), like, values.dtype)
-    came = {} if values.adapter else beside.of_run(original, config.data.tokenizer)
-    written, ends = beside.new(came, original, config.data.tokenizer, model.vocab)
+        export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
+    imported = {} if values.adapter else sidecars.exported(original, config.data.tokenizer)
+    written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
     built = _placed(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:
@@ -151,8 +153,8 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
     if values.adapter:
         peft.write_adapter(folder, model, params, values.base, like)
     else:
-        describe = functools.partial(beside.card, config, step=number, came=came)
-        export.write(folder, model, params, like, values.dtype, came | written, ends, describe)
+        describe = functools.partial(sidecars.card, config, step=number, imported=imported)
+        export.write_folder(folder, model, params, like, values.dtype, imported | written, ends, describe)
     if begun.machine.is_main:
         every = [path for path in folder.rglob("*") if path.is_file()]
         begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
@@ -161,9 +163,9 @@ def _export(values: flags.FlagValues, workdir: str) -> int:
 
 def _placed(begun: Session, config: configs.Config) -> step.Step:
     """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
-    found = state.arrays(config)
-    shapes.checked(dataclasses.replace(found, named_optimizer=(), optimizer=()), begun.rules)
-    return step.build(config, begun.rules, found, begun.devices)
+    arrays = state.arrays(config)
+    shapes.checked(dataclasses.replace(arrays, named_optimizer=(), optimizer=()), begun.rules)
+    return step.build_step(config, begun.rules, arrays, begun.devices)
 
 
 def _original(workdir: str, config: configs.Config) -> Path | None:

@@ -1,5 +1,6 @@
 """eval: scores the held-out rows, texts or continuations with the weights of a workdir."""
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ def _held_out(values: flags.FlagValues) -> int:
             f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
         )
     begun = inputs.begin(values)
-    built, warnings = session.build(begun)
+    built, warnings = session.build_step(begun)
     with session.opened(begun, built, warnings, writes=False, compile_cache=values.compile_cache) as run:
         run.evaluate(values.step)
     return 0
@@ -68,7 +69,7 @@ def _score(values: flags.FlagValues) -> int:
     inputs.check_output(values.output, values.continuations)
     begun, read = inputs.begin_with_weights(values, folder, stderr=not values.text)
     config = begun.config
-    tokens = tokenizer.load(config.data.tokenizer)
+    tokens = tokenizer.load_tokenizer(config.data.tokenizer)
     generate.check_tokenizer(config, tokens)
     if values.text:
         text, notes = _text(values.text, config.data.text_field)
@@ -82,11 +83,11 @@ def _score(values: flags.FlagValues) -> int:
         session.compare_texts(begun, tokens, [ids])
     else:
         text, ids = b"", []
-        lines = score.read(values.continuations, tokens, config.model.context)
+        lines = score.read_continuations(values.continuations, tokens, config.model.context)
         session.compare_texts(begun, tokens, [line.request.tokens for line in lines])
         seq, rows = max(len(line.request.tokens) - 1 for line in lines), len(lines)
     rows = min(values.batch, rows)
-    built, warnings = score.build(config, begun.rules, begun.devices, begun.machine.platform, rows, seq)
+    built, warnings = score.build_scoring(config, begun.rules, begun.devices, begun.machine.platform, rows, seq)
     for warning in warnings:
         begun.say(f"warning: {warning}")
     if built.attention:
@@ -95,14 +96,15 @@ def _score(values: flags.FlagValues) -> int:
     _ = built.compiled  # whether the program fits is known before the weights are read
     scorer = score.Scorer(built, read(built.abstract_params), tokens)
     if values.text:
-        found = scorer.text(ids, len(text))
+        measures = scorer.text(ids, len(text))
         begun.say(
-            f"{values.text}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits "
-            f"per byte over {found.tokens:,} tokens, {found.bytes:,} bytes, in rows of up to {seq:,} tokens"
+            f"{values.text}: loss {measures.loss:.4f}, perplexity {measures.perplexity:.2f}, "
+            f"{measures.bits_per_byte:.4f} bits per byte over {measures.tokens:,} tokens, {measures.bytes:,} bytes, "
+            f"in rows of up to {seq:,} tokens"
         )
         return 0
     scores = scorer.scores([line.request for line in lines])
-    outputs.deliver(begun.machine.is_main, scores, values.output, lambda found, out: score.write(lines, found, out))
+    outputs.deliver(begun.machine.is_main, scores, values.output, functools.partial(score.write_scores, lines))
     if values.output:
         begun.say(f"{values.output}: {len(lines):,} lines")
     return 0
@@ -126,7 +128,7 @@ def _text(name: str, field: str) -> tuple[bytes, str]:
     from gspmd_lm.data import corpus, formats
 
     path = Path(name).expanduser()
-    if path.is_file() and formats.of(path) is None:
+    if path.is_file() and formats.format_of(path) is None:
         return read_text(path).encode(), ""
     notes = corpus.Notes()
     paths = corpus.files([name], "--text", notes)

@@ -44,20 +44,20 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
         named = "--rules=fsdp8" if verb == "explain" else "fsdp8 tp8"
         raise InputError(f"{verb} needs {lacking}\n  fix   {verb} {named} --target=v5p:2x2x2 (or cpu:8, h100:8)")
     targets.parse(values.target)  # what is wrong with it is told before jax is imported
-    outputs.check((values.json, values.html, values.export))
+    outputs.check_writable((values.json, values.html, values.export))
     inputs.log_to_stderr()
     inputs.on_the_cpu()
-    found = api.compare(config, layouts, values.target, values.phase, values.export)
+    reports = api.compare(config, layouts, values.target, values.phase, values.export)
     from rich.console import Console
 
     from gspmd_lm.foresight import report
     from gspmd_lm.show import comparison
 
-    comparison.show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    comparison.show(reports, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     if values.json:
-        files.replace(Path(values.json), json.dumps(report.to_json(found), indent=1) + "\n")
+        files.replace(Path(values.json), json.dumps(report.to_json(reports), indent=1) + "\n")
     if values.html:
-        files.replace(Path(values.html), comparison.page(found, outputs.command_line(sys.argv[1:])))
+        files.replace(Path(values.html), comparison.page(reports, outputs.command_line(sys.argv[1:])))
     return 0
 
 

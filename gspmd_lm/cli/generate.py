@@ -48,8 +48,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm import session
     from gspmd_lm.data import chat, tokenizer
     from gspmd_lm.infer import generate, lines
+    from gspmd_lm.infer.detokenizer import Stops
     from gspmd_lm.infer.sampling import Sampling
-    from gspmd_lm.infer.text import Stops
     from gspmd_lm.runtime import compile_cache
 
     folder = inputs.folder_with_weights(values, "generate --workdir=DIR, the folder of a run or of a published model")
@@ -64,10 +64,10 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
     begun, read = inputs.begin_with_weights(values, folder, stderr=True)
     config = begun.config
-    tokens = tokenizer.load(config.data.tokenizer)
+    tokens = tokenizer.load_tokenizer(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens)
     session.compare_texts(begun, tokens, [line.tokens for line in prompts])
-    built, notes = generate.plan(
+    built, notes = generate.programs_for(
         config, begun.rules, begun.devices, begun.machine.platform, [line.tokens for line in prompts],
         new_tokens=values.max_new_tokens, batch=values.batch, tokenizer=tokens,
         places=[line.place for line in prompts],
@@ -87,13 +87,15 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         stops=values.stop,
         ends=ends,
     )
-    write = functools.partial(lines.write, prompts) if values.prompts else functools.partial(_stream, len(prompts))
+    write = (
+        functools.partial(lines.write_results, prompts) if values.prompts else functools.partial(_stream, len(prompts))
+    )
     outputs.deliver(begun.machine.is_main, pieces, values.output, write)
     begun.say(str(generator.figures))
     return 0
 
 
-def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer") -> "list[lines.Line]":
+def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer") -> "list[lines.PromptLine]":
     """The prompts of the flags or of the file, encoded."""
     from gspmd_lm.data import chat
     from gspmd_lm.infer import lines
@@ -101,31 +103,31 @@ def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer")
     chats = chat.Chat(name) if values.chat else None
     if values.prompts:
         render = chats.prompt_of if chats else None if name == "bytes" else _late_chat(name)
-        return lines.read(values.prompts, tokens, render, chat=values.chat)
-    found = []
+        return lines.read_prompts(values.prompts, tokens, render, chat=values.chat)
+    prompts = []
     for number, text in enumerate(values.prompt, 1):
         if _NO_CHARACTER.search(text):
             raise InputError(f"--prompt {number}: not UTF-8\n  fix   --prompts=FILE.jsonl holds any text")
         ids = chats.prompt([{"role": "user", "content": text}]) if chats else tokens.encode_prompt(text)
-        found.append(lines.Line(f"--prompt {number}", {}, ids.tolist()))
-    return found
+        prompts.append(lines.PromptLine(f"--prompt {number}", {}, ids.tolist()))
+    return prompts
 
 
 def _late_chat(name: str) -> Any:
     """A function that renders a line's messages. It reads the template at the first such line."""
     from gspmd_lm.data import chat
 
-    found: list[chat.Chat] = []
+    loaded: list[chat.Chat] = []
 
     def render(line: "lines.Fields") -> Any:
-        if not found:
-            found.append(chat.Chat(name))
-        return found[0].prompt_of(line)
+        if not loaded:
+            loaded.append(chat.Chat(name))
+        return loaded[0].prompt_of(line)
 
     return render
 
 
-def _stream(count: int, pieces: "Iterable[generate.Piece]", out: TextIO) -> None:
+def _stream(count: int, pieces: "Iterable[generate.TextChunk]", out: TextIO) -> None:
     """Prints a single text piece by piece; several texts are printed when all of them are complete."""
     whole: dict[int, str] = {}
     for piece in pieces:

@@ -102,7 +102,7 @@ def needs_weights(values: flags.FlagValues, example: str) -> str:
 
 def check_output(output: str | None, source: str | None) -> None:
     """Raises InputError if --output cannot be written, or is the file that is read."""
-    outputs.check((output,))
+    outputs.check_writable((output,))
     path = Path(output or "")
     if output and source and path.exists() and Path(source).exists() and path.samefile(source):
         raise InputError(f"--output={output}: would overwrite the file that is read\n  fix   name another file")
@@ -212,11 +212,12 @@ def _facts(session: "Session", values: flags.FlagValues) -> dict[str, Any]:
     from gspmd_lm import versions
 
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
-    own = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set", "help")
+    excluded = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set",
+                "help")  # fmt: skip
     return {
         "config": configs.to_dict(session.config),
         "rules": session.rules.facts(),
-        "flags": {name: values[name].value for name in values if name not in own},
+        "flags": {name: values[name].value for name in values if name not in excluded},
         "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
     }
 

@@ -11,7 +11,7 @@ from gspmd_lm import files
 from gspmd_lm.errors import InputError
 
 
-def check(names: Iterable[str | None]) -> None:
+def check_writable(names: Iterable[str | None]) -> None:
     """Raises InputError for the file of a flag that cannot be written: it is a folder, or not in one to write in."""
     for path in (Path(name) for name in names if name):
         if path.is_dir():

@@ -67,26 +67,26 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     command = outputs.command_line(sys.argv[1:])
-    found: list[outcome.Outcome] = []
+    outcomes: list[outcome.Outcome] = []
     began = time.monotonic()
     for number, (place, asked) in enumerate(cases):
         outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
         left = max(values.minutes - (time.monotonic() - began) / 60, 0.0)  # of which the targets left get equal parts
         planned = api.plan(asked, place.text, minutes=left / (len(cases) - number))
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
-        found.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
-    best = shown.ranked(found)[0]
-    asked = next(asked for (_, asked), one in zip(cases, found, strict=True) if one is best)
+        outcomes.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
+    best = shown.ranked(outcomes)[0]
+    asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
     advised: list[shown.Note] = []
     if best.plan.best and best.plan.target.chip:
         advised = shown.helps(advice.changes(asked, best.plan))
     elif not best.plan.best and len(cases) == 1:
         advised = shown.fixes(advice.larger(asked, best.plan, outputs.say), advice.savings(asked, best.plan))
-    shown.show(found, console, advised)
+    shown.show(outcomes, console, advised)
     if values.json:
-        _write(values.json, json.dumps(outcome.to_json(found), indent=1) + "\n")
+        _write(values.json, json.dumps(outcome.to_json(outcomes), indent=1) + "\n")
     if values.html:
-        _write(values.html, shown.page(found, advised, command))
+        _write(values.html, shown.page(outcomes, advised, command))
     if best.plan.best is None:
         raise RunFailed("no layout fits, and no rules file was written")
     if values.out:
@@ -118,7 +118,7 @@ def _prices(given_prices: Sequence[str]) -> dict[str, float]:
     """Chip -> dollars per chip and hour, of --price=v5e=1.2, which may be repeated or have commas."""
     from gspmd_lm.hardware.chips import CHIPS
 
-    found = {}
+    prices = {}
     for entry in (entry for text in given_prices for entry in text.split(",")):
         chip, equals, amount = entry.partition("=")
         if not equals or chip not in CHIPS:
@@ -126,19 +126,19 @@ def _prices(given_prices: Sequence[str]) -> dict[str, float]:
                 f"--price={entry}: not a chip and its price\n  fix   --price=v5e=1.2, with one of {', '.join(CHIPS)}"
             )
         try:
-            found[chip] = float(amount)
+            prices[chip] = float(amount)
         except ValueError:
-            found[chip] = math.nan
-        if not 0 <= found[chip] < math.inf:
+            prices[chip] = math.nan
+        if not 0 <= prices[chip] < math.inf:
             raise InputError(
                 f"--price={entry}: {amount!r} is not a price in dollars per chip and hour\n  fix   --price={chip}=1.2"
             )
-    return found
+    return prices
 
 
 def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -> None:
     """Raises InputError for flags that do not go together, and for files that cannot be written."""
-    outputs.check((values.json, values.html, values.out))
+    outputs.check_writable((values.json, values.html, values.out))
     if values.days and not values.tokens:
         raise InputError(f"--days={values.days:g}: days for how many tokens?\n  fix   --tokens=1e12 too")
     for name in ("tokens", "days", "minutes"):

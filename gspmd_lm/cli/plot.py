@@ -32,16 +32,16 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
     folders = [*values.workdir, *folders]
     if not folders:
         raise InputError("plot needs a run\n  fix   plot --workdir=RUN, or plot RUN RUN2 to lay runs over each other")
-    runs = history.read(folders)
-    where = values.html or _beside(folders)
-    outputs.check((where,))
+    runs = history.read_runs(folders)
+    where = values.html or _default_page(folders)
+    outputs.check_writable((where,))
     shown.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     files.replace(Path(where), shown.page(runs, outputs.command_line(sys.argv[1:])))
     Console(highlight=False).print(f"wrote {where}", soft_wrap=True, markup=False)
     return 0
 
 
-def _beside(folders: Sequence[str]) -> str:
+def _default_page(folders: Sequence[str]) -> str:
     """Where the page goes if no flag says it: into the folder of a single run, else into the current folder."""
     if len(folders) > 1 or files.is_remote(folders[0]):
         return layout.PAGE

@@ -43,7 +43,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
     profile = _profile(values.profile)
     begun = inputs.begin(values)
-    built, warnings = session.build(begun)
+    built, warnings = session.build_step(begun)
     if values.dry_run:
         if begun.machine.is_main:
             table.show(begun.config, begun.rules, built.arrays, begun.console)
@@ -82,8 +82,8 @@ def _train_tokenizer(config: "Config", path: str, console: "Console") -> int:
     from gspmd_lm.data.tokenizer import trained_size
     from gspmd_lm.show.progress import progress
 
-    source = sources.open(config.data, progress(console))
-    made = trained.train(source.documents(), trained_size(config.data.tokenizer) or config.model.vocab, path)
+    source = sources.open_source(config.data, progress(console))
+    made = trained.train_tokenizer(source.documents(), trained_size(config.data.tokenizer) or config.model.vocab, path)
     console.print(f"{path}: {made.vocab_size:,} tokens, trained on {source.description}", soft_wrap=True)
     if source.notes:
         console.print(source.notes, soft_wrap=True, markup=False)

@@ -51,12 +51,12 @@ class Verb:
 
     def flags(self) -> flags.FlagValues:
         """The flags of the verb, those of every verb included."""
-        found = Flags()
-        self.define(found)
-        found.group(HELP)
-        found.yes_no("help", "Show this text and stop.", short_name="h")
-        found.yes_no("version", "Show the versions of this program, jax and Python, and stop.")
-        return found.values
+        defined = Flags()
+        self.define(defined)
+        defined.group(HELP)
+        defined.yes_no("help", "Show this text and stop.", short_name="h")
+        defined.yes_no("version", "Show the versions of this program, jax and Python, and stop.")
+        return defined.values
 
 
 def overrides(flags: Flags, mesh: bool = True) -> None:

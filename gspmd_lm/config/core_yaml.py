@@ -128,15 +128,15 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
         while not isinstance(item := next(events), yaml.SequenceEndEvent):
             items.append(_value(item, events))
         return items
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     while not isinstance(event := next(events), yaml.MappingEndEvent):
         key = _value(event, events)
         if not isinstance(key, str):
             raise _refused(event, f"a key must be a word, not {key!r}")
-        if key in found:
+        if key in mapping:
             raise _refused(event, f"the key {key!r} appears twice")
-        found[key] = _value(next(events), events)
-    return found
+        mapping[key] = _value(next(events), events)
+    return mapping
 
 
 def _refused(event: yaml.Event, what: str) -> YamlError:

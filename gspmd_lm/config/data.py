@@ -109,8 +109,8 @@ class Data:
         """Whether the sources hold conversations, not texts."""
         return any(one.messages_field for one in self.sources)
 
-    def _filled(self, given: str | tuple[str | Source, ...]) -> tuple[Source, ...]:
-        listed = (given,) if isinstance(given, str) else given
+    def _filled(self, value: str | tuple[str | Source, ...]) -> tuple[Source, ...]:
+        listed = (value,) if isinstance(value, str) else value
         return tuple(
             dataclasses.replace(
                 one, text_field=one.text_field or self.text_field,

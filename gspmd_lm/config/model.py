@@ -257,9 +257,9 @@ class Model:
 
     def _wrong_streams(self) -> list[str]:
         """What is wrong with the keys of residual streams, and of layers that differ by their place."""
-        own, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
-        lacking = ", ".join(sorted({*kinds[own:]} - {*kinds[:own]}))
-        found = {
+        with_keys, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
+        lacking = ", ".join(sorted({*kinds[with_keys:]} - {*kinds[:with_keys]}))
+        problems = {
             "laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false":
                 self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms),
             "layer_embed enters more residual streams: set residual_streams":
@@ -274,7 +274,7 @@ class Model:
             "shared_kv_layers goes with layers of kind sliding and full":
                 self.shared_kv_layers and {*kinds} - {"sliding", "full"},
         }  # fmt: skip
-        return [message for message, is_wrong in found.items() if is_wrong]
+        return [message for message, is_wrong in problems.items() if is_wrong]
 
     def _wrong_experts(self) -> list[str]:
         """What is wrong with the keys of experts."""
@@ -313,13 +313,13 @@ class Model:
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
         }  # fmt: skip
-        turn, first, found = math.lcm(len(self.layer_pattern) or 1, self.sparse_step), 0, []
+        turn, first, stacks = math.lcm(len(self.layer_pattern) or 1, self.sparse_step), 0, []
         for name in sorted(ends, key=ends.__getitem__):
             if (count := ends[name] - first) > 0:
                 kinds = tuple(self._of_layer(first + i) for i in range(min(turn, count)))
-                found.append(Stack(name, first, count, kinds))
+                stacks.append(Stack(name, first, count, kinds))
                 first += count
-        return tuple(found)
+        return tuple(stacks)
 
     @property
     def each_layer(self) -> tuple["Model", ...]:
@@ -329,7 +329,7 @@ class Model:
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
-        assert self.vocab, "model.vocab is 0 until data.tokenizer.sized() has asked the tokenizer"
+        assert self.vocab, "model.vocab is 0 until data.trained.with_vocab_size() has asked the tokenizer"
         return self.padded_vocab or self.vocab
 
     @property
@@ -356,26 +356,26 @@ class Model:
 
     def _of_layer(self, number: int) -> "Model":
         """The settings of one layer, of whose kind all layers are."""
-        kind, own = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1, sparse_layers=0)
+        kind, values = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1, sparse_layers=0)
         if number < self.layers - self.shared_kv_layers:
-            own["shared_kv_layers"] = 0
+            values["shared_kv_layers"] = 0
         if number >= (self.sparse_layers or self.layers):
-            own["activation_sparsity"] = 0.0
+            values["activation_sparsity"] = 0.0
         if kind != "sliding":
-            own["sliding_window"] = 0
+            values["sliding_window"] = 0
         elif self.sliding_rope_theta:
-            own |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
+            values |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
         if kind != "chunked":
-            own["attention_chunk"] = 0
+            values["attention_chunk"] = 0
         if kind != "linear":
-            own["linear_attention"] = None
+            values["linear_attention"] = None
         if kind == "nope":
-            own |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
+            values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":
-            own["attention_temperature"] = None
+            values["attention_temperature"] = None
         if number < self.dense_layers or (number + 1) % self.sparse_step:
-            own |= _EXPERTS
-        return dataclasses.replace(self, **own)
+            values |= _EXPERTS
+        return dataclasses.replace(self, **values)
 
 
 class Stack(NamedTuple):

@@ -44,8 +44,8 @@ def explained(problem: Any, settings: type) -> list[str]:
     where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("<"))
     kind, got = problem["type"], problem.get("input")
     if kind == "value_error":  # raised by a section's own checks, with one problem on each line
-        found = problem["msg"].removeprefix("Value error, ").split("\n")
-        return [f"  {where}: {line}" if where else f"  {line}" for line in found]
+        lines = problem["msg"].removeprefix("Value error, ").split("\n")
+        return [f"  {where}: {line}" if where else f"  {line}" for line in lines]
     if kind == "unexpected_keyword_argument":
         section, key = problem["loc"][:-1], str(problem["loc"][-1])
         near = did_you_mean(key, _fields_at(settings, section))
@@ -77,10 +77,10 @@ def _fields_at(kind: Any, path: Sequence[Any]) -> list[str]:
 
 def _paths(kind: Any, above: str = "") -> list[str]:
     """The paths of all keys of a mapping and of those that it contains: train.samples.prompts."""
-    found = []
+    paths = []
     for name, hint in get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
-        found += [above + name, *_paths(_dataclass_in(hint), f"{above}{name}.")]
-    return found
+        paths += [above + name, *_paths(_dataclass_in(hint), f"{above}{name}.")]
+    return paths
 
 
 def _dataclass_in(kind: Any) -> Any:

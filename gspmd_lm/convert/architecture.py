@@ -10,10 +10,10 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.config import paths
 from gspmd_lm.convert import multimodal
+from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
-from gspmd_lm.convert.source import Source
-from gspmd_lm.convert.strict_json import parse, shown
+from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError, did_you_mean
 
 CONFIG = "config.json"
@@ -41,20 +41,23 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
     """
     folder = path if path.is_dir() else path.parent
     place = str(folder / CONFIG if path.is_dir() else path)
-    raw = multimodal.text_config(load(folder) if path.is_dir() else parse(paths.read_text(path), path), place)
+    raw = multimodal.text_config(
+        read_config_json(folder) if path.is_dir() else parse_object(paths.read_text(path), path), place
+    )
     raw = {name: value for name, value in raw.items() if name != "quantization_config"}  # it is about the weights
-    row = family(raw, place)
-    values = settings(row, raw, place, fix="take {} out of a copy of the file")
+    row = family_of(raw, place)
+    values = model_settings(row, raw, place, fix="take {} out of a copy of the file")
     name = folder.resolve().name if Path(place).name == CONFIG else path.stem
     return run_config(name, folder / TOKENIZER, values, overrides, place, notes(row, raw))
 
 
 def run_config(
-    name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str, said: Sequence[str] = ()
+    name: str, tokenizer: Path, values: Values, overrides: Sequence[str], place: str, notes: Sequence[str] = ()
 ) -> config.Config:
     """The config of a run with the model that `values` are the settings of, with overrides laid over it.
 
-    tokenizer: its tokenizer.json, if there is such a file. said: notes, which explain an error about their settings.
+    tokenizer: its tokenizer.json, if there is such a file. notes: sentences that explain an error about settings that
+    they name.
     """
     settings: dict[str, Any] = {
         "name": name,
@@ -68,20 +71,20 @@ def run_config(
     try:
         return config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
     except InputError as error:
-        why = [note for note in said if any(setting in str(error) for setting in re.findall(r"model\.\w+", note))]
+        why = [note for note in notes if any(setting in str(error) for setting in re.findall(r"model\.\w+", note))]
         raise InputError("\n".join([str(error), *(f"  {note}" for note in why)])) from error
 
 
-def load(folder: Path) -> dict[str, Any]:
+def read_config_json(folder: Path) -> dict[str, Any]:
     """The fields of a folder's config.json. Raises InputError if there is none, or it is not a JSON object."""
     path = folder / CONFIG
     if not path.is_file():
         what = "no such folder" if not folder.is_dir() else f"no {CONFIG}"
         raise InputError(f"{folder}: {what}\n  fix   give a folder that transformers' save_pretrained wrote")
-    return parse(paths.read_text(path), path)
+    return parse_object(paths.read_text(path), path)
 
 
-def family(raw: Mapping[str, Any], place: str) -> Family:
+def family_of(raw: Mapping[str, Any], place: str) -> Family:
     """The row of the table that a config.json belongs to. Raises InputError if there is none."""
     kind = raw.get("model_type")
     classes = raw.get("architectures")
@@ -104,7 +107,7 @@ def _letters(word: str) -> str:
     return re.sub(r"[^a-z0-9]", "", word.lower())
 
 
-def settings(
+def model_settings(
     row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str] = (), fix: str = "{flags}"
 ) -> Values:
     """The settings of config.Model that a family's config.json asks for.
@@ -112,18 +115,18 @@ def settings(
     ignored: fields that may be set although their meaning is not known. Raises an InputError that lists every other
     field with an unknown meaning, and every field whose value is not supported. fix: what to do about the former.
     """
-    source, values = _read(row, raw)
+    reader, values = _read(row, raw)
     unknown = [name for name in unknown_fields(row, raw) if name not in ignored]
     for name in unknown:
-        source.problems.append(f"{name}: {shown(raw[name])} is an unknown field, which may change what is computed")
-    if not source.problems:
+        reader.problems.append(f"{name}: {shown(raw[name])} is an unknown field, which may change what is computed")
+    if not reader.problems:
         return values
-    count = f"{len(source.problems)} problem{'s' * (len(source.problems) > 1)}"
-    lines = [f"{place}: {count}", *(f"  {problem}" for problem in source.problems)]
+    count = f"{len(reader.problems)} problem{'s' * (len(reader.problems) > 1)}"
+    lines = [f"{place}: {count}", *(f"  {problem}" for problem in reader.problems)]
     if unknown:
         flags = " ".join(f"--ignore={shlex.quote(name)}" for name in unknown)
-        said = fix.format(", ".join(unknown), flags=flags)
-        lines.append(f"  fix   {said}  if nothing that is computed depends on it")
+        remedy = fix.format(", ".join(unknown), flags=flags)
+        lines.append(f"  fix   {remedy}  if nothing that is computed depends on it")
     raise InputError("\n".join(lines))
 
 
@@ -139,18 +142,18 @@ def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
 
 def known_fields(row: Family, raw: Mapping[str, Any]) -> set[str]:
     """The fields of a family whose meaning is known, besides dropout."""
-    source, _ = _read(row, raw)
-    return source.read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
+    reader, _ = _read(row, raw)
+    return reader.names_read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
 
 
 def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
     """Sentences about what a config.json says and the settings do not."""
-    said = _read(row, raw)[0].notes
+    sentences = _read(row, raw)[0].notes
     rates = {name: rate for name, rate in raw.items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)}
     rates = {name: rate for name, rate in rates.items() if isinstance(rate, int | float) and rate is not True}
-    if given := [f"{name}: {rate}" for name, rate in rates.items() if rate > 0]:
-        said.append(f"{', '.join(given)}: training drops nothing until model.dropout is set")
-    return said
+    if drops := [f"{name}: {rate}" for name, rate in rates.items() if rate > 0]:
+        sentences.append(f"{', '.join(drops)}: training drops nothing until model.dropout is set")
+    return sentences
 
 
 def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:
@@ -163,42 +166,42 @@ def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Coll
             raise InputError(f"--ignore={name}: the meaning of this field is known\n  fix   drop it")
 
 
-def _read(row: Family, raw: Mapping[str, Any]) -> tuple[Source, Values]:
-    """The settings that the parts of a family find in a config.json, and the source with its problems."""
-    source, values = Source(raw), Values()
-    for part in (*row.parts, *EVERY_FAMILY):
-        part.read(source, values)
+def _read(row: Family, raw: Mapping[str, Any]) -> tuple[ConfigReader, Values]:
+    """The settings that the codecs of a family read from a config.json, and the reader with its problems."""
+    reader, values = ConfigReader(raw), Values()
+    for codec in (*row.codecs, *EVERY_FAMILY):
+        codec.read(reader, values)
     for name, reason in REFUSED.items():
-        if raw.get(name) and name not in source.read:
-            source.problems.append(f"{name}: {reason}")
-    return source, values
+        if raw.get(name) and name not in reader.names_read:
+            reader.problems.append(f"{name}: {reason}")
+    return reader, values
 
 
-def fields(row: Family, model: config.Model) -> dict[str, Any]:
+def config_json_of(row: Family, model: config.Model) -> dict[str, Any]:
     """The fields of the config.json of a model, as a family writes them."""
     written: dict[str, Any] = {"architectures": [row.architecture], "model_type": row.model_type}
-    for part in row.parts:
-        written |= part.write(model)
+    for codec in row.codecs:
+        written |= codec.write(model)
     return written
 
 
 def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> list[str]:
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
-        values = settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
-        said = config.from_dict(
+        values = model_settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
+        theirs = config.from_dict(
             {"name": row.name, "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, row.name
         )
     except InputError as error:
         return str(error).splitlines()
     ours = OURS_ALONE
-    if "bias" in (model.balance, said.model.balance):  # a weight of the router
+    if "bias" in (model.balance, theirs.model.balance):  # a weight of the router
         ours = tuple(name for name in OURS_ALONE if name != "balance")
     names = [field.name for field in dataclasses.fields(config.Model) if field.name not in ours]
     return [
-        f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(said.model, name)!r}"
+        f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs.model, name)!r}"
         for name in names
-        if getattr(model, name) != getattr(said.model, name)
+        if getattr(model, name) != getattr(theirs.model, name)
     ]
 
 
@@ -209,18 +212,18 @@ def describe(model: config.Model, like: Mapping[str, Any] | None) -> tuple[Famil
     the table that can express the model. If none can, raises an InputError that names the settings in the way.
     """
     if like is not None:
-        row = family(like, CONFIG)
+        row = family_of(like, CONFIG)
         if not differences(row, like, model):
             return row, dict(like)
         newer = ("rope_parameters", "layer_types")  # these are written again, in the older form or in the same
         kept = {name: value for name, value in like.items() if name not in newer}
-        written = kept | fields(row, model)
+        written = kept | config_json_of(row, model)
         if differ := differences(row, written, model):
             raise InputError(_inexpressible(row, differ))
         return row, written
     nearest: tuple[Family, list[str]] | None = None
     for row in FAMILIES:
-        written = fields(row, model)
+        written = config_json_of(row, model)
         differ = differences(row, written, model)
         if not differ:
             return row, dict.fromkeys(_TOKENS) | written

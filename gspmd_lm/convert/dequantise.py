@@ -49,11 +49,11 @@ class Dequantised(Stored):
         if not len(asked):
             return np.empty((0, *view[1:]), np.float32)[:, *index[1:]]
         start, stop = int(asked.min()), int(asked.max()) + 1
-        found = self.rows(start * size, stop * size).reshape(stop - start, *view[1:])
-        return picked(found, [asked - start, *index[1:]])
+        rows = self.rows(start * size, stop * size).reshape(stop - start, *view[1:])
+        return picked(rows, [asked - start, *index[1:]])
 
 
-def split(raw: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+def split_config(raw: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """A config.json without what it says about quantised weights, and that; None for a model that has none.
 
     Raises InputError if weights that were quantised so are not supported.
@@ -120,37 +120,37 @@ def _weights_of(groups: Any) -> list[Any]:
 
 def _block(about: Mapping[str, Any]) -> tuple[int, int]:
     """The rows and columns of a block of a float8 tensor; 0 where there are no blocks."""
-    given = [
+    blocks = [
         about.get("weight_block_size"),
         *(one.get("block_structure") for one in _weights_of(about.get("config_groups"))),
     ]
-    for one in given:
+    for one in blocks:
         if isinstance(one, list) and len(one) == 2 and all(type(size) is int and size > 0 for size in one):
             return one[0], one[1]
     return 0, 0
 
 
-def tensors(stored: Mapping[str, Stored], about: Mapping[str, Any], place: str) -> dict[str, Stored]:
+def dequantised(stored: Mapping[str, Stored], about: Mapping[str, Any], place: str) -> dict[str, Stored]:
     """The tensors of a model, in which the parts of a quantised one have become one, named as in a plain model.
 
     Raises InputError if parts are missing, or do not fit each other.
     """
     if about["quant_method"] in ("awq", "gptq"):
         return _integers(stored, about, place)
-    found = {name: where for name, where in stored.items() if not name.endswith(_UNUSED)}
+    tensors = {name: where for name, where in stored.items() if not name.endswith(_UNUSED)}
     for name, where in stored.items():
         scale = next((name + end for end in _SCALES if name + end in stored), None)
         if where.dtype in _FLOAT8 and scale:
-            found[name] = _float8(name, where, found.pop(scale), _block(about), place)
-    return found
+            tensors[name] = _float8(name, where, tensors.pop(scale), _block(about), place)
+    return tensors
 
 
 def _integers(stored: Mapping[str, Stored], about: Mapping[str, Any], place: str) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name, where in stored.items():
         module, _, part = name.rpartition(".")
         if part not in _PARTS or f"{module}.qweight" not in stored:
-            found[name] = where
+            tensors[name] = where
         elif part == "qweight":
             parts = {part: stored.get(f"{module}.{part}") for part in _PARTS}
             lacking = [part for part in _PARTS[:3] if parts[part] is None]
@@ -163,8 +163,8 @@ def _integers(stored: Mapping[str, Stored], about: Mapping[str, Any], place: str
             }
             _check(module, place, all(kinds.values()), parts)
             make = _awq if about["quant_method"] == "awq" else _gptq
-            found[f"{module}.weight"] = make(module, parts, about, place)
-    return found
+            tensors[f"{module}.weight"] = make(module, parts, about, place)
+    return tensors
 
 
 def _awq(module: str, parts: Mapping[str, Any], about: Mapping[str, Any], place: str) -> Dequantised:
@@ -181,8 +181,8 @@ def _awq(module: str, parts: Mapping[str, Any], about: Mapping[str, Any], place:
         numbers, zero = (one.reshape(len(one), -1) for one in each)
         scale = np.asarray(_whole(scales)[:, 8 * words.start : 8 * words.stop], np.float32)
         group = inputs // groups
-        found = (numbers - np.repeat(zero, group, 0)) * np.repeat(scale, group, 0)
-        return found[:, start - 8 * words.start : stop - 8 * words.start].T
+        weight = (numbers - np.repeat(zero, group, 0)) * np.repeat(scale, group, 0)
+        return weight[:, start - 8 * words.start : stop - 8 * words.start].T
 
     return Dequantised(packed.path, packed.offset, scales.dtype, (outputs, inputs), rows)
 

@@ -1,6 +1,5 @@
 """The families with experts. Their attention is that of families without."""
 
-from gspmd_lm.convert.expert_fields import DenseLayers, LaterTokens, SharedExperts, SparseLayers
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
     EPS,
@@ -11,8 +10,18 @@ from gspmd_lm.convert.family import (
     UNTIED,
     Family,
 )
-from gspmd_lm.convert.fields import Always, Divisor, Only, QueryScale, Same, Switch, Temperature
-from gspmd_lm.convert.layer_kinds import ChunkedLayers, LayerTypes, LinearLayers, Window, every_second
+from gspmd_lm.convert.fields import Constant, Divisor, Fixed, Flag, QueryScale, Renamed, Temperature
+from gspmd_lm.convert.layer_fields import (
+    ChunkedLayers,
+    DenseLayers,
+    LaterTokens,
+    LayerTypes,
+    LinearLayers,
+    SharedExperts,
+    SparseLayers,
+    Window,
+    every_second,
+)
 from gspmd_lm.convert.names import (
     GLM4_MOE,
     GPT_OSS,
@@ -30,24 +39,24 @@ from gspmd_lm.convert.rope import Rope
 
 # How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
 _TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-_SUM_TO_ONE = Switch("norm_topk_prob", ("normalized_weights",), False)
-_EPS_5 = Same("rms_norm_eps", "norm_eps", 1e-5)
+_SUM_TO_ONE = Flag("norm_topk_prob", ("normalized_weights",), False)
+_EPS_5 = Renamed("rms_norm_eps", "norm_eps", 1e-5)
 _GRANITE = (
     *LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED,
-    Same("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
-    Same("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
-    Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
+    Renamed("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
+    Renamed("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
+    Renamed("num_local_experts num_experts", "experts", 8), Renamed("num_experts_per_tok", "experts_per_token", 2),
 )  # fmt: skip
 # DeepSeek-V3's router. The bias on its scores stays as it came until balance_rate is set.
 _DEEPSEEK_ROUTER = (
-    Always("routing", "sigmoid"), Always("balance", "bias"), Always("balance_rate", 0.0),
-    Switch("norm_topk_prob", ("normalized_weights",), True), Same("routed_scaling_factor", "expert_scale", 1.0),
-    Same("n_group", "expert_groups", 1), Same("topk_group", "groups_per_token", 1),
+    Constant("routing", "sigmoid"), Constant("balance", "bias"), Constant("balance_rate", 0.0),
+    Flag("norm_topk_prob", ("normalized_weights",), True), Renamed("routed_scaling_factor", "expert_scale", 1.0),
+    Renamed("n_group", "expert_groups", 1), Renamed("topk_group", "groups_per_token", 1),
 )  # fmt: skip
 
 
-def _first_every_second(source):
-    first = source.whole(["max_window_layers"], 28, 0)
+def _first_every_second(reader):
+    first = reader.whole(["max_window_layers"], 28, 0)
     return lambda i: i % 2 == 0 and i < first
 
 
@@ -56,30 +65,33 @@ EXPERT_FAMILIES = (
         "Mixtral", "mixtral", "MixtralForCausalLM", "model.",
         (
             *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(1e6), SILU, Window(None), UNTIED,
-            Same("num_local_experts num_experts", "experts", 8), Same("num_experts_per_tok", "experts_per_token", 2),
+            Renamed("num_local_experts num_experts", "experts", 8),
+            Renamed("num_experts_per_tok", "experts_per_token", 2),
         ),
         MIXTRAL, INV_FREQ, _TRAINING,
     ),
     Family(
         "Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Always("norm", "layernorm"), Always("norm_bias", True), SILU, Window(None),
-            Rope(1e6, mscales=True), ATTENTION_BIAS, Switch("lm_head_bias", ("unembedding_bias",), False), UNTIED,
-            Same("num_local_experts num_experts", "experts", 16), Always("experts_per_token", 2),
-            Only("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
-            Always("routing", "sparsemixer"), Always("normalized_weights", False),
-            Same("router_jitter_noise", "router_jitter", 0.01, none=True),
+            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Constant("norm", "layernorm"), Constant("norm_bias", True), SILU,
+            Window(None),
+            Rope(1e6, mscales=True), ATTENTION_BIAS, Flag("lm_head_bias", ("unembedding_bias",), False), UNTIED,
+            Renamed("num_local_experts num_experts", "experts", 16), Constant("experts_per_token", 2),
+            Fixed("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
+            Constant("routing", "sparsemixer"), Constant("normalized_weights", False),
+            Renamed("router_jitter_noise", "router_jitter", 0.01, may_be_zero=True),
         ),
         PHIMOE, INV_FREQ, ("output_router_logits", "router_aux_loss_coef", "input_jitter_noise"),
     ),
     Family(
         "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, Switch("qkv_bias", ("qkv_bias",), True), UNTIED,
+            *LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, Flag("qkv_bias", ("qkv_bias",), True), UNTIED,
             LayerTypes(4096, _first_every_second, "use_sliding_window"),
-            Same("num_experts num_local_experts", "experts", 60), Same("num_experts_per_tok", "experts_per_token", 4),
-            Same("moe_intermediate_size", "expert_mlp", 1408),
-            Same("shared_expert_intermediate_size", "shared_mlp", 5632), Always("shared_gate", True), _SUM_TO_ONE,
+            Renamed("num_experts num_local_experts", "experts", 60),
+            Renamed("num_experts_per_tok", "experts_per_token", 4),
+            Renamed("moe_intermediate_size", "expert_mlp", 1408),
+            Renamed("shared_expert_intermediate_size", "shared_mlp", 5632), Constant("shared_gate", True), _SUM_TO_ONE,
             DenseLayers(),
         ),
         QWEN2_MOE, INV_FREQ, _TRAINING,
@@ -87,31 +99,33 @@ EXPERT_FAMILIES = (
     Family(
         "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Always("qk_norm", True), ATTENTION_BIAS, UNTIED,
+            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, UNTIED,
             Window(4096, "use_sliding_window"),
-            Same("num_experts num_local_experts", "experts", 128), Same("num_experts_per_tok", "experts_per_token", 8),
-            Same("moe_intermediate_size", "expert_mlp", 768), _SUM_TO_ONE, DenseLayers(),
+            Renamed("num_experts num_local_experts", "experts", 128),
+            Renamed("num_experts_per_tok", "experts_per_token", 8),
+            Renamed("moe_intermediate_size", "expert_mlp", 768), _SUM_TO_ONE, DenseLayers(),
         ),
         QWEN3_MOE, INV_FREQ, (*_TRAINING, "max_window_layers"),
     ),
     Family(
         "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Switch("attention_bias", ("qkv_bias",), False),
-            UNTIED, Switch("use_qk_norm", ("qk_norm",), False), *_DEEPSEEK_ROUTER,
-            Same("n_routed_experts num_local_experts", "experts", 128),
-            Same("num_experts_per_tok", "experts_per_token", 8), Same("moe_intermediate_size", "expert_mlp", 1408),
-            Same("first_k_dense_replace", "dense_layers", 1, none=True), SharedExperts(), LaterTokens(),
+            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), False),
+            UNTIED, Flag("use_qk_norm", ("qk_norm",), False), *_DEEPSEEK_ROUTER,
+            Renamed("n_routed_experts num_local_experts", "experts", 128),
+            Renamed("num_experts_per_tok", "experts_per_token", 8),
+            Renamed("moe_intermediate_size", "expert_mlp", 1408),
+            Renamed("first_k_dense_replace", "dense_layers", 1, may_be_zero=True), SharedExperts(), LaterTokens(),
         ),
         GLM4_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "OLMoE", "olmoe", "OlmoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, Always("qk_norm", True),
-            Always("qk_norm_kind", "joint"), Same("num_experts num_local_experts", "experts", 64),
-            Same("num_experts_per_tok", "experts_per_token", 8), _SUM_TO_ONE,
-            Only("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
+            *LLAMA_SIZES, _EPS_5, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, Constant("qk_norm", True),
+            Constant("qk_norm_kind", "joint"), Renamed("num_experts num_local_experts", "experts", 64),
+            Renamed("num_experts_per_tok", "experts_per_token", 8), _SUM_TO_ONE,
+            Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
         ),
         OLMOE, INV_FREQ, _TRAINING,
     ),
@@ -120,21 +134,21 @@ EXPERT_FAMILIES = (
     ),
     Family(
         "Granite-MoE, shared", "granitemoeshared", "GraniteMoeSharedForCausalLM", "model.",
-        (*_GRANITE, Same("shared_intermediate_size", "shared_mlp", 0)), GRANITE_MOE, INV_FREQ, _TRAINING,
+        (*_GRANITE, Renamed("shared_intermediate_size", "shared_mlp", 0)), GRANITE_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, Same("head_dim", "head_dim", 64), UNTIED,
+            *LLAMA_SIZES, _EPS_5, Renamed("head_dim", "head_dim", 64), UNTIED,
             Rope(150000.0, default={
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
             }),
-            Switch("attention_bias", ("qkv_bias", "attention_out_bias"), True), LayerTypes(128, every_second),
-            Always("attention_sinks", True), Always("mlp_bias", True), Always("router_bias", True),
-            Always("mlp_up_offset", 1.0), Same("swiglu_alpha", "activation_slope", 1.702),
-            Same("swiglu_limit", "mlp_limit", 7.0), Same("num_local_experts num_experts", "experts", 128),
-            Same("num_experts_per_tok experts_per_token", "experts_per_token", 4),
+            Flag("attention_bias", ("qkv_bias", "attention_out_bias"), True), LayerTypes(128, every_second),
+            Constant("attention_sinks", True), Constant("mlp_bias", True), Constant("router_bias", True),
+            Constant("mlp_up_offset", 1.0), Renamed("swiglu_alpha", "activation_slope", 1.702),
+            Renamed("swiglu_limit", "mlp_limit", 7.0), Renamed("num_local_experts num_experts", "experts", 128),
+            Renamed("num_experts_per_tok experts_per_token", "experts_per_token", 4),
         ),
         # hidden_act says silu and is not read by transformers; initial_context_length is also in rope_scaling.
         GPT_OSS, INV_FREQ, (*_TRAINING, "hidden_act", "initial_context_length"),
@@ -142,12 +156,13 @@ EXPERT_FAMILIES = (
     Family(
         "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, Same("head_dim", "head_dim", 256), Rope(part=0.25), SILU, UNTIED, LinearLayers(),
-            Only("attention_bias", False, "has biases in attention with a gate, which are not supported"),
-            Always("norm_offset", 1.0), Always("qk_norm", True), Always("attention_gate", True),
-            Same("num_experts num_local_experts", "experts", 512), Same("num_experts_per_tok", "experts_per_token", 10),
-            Same("moe_intermediate_size", "expert_mlp", 512), Switch("norm_topk_prob", ("normalized_weights",), True),
-            Same("shared_expert_intermediate_size", "shared_mlp", 512), Always("shared_gate", True), DenseLayers(),
+            *LLAMA_SIZES, EPS, Renamed("head_dim", "head_dim", 256), Rope(part=0.25), SILU, UNTIED, LinearLayers(),
+            Fixed("attention_bias", False, "has biases in attention with a gate, which are not supported"),
+            Constant("norm_offset", 1.0), Constant("qk_norm", True), Constant("attention_gate", True),
+            Renamed("num_experts num_local_experts", "experts", 512),
+            Renamed("num_experts_per_tok", "experts_per_token", 10),
+            Renamed("moe_intermediate_size", "expert_mlp", 512), Flag("norm_topk_prob", ("normalized_weights",), True),
+            Renamed("shared_expert_intermediate_size", "shared_mlp", 512), Constant("shared_gate", True), DenseLayers(),
         ),
         # mtp: layers that predict later tokens
         QWEN3_NEXT, (*INV_FREQ, r"^mtp\."), (*_TRAINING, "use_sliding_window"),
@@ -155,13 +170,15 @@ EXPERT_FAMILIES = (
     Family(
         "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:5], Same("max_position_embeddings", "context", 131072), _EPS_5,
-            Same("head_dim", "head_dim", 128), Rope(5e5), SILU, ATTENTION_BIAS, UNTIED, ChunkedLayers(), Temperature(),
-            Switch("use_qk_norm", ("qk_norm",), True), Always("qk_norm_kind", "unscaled"),
-            Same("num_local_experts num_experts", "experts", 16), Same("num_experts_per_tok", "experts_per_token", 1),
-            Same("intermediate_size_mlp", "mlp", 16384), Same("intermediate_size", "expert_mlp", 8192),
-            Always("shared_mlp", lambda values: values["expert_mlp"]), SparseLayers(), Always("routing", "sigmoid"),
-            Always("normalized_weights", False), Always("weighted_input", True),
+            *LLAMA_SIZES[:5], Renamed("max_position_embeddings", "context", 131072), _EPS_5,
+            Renamed("head_dim", "head_dim", 128), Rope(5e5), SILU, ATTENTION_BIAS, UNTIED, ChunkedLayers(),
+            Temperature(),
+            Flag("use_qk_norm", ("qk_norm",), True), Constant("qk_norm_kind", "unscaled"),
+            Renamed("num_local_experts num_experts", "experts", 16),
+            Renamed("num_experts_per_tok", "experts_per_token", 1),
+            Renamed("intermediate_size_mlp", "mlp", 16384), Renamed("intermediate_size", "expert_mlp", 8192),
+            Constant("shared_mlp", lambda values: values["expert_mlp"]), SparseLayers(), Constant("routing", "sigmoid"),
+            Constant("normalized_weights", False), Constant("weighted_input", True),
         ),
         LLAMA4, INV_FREQ, (*_TRAINING, "for_llm_compressor"),
     ),

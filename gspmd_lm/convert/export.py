@@ -16,24 +16,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config, files
 from gspmd_lm.convert import architecture, safetensors
-from gspmd_lm.convert.beside import CARD, FORMER_CARD
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.pretrained import Place, places
+from gspmd_lm.convert.pretrained import ArrayLocation, array_locations
+from gspmd_lm.convert.sidecars import CARD, FORMER_CARD
 from gspmd_lm.errors import InputError
 
 GATHERED_BYTES = 64 * 2**20  # gathered at a time from an array that is spread over hosts
-# The origin of a tensor: places, arrays, and the entry of an array of several layers or experts
-Held = list[tuple[Place, Any, tuple[int, ...]]]
+# The origin of a tensor: locations, arrays, and the entry of an array of several layers or experts
+Held = list[tuple[ArrayLocation, Any, tuple[int, ...]]]
 
 
-def write(
+def write_folder(
     folder: Path,
     model: config.Model,
     params: Any,
     like: Mapping[str, Any] | None = None,
     dtype: str | None = None,
-    beside: Mapping[str, Path | bytes] | None = None,
+    sidecars: Mapping[str, Path | bytes] | None = None,
     ends: Sequence[int] = (),
     card: Callable[[str, int, str], str] | None = None,
     file_bytes: int = safetensors.FILE_BYTES,
@@ -44,14 +44,14 @@ def write(
 
     params: the tree of parameters, jax or numpy arrays. like: the config.json that the model came with, whose other
     fields are kept. dtype: float32, bfloat16 or float16, for all tensors but those that a family has in float32; None
-    means the dtype of `like`, or else of the model's weights. beside: name -> a file to copy into the folder, such as a
-    file of the tokenizer, or its content. ends: the ids that end a text, if `like` does not say them. card: the model
+    means the dtype of `like`, or else of the model's weights. sidecars: name -> a file to copy into the folder, such as
+    one of the tokenizer, or its content. ends: the ids that end a text, if `like` does not say them. card: the model
     card for a family, a number of parameters and a dtype.
 
     Raises InputError if the folder holds something, or no family of transformers can express the model.
     """
-    row, fields = described(folder, model, like, dtype)
-    tensors = _tensors(places(row, model), params)
+    row, fields = family_and_config(folder, model, like, dtype)
+    tensors = _tensors(array_locations(row, model), params)
     kind = safetensors.WEIGHT_DTYPES[fields["torch_dtype"]]
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
     if ends:
@@ -59,11 +59,11 @@ def write(
     kinds = {name: "F32" if tensor.float32 else kind for name, (tensor, _) in tensors.items()}
     numbers = {name: np.dtype(safetensors.DTYPES[kind]) for name, kind in kinds.items()}
     sizes = {name: int(np.prod(shape)) * numbers[name].itemsize for name, shape in shapes.items()}
-    plan = safetensors.plan(sizes, file_bytes)
+    plan = safetensors.split_into_files(sizes, file_bytes)
     with files.appearing(folder) if jax.process_index() == 0 else contextlib.nullcontext() as made:
         if made:
             (made / architecture.CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-            for name, held in (beside or {}).items():
+            for name, held in (sidecars or {}).items():
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(held, bytes):
                     (made / name).write_bytes(held)
@@ -75,16 +75,18 @@ def write(
                 count = sum(math.prod(shape) for shape in shapes.values())
                 (made / CARD).write_text(card(row.name, count, fields["torch_dtype"]), encoding="utf-8")
             if len(plan) > 1:
-                (made / safetensors.INDEX).write_text(safetensors.index(plan, sum(sizes.values())), encoding="utf-8")
+                (made / safetensors.INDEX).write_text(
+                    safetensors.index_text(plan, sum(sizes.values())), encoding="utf-8"
+                )
         for file_name, names in plan.items():
-            head = safetensors.start({name: (kinds[name], shapes[name]) for name in names})
+            head = safetensors.header_bytes({name: (kinds[name], shapes[name]) for name in names})
             held = [(*tensors[name], numbers[name]) for name in names]
             _write_file(made and made / file_name, head, held, model)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("convert.export")
 
 
-def described(
+def family_and_config(
     folder: Path, model: config.Model, like: Mapping[str, Any] | None = None, dtype: str | None = None
 ) -> tuple[Family, dict[str, Any]]:
     """The family and the config.json that `write` writes. Raises InputError as `write` does. No weights are needed."""
@@ -100,14 +102,14 @@ def described(
 
 def _tensors(tree: Any, params: Any) -> dict[str, tuple[Tensor, Held]]:
     """The tensors to write, and the origin of each."""
-    paired = jax.tree.leaves(jax.tree.map(lambda place, array: (place, array), tree, params), is_leaf=_is_pair)
-    found: dict[str, tuple[Tensor, Held]] = {}
-    for place, array in paired:
-        assert array.shape == place.shape, (place.path, array.shape, place.shape)
-        for i, name in enumerate(place.names()):
-            entry = tuple(map(int, np.unravel_index(i, place.lead))) if place.lead else ()
-            found.setdefault(name, (place.tensor, []))[1].append((place, array, entry))
-    return found
+    paired = jax.tree.leaves(jax.tree.map(lambda location, array: (location, array), tree, params), is_leaf=_is_pair)
+    tensors: dict[str, tuple[Tensor, Held]] = {}
+    for location, array in paired:
+        assert array.shape == location.shape, (location.path, array.shape, location.shape)
+        for i, name in enumerate(location.names()):
+            entry = tuple(map(int, np.unravel_index(i, location.lead))) if location.lead else ()
+            tensors.setdefault(name, (location.tensor, []))[1].append((location, array, entry))
+    return tensors
 
 
 def _is_pair(node: Any) -> bool:
@@ -133,15 +135,15 @@ def _write_file(
 def _bytes(tensor: Tensor, held: Held, model: config.Model, dtype: Any) -> np.ndarray:
     """The bytes of a tensor, in its dtype."""
     view = np.empty(tensor.view(model), dtype)
-    for place, array, entry in held:
-        rows = tensor.rows(place.weight, place.letters, model)
+    for location, array, entry in held:
+        rows = tensor.rows(location.weight, location.letters, model)
         for index, piece in _pieces(array, entry):
-            rows.place(view, np.asarray(piece), index)
+            rows.write_into(view, np.asarray(piece), index)
     return view.reshape(-1).view(np.uint8)
 
 
 def _pieces(array: Any, entry: tuple[int, ...]) -> Iterator[tuple[tuple[slice, ...], Any]]:
-    """The pieces of an entry of an array, with () of all of it: each with its place, one at a time on this host.
+    """The pieces of an entry of an array, with () of all of it: each with its index, one at a time on this host.
 
     If an array is spread over several processes, every process must ask for all its pieces.
     """

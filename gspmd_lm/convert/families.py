@@ -4,7 +4,7 @@ import re
 
 from gspmd_lm.convert.expert_families import EXPERT_FAMILIES
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.fields import Agrees, DualChunks, Only, Part
+from gspmd_lm.convert.fields import DualChunks, FieldCodec, Fixed, MustAgree
 from gspmd_lm.convert.gpt_families import GPT_FAMILIES
 from gspmd_lm.convert.llama_families import LLAMA_FAMILIES
 
@@ -59,16 +59,16 @@ REFUSED = {
 }
 # Fields that every family may have: one that transformers always reads, one that it never reads, and those that repeat
 # what a family is.
-EVERY_FAMILY: tuple[Part, ...] = (
-    Only("is_causal", True, "lets tokens see later ones, which is not supported"), DualChunks(),
-    Agrees("num_experts", ("experts",)), Agrees("num_local_experts", ("experts",)),
-    Agrees("n_routed_experts", ("experts",)), Agrees("shared_expert_intermediate_size", ("shared_mlp",)),
-    Agrees("sliding_window", ("sliding_window",)), Agrees("use_sliding_window", ("sliding_window",)),
-    Agrees("head_dim", ("head_dim",)), Agrees("attention_bias", ("qkv_bias", "attention_out_bias")),
-    Agrees("qkv_bias", ("qkv_bias",)), Agrees("mlp_bias", ("mlp_bias",)),
-    Agrees("use_bias", ("qkv_bias", "attention_out_bias", "mlp_bias")),
-    Agrees("bias", ("qkv_bias", "attention_out_bias", "mlp_bias")), Agrees("lm_head_bias", ("unembedding_bias",)),
-    Agrees("qk_layernorm", ("qk_norm",)), Agrees("use_qk_norm", ("qk_norm",)),
+EVERY_FAMILY: tuple[FieldCodec, ...] = (
+    Fixed("is_causal", True, "lets tokens see later ones, which is not supported"), DualChunks(),
+    MustAgree("num_experts", ("experts",)), MustAgree("num_local_experts", ("experts",)),
+    MustAgree("n_routed_experts", ("experts",)), MustAgree("shared_expert_intermediate_size", ("shared_mlp",)),
+    MustAgree("sliding_window", ("sliding_window",)), MustAgree("use_sliding_window", ("sliding_window",)),
+    MustAgree("head_dim", ("head_dim",)), MustAgree("attention_bias", ("qkv_bias", "attention_out_bias")),
+    MustAgree("qkv_bias", ("qkv_bias",)), MustAgree("mlp_bias", ("mlp_bias",)),
+    MustAgree("use_bias", ("qkv_bias", "attention_out_bias", "mlp_bias")),
+    MustAgree("bias", ("qkv_bias", "attention_out_bias", "mlp_bias")), MustAgree("lm_head_bias", ("unembedding_bias",)),
+    MustAgree("qk_layernorm", ("qk_norm",)), MustAgree("use_qk_norm", ("qk_norm",)),
 )  # fmt: skip
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Always, Only, Part, Same, Switch
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed
 from gspmd_lm.convert.layout import Tensor
 
 
@@ -15,7 +15,7 @@ class Family:
     model_type: str
     architecture: str  # the class of transformers that a written config.json names
     prefix: str  # the base model's prefix, which many published tensors lack
-    parts: tuple[Part, ...]
+    codecs: tuple[FieldCodec, ...]
     tensors: tuple[Tensor, ...]
     no_weights: tuple[str, ...] = ()  # patterns of names that files may hold although they are not weights
     irrelevant: tuple[str, ...] = ()  # further fields of config.json that change nothing, besides IRRELEVANT
@@ -41,37 +41,37 @@ def four_times(values):
 
 
 SIZES = (
-    Same("vocab_size", "vocab"),
-    Same("hidden_size", "embed"),
-    Same("num_hidden_layers", "layers", most=MOST_LAYERS),
-    Same("num_attention_heads", "heads"),
+    Renamed("vocab_size", "vocab"),
+    Renamed("hidden_size", "embed"),
+    Renamed("num_hidden_layers", "layers", most=MOST_LAYERS),
+    Renamed("num_attention_heads", "heads"),
 )
 GPT2_SIZES = (
-    Same("vocab_size", "vocab"),
-    Same("n_embd hidden_size", "embed"),
-    Same("n_layer num_hidden_layers", "layers", most=MOST_LAYERS),
-    Same("n_head num_attention_heads", "heads"),
-    Same("n_positions max_position_embeddings", "context"),
-    Same("n_inner", "mlp", four_times),
-    Always("kv_heads", heads),
-    Always("head_dim", head_dim),
+    Renamed("vocab_size", "vocab"),
+    Renamed("n_embd hidden_size", "embed"),
+    Renamed("n_layer num_hidden_layers", "layers", most=MOST_LAYERS),
+    Renamed("n_head num_attention_heads", "heads"),
+    Renamed("n_positions max_position_embeddings", "context"),
+    Renamed("n_inner", "mlp", four_times),
+    Constant("kv_heads", heads),
+    Constant("head_dim", head_dim),
 )
 LLAMA_SIZES = (
     *SIZES,
-    Same("num_key_value_heads", "kv_heads", heads),
-    Same("intermediate_size", "mlp"),
-    Same("max_position_embeddings", "context"),
+    Renamed("num_key_value_heads", "kv_heads", heads),
+    Renamed("intermediate_size", "mlp"),
+    Renamed("max_position_embeddings", "context"),
 )
-EPS = Same("rms_norm_eps", "norm_eps", 1e-6)
-HEAD_128 = Same("head_dim", "head_dim", 128)
-GLM_EPS = Same("rms_norm_eps", "norm_eps", 1.5625e-7)
-HEAD_DIM = Same("head_dim", "head_dim", head_dim)
-NO_HEAD_DIM = Always("head_dim", head_dim)
+EPS = Renamed("rms_norm_eps", "norm_eps", 1e-6)
+HEAD_128 = Renamed("head_dim", "head_dim", 128)
+GLM_EPS = Renamed("rms_norm_eps", "norm_eps", 1.5625e-7)
+HEAD_DIM = Renamed("head_dim", "head_dim", head_dim)
+NO_HEAD_DIM = Constant("head_dim", head_dim)
 TANH = {"gelu_tanh": "gelu_pytorch_tanh"}
 GELU_NEW = {"gelu_tanh": "gelu_new"}
 SILU = Activation("hidden_act", "silu", TANH)
-PLAIN_LAYERNORM = (Always("norm", "layernorm"), Always("norm_bias", True), Always("mlp_kind", "plain"))
-UNTIED = Switch("tie_word_embeddings", ("tied_embeddings",), False)
-TIED = Switch("tie_word_embeddings", ("tied_embeddings",), True)
-ATTENTION_BIAS = Switch("attention_bias", ("qkv_bias", "attention_out_bias"), False)
-CAUSAL = Only("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")
+PLAIN_LAYERNORM = (Constant("norm", "layernorm"), Constant("norm_bias", True), Constant("mlp_kind", "plain"))
+UNTIED = Flag("tie_word_embeddings", ("tied_embeddings",), False)
+TIED = Flag("tie_word_embeddings", ("tied_embeddings",), True)
+ATTENTION_BIAS = Flag("attention_bias", ("qkv_bias", "attention_out_bias"), False)
+CAUSAL = Fixed("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")

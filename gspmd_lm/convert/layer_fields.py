@@ -1,11 +1,266 @@
-"""Fields of a config.json that have an entry for each layer."""
+"""Codecs of config.json fields that say what each layer is: its window, its positions, its experts."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gspmd_lm import config
-from gspmd_lm.convert.fields import Values
-from gspmd_lm.convert.source import Source
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.fields import MOST_LAYERS, Values
+from gspmd_lm.convert.rope import BY_LAYER
+
+
+def _window(reader: ConfigReader, default: int | None) -> int | None:
+    """The value of sliding_window, which is null if there is no window."""
+    value = reader.get(["sliding_window"], None if "sliding_window" in reader.raw else default)
+    return None if value is None else reader.positive("sliding_window", value)
+
+
+def every_second(reader: ConfigReader) -> Callable[[int], bool]:
+    """Whether a layer has a window, for `LayerTypes`: the first, the third, ..."""
+    return lambda i: i % 2 == 0
+
+
+def _pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that gives these kinds of layers; () if all layers are of the usual kind."""
+    sizes = range(1, len(kinds) + 1)
+    size = next(size for size in sizes if all(kind == kinds[i % size] for i, kind in enumerate(kinds)))
+    return tuple(kinds[:size]) if size > 1 or kinds[0] == "nope" else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A sliding window for all layers, or for none."""
+
+    default: int | None
+    switch: str = ""  # a field; if it is not set, there is no window
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        window = _window(reader, self.default)
+        if self.switch and not reader.flag([self.switch], False):
+            window = None
+        values["sliding_window"] = window or 0
+        kinds = reader.get(["layer_types"], [])
+        wanted = "sliding_attention" if window else "full_attention"
+        if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
+            reader.refuse("layer_types", kinds, "does not fit sliding_window, which all layers have or none")
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        switch = {self.switch: model.sliding_window > 0} if self.switch else {}
+        return {"sliding_window": model.sliding_window or None} | switch
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTypes:
+    """A sliding window for some layers: layer_types, or the older rules for which layers."""
+
+    default: int | None  # window
+    implied: Callable[[ConfigReader], Callable[[int], bool]]  # without layer_types: whether layer i has the window
+    switch: str = ""  # a field; if it is not set, no layer has a window
+    older: Callable[[config.Model], dict[str, Any]] = lambda model: {}  # read by older transformers
+    full: str = "full"  # the kind of a layer without a window: nope if it has no positions either
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        slides = self.implied(reader)
+        implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(layers)]
+        if self.switch and not reader.flag([self.switch], False):
+            reader.names_read.add("sliding_window")
+            window = None
+            implied = ["full_attention"] * layers
+        else:
+            window = _window(reader, self.default)
+        kinds = reader.get(["layer_types"], implied)
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= BY_LAYER.keys():
+            reader.refuse("layer_types", kinds, f"must be {layers} of {', '.join(BY_LAYER)}")
+            kinds = implied
+        short = ["sliding" if window and BY_LAYER[kind] == "sliding" else self.full for kind in kinds]
+        values["sliding_window"] = window if "sliding" in short else 0
+        values["layer_pattern"] = _pattern(short)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        kinds = [("sliding" if kind == "sliding" else "full") + "_attention" for kind in model.kind_of_each_layer]
+        written: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+        if self.switch:
+            written[self.switch] = model.sliding_window > 0
+        return written | self.older(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRopeLayers:
+    """SmolLM3's layers without positions: those with 0 in no_rope_layers, or every no_rope_layer_interval-th."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        interval = reader.whole(["no_rope_layer_interval"], 4, 1)
+        rotated = reader.get(["no_rope_layers"], [int((i + 1) % interval != 0) for i in range(layers)])
+        if not isinstance(rotated, list) or len(rotated) != layers or not set(map(str, rotated)) <= {"0", "1"}:
+            reader.refuse("no_rope_layers", rotated, f"must be {layers} of 0, 1")
+            rotated = [1] * layers
+        reader.names_read.update(("sliding_window", "use_sliding_window"))
+        if reader.raw.get("use_sliding_window") and reader.raw.get("sliding_window"):
+            reader.refuse("use_sliding_window", True, "has a window in layers without positions: not supported")
+        kinds = reader.get(["layer_types"], [])
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            reader.refuse("layer_types", kinds, "has layers with a window, which are not supported here")
+        values["layer_pattern"] = _pattern(["full" if one else "nope" for one in rotated])
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        rotated = [int(kind != "nope") for kind in model.kind_of_each_layer]
+        return {"no_rope_layers": rotated, "use_sliding_window": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedLayers:
+    """Llama 4's layers: those with positions attend within chunks, and those with 0 in no_rope_layers to all tokens."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        interval = reader.whole(["no_rope_layer_interval"], 4, 1)
+        usual = [int((i + 1) % interval != 0) for i in range(layers)]
+        rotated = reader.get(["no_rope_layers"], usual) or usual
+        if not isinstance(rotated, list) or len(rotated) != layers or not set(map(str, rotated)) <= {"0", "1"}:
+            reader.refuse("no_rope_layers", rotated, f"must be {layers} of 0, 1")
+            rotated = usual
+        theirs = {"chunked": "chunked_attention", "full": "full_attention", "nope": "full_attention"}
+        chunked = ["chunked" if one else "nope" for one in rotated]
+        types = reader.get(["layer_types"], [theirs[kind] for kind in chunked])
+        known = next((kinds for kinds in (chunked, ["full" if one else "nope" for one in rotated])
+                      if types == [theirs[kind] for kind in kinds]), None)  # fmt: skip
+        if known is None:
+            reader.refuse("layer_types", types, "are not chunked_attention in layers with positions alone")
+        kinds = known or chunked
+        chunk = reader.get(["attention_chunk_size"], None if "attention_chunk_size" in reader.raw else 8192)
+        if "chunked" in kinds:
+            values["attention_chunk"] = reader.positive("attention_chunk_size", chunk)
+        values["layer_pattern"] = _pattern(kinds)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        kinds = model.kind_of_each_layer
+        types = ["chunked_attention" if kind == "chunked" else "full_attention" for kind in kinds]
+        rotated = [int(kind != "nope") for kind in kinds]
+        return {"no_rope_layers": rotated, "layer_types": types, "attention_chunk_size": model.attention_chunk or None}
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearLayers:
+    """Qwen3-Next's layers with linear attention: layer_types, or all but every full_attention_interval-th."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        interval = reader.whole(["full_attention_interval"], 4, 1)
+        usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        types = reader.get(["layer_types"], usual)
+        known = {"linear_attention": "linear", "full_attention": "full"}
+        if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= known.keys():
+            reader.refuse("layer_types", types, f"must be {layers} of {', '.join(known)}")
+            types = usual
+        key_dim, value_dim = (reader.number([f"linear_{name}_head_dim"], 128) for name in ("key", "value"))
+        if key_dim != value_dim:
+            reader.refuse("linear_key_head_dim", key_dim, f"is not linear_value_head_dim: {value_dim}")
+        sizes = {
+            "key_heads": reader.number(["linear_num_key_heads"], 16),
+            "value_heads": reader.number(["linear_num_value_heads"], 32),
+            "head_dim": value_dim,
+            "taps": reader.number(["linear_conv_kernel_dim"], 4),
+        }
+        values["linear_attention"] = sizes if "linear_attention" in types else None
+        values["layer_pattern"] = _pattern([known[kind] for kind in types])
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        kinds = ["linear_attention" if kind == "linear" else "full_attention" for kind in model.kind_of_each_layer]
+        written: dict[str, Any] = {"layer_types": kinds}
+        if linear := model.linear_attention:
+            written |= {
+                "linear_num_key_heads": linear.key_heads, "linear_num_value_heads": linear.value_heads,
+                "linear_key_head_dim": linear.head_dim, "linear_value_head_dim": linear.head_dim,
+                "linear_conv_kernel_dim": linear.taps,
+            }  # fmt: skip
+        return written
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalLayers:
+    """GPT-Neo's layers with a window: attention_layers, or attention_types, and window_size."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        window = reader.whole(["window_size"], 256, 1)
+        types = reader.get(["attention_types"], [[["global", "local"], 12]])
+        try:
+            implied = [kind for kinds, times in types for _ in range(min(times, MOST_LAYERS)) for kind in kinds]
+        except (TypeError, ValueError):
+            implied = []
+        kinds = reader.get(["attention_layers"], implied) if "attention_types" not in reader.raw else implied
+        reader.names_read.add("attention_layers")  # transformers makes it from attention_types
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"global", "local"}:
+            reader.refuse("attention_types", types, f"must be {layers} of global, local")
+            return
+        short = ["sliding" if kind == "local" else "full" for kind in kinds]
+        values["sliding_window"] = window if "sliding" in short else 0
+        values["layer_pattern"] = _pattern(short)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        kinds = ["local" if kind == "sliding" else "global" for kind in model.kind_of_each_layer]
+        return {"attention_types": [[kinds, 1]], "attention_layers": kinds, "window_size": model.sliding_window or 256}
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseLayers:
+    """mlp_only_layers: the layers without experts, which must be the first ones."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        dense = reader.get(["mlp_only_layers"], [])
+        count = len(dense) if isinstance(dense, list) else 0
+        if dense != list(range(count)):
+            reader.refuse("mlp_only_layers", dense, "are not the first layers: other layers without experts are not "
+                          "supported")  # fmt: skip
+        values["dense_layers"] = count
+        values["sparse_step"] = reader.whole(["decoder_sparse_step"], 1, 1)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": model.sparse_step}
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLayers:
+    """Llama 4's layers with experts: moe_layers, or every interleave_moe_layer_step-th."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        step = reader.whole(["interleave_moe_layer_step"], 1, 1)
+        sparse = reader.get(["moe_layers"], list(range(step - 1, layers, step)))
+        if isinstance(sparse, list) and sparse and type(sparse[0]) is int:
+            step = max(sparse[0] + 1, 1)
+        if not sparse or sparse != list(range(step - 1, layers, step)):
+            reader.refuse("moe_layers", sparse, "are not every n-th layer: other layers with experts are not supported")
+        values["sparse_step"] = step
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        step = model.sparse_step
+        return {"interleave_moe_layer_step": step, "moe_layers": list(range(step - 1, model.layers, step))}
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExperts:
+    """n_shared_experts: how many experts, each as wide as a routed one, compute every token."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        values["shared_mlp"] = reader.whole(["n_shared_experts"], 1, 0) * values["expert_mlp"]
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"n_shared_experts": model.shared_mlp // model.expert_width}
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterTokens:
+    """num_nextn_predict_layers: layers behind the last one that predict later tokens. They are left out."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        reader.whole(["num_nextn_predict_layers", "num_mtp_layers"], 1, 0)
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        return {"num_nextn_predict_layers": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +271,12 @@ class EachLayer:
     setting: str
     default: int
 
-    def read(self, source: Source, values: Values) -> None:
-        given = source.get([self.name], self.default)
-        each = given if isinstance(given, list) and given else [given]
-        if isinstance(given, list) and (len(given) != values["layers"] or any(one != given[0] for one in given)):
-            source.refuse(self.name, given, f"is not one number, or {values['layers']} that are equal")
-        values[self.setting] = source.checked(self.name, each[0])
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        value = reader.get([self.name], self.default)
+        each = value if isinstance(value, list) and value else [value]
+        if isinstance(value, list) and (len(value) != values["layers"] or any(one != value[0] for one in value)):
+            reader.refuse(self.name, value, f"is not one number, or {values['layers']} that are equal")
+        values[self.setting] = reader.positive(self.name, each[0])
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {self.name: [getattr(model, self.setting)] * model.layers}
@@ -31,14 +286,14 @@ class EachLayer:
 class SparseActivation:
     """activation_sparsity_pattern: a number for each layer, one and the same for the first ones, then 0."""
 
-    def read(self, source: Source, values: Values) -> None:
+    def read(self, reader: ConfigReader, values: Values) -> None:
         layers, name = values["layers"] if isinstance(values["layers"], int) else 1, "activation_sparsity_pattern"
         usual = [0.95 if i < 10 < layers else 0.0 for i in range(layers)]
-        given = source.get([name], usual)
-        count = sum(map(bool, given)) if isinstance(given, list) else 0
-        share = given[0] if count else 0.0
-        if not isinstance(share, float) or not 0 <= share < 1 or given != [share] * count + [0] * (layers - count):
-            source.refuse(name, given, f"is not {layers} shares, of which the first are equal and the others 0")
+        shares = reader.get([name], usual)
+        count = sum(map(bool, shares)) if isinstance(shares, list) else 0
+        share = shares[0] if count else 0.0
+        if not isinstance(share, float) or not 0 <= share < 1 or shares != [share] * count + [0] * (layers - count):
+            reader.refuse(name, shares, f"is not {layers} shares, of which the first are equal and the others 0")
             count = 0
         values["activation_sparsity"] = float(share) if count else 0.0
         values["sparse_layers"] = count if count < layers else 0

@@ -77,7 +77,7 @@ class Tensor:
         return tuple(shape)
 
     def rows(self, weight: str, letters: str, model: config.Model) -> "AxisOrder":
-        """The place of `weight`, whose dimensions have `letters`, in the tensor."""
+        """Where `weight`, whose dimensions have `letters`, is in the tensor."""
         theirs = [letter for letter in self.axes if letter.isalpha()]
         ours = [letter if letter in theirs else _JOINED[letter] for letter in letters]
         along = tuple(self._along(weight, letter, model) for letter in letters)
@@ -89,28 +89,27 @@ class Tensor:
         if not self.linear:
             padded |= {"N": model.head_rows, "K": model.kv_head_rows}
         size = self._sizes(model)[letter]
-        found = np.arange(size)
+        entries = np.arange(size)
         if letter in "NK" and "R" in self.axes:
-            sizes, place = self._sizes(model), self.weights.index(weight)
-            heads = self._heads(sizes["N"], sizes["K"])
+            sizes, number = self._sizes(model), self.weights.index(weight)
+            heads = self._heads_of_weights(sizes["N"], sizes["K"])
             if self.order == "concatenated":
-                found += sum(heads[:place])
+                entries += sum(heads[:number])
             else:
                 each = [count // sizes["K"] for count in heads]  # of one key head
-                found = found // each[place] * sum(each) + sum(each[:place]) + found % each[place]
+                entries = entries // each[number] * sum(each) + sum(each[:number]) + entries % each[number]
         elif letter == "F" and "J" in self.axes:
             which = self.weights.index(weight)
-            found = 2 * found + which if self.interleaved_gate else found + size * which
+            entries = 2 * entries + which if self.interleaved_gate else entries + size * which
         elif letter == "H" and "X" in self.axes:
-            found += size * self.weights.index(weight)
+            entries += size * self.weights.index(weight)
         elif letter == "H" and self.interleaved_rope and weight.removesuffix("_norm.scale")[-1] in "qk":
             turned = model.rope_dim or model.head_dim
-            first = found[:turned]
+            first = entries[:turned]
             first[:] = np.concatenate([first[::2], first[1::2]])
-        return np.pad(found, (0, padded.get(letter, size) - size), constant_values=-1)
+        return np.pad(entries, (0, padded.get(letter, size) - size), constant_values=-1)
 
-    def _heads(self, N: int, K: int) -> list[int]:
-        """The heads of each of its weights."""
+    def _heads_of_weights(self, N: int, K: int) -> list[int]:
         of_keys = "qk" if self.linear else "kv"
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
@@ -118,7 +117,7 @@ class Tensor:
         N, K, H, A = model.heads, model.kv_heads, model.head_dim, 0
         if self.linear and (sizes := model.linear_attention):
             N, K, H, A = sizes.value_heads, sizes.key_heads, sizes.head_dim, sizes.taps
-        F, R = getattr(model, self.mlp), sum(self._heads(N, K))
+        F, R = getattr(model, self.mlp), sum(self._heads_of_weights(N, K))
         return {
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "P": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
@@ -129,13 +128,13 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class AxisOrder:
-    """The place of one weight in one tensor."""
+    """Where one weight is in one tensor."""
 
     along: tuple[np.ndarray, ...]  # for each axis of our weight: the tensor's entries; -1 for padding
     order: tuple[int, ...]  # for each axis of the tensor's view: the axis of our weight
 
     def picked(self, index: tuple[slice, ...]) -> tuple[list[slice | np.ndarray], tuple[slice, ...]]:
-        """The entries of the view that a slice of our array holds, and their places in the slice, axis by axis.
+        """The entries of the view that a slice of our array holds, and where they are in the slice, axis by axis.
 
         The rest of the slice is padding.
         """
@@ -148,20 +147,20 @@ class AxisOrder:
             take.append(_as_slice(real))
         return [take[axis] for axis in self.order], tuple(into)
 
-    def place(self, view: np.ndarray, piece: np.ndarray, index: tuple[slice, ...] | None = None) -> None:
+    def write_into(self, view: np.ndarray, piece: np.ndarray, index: tuple[slice, ...] | None = None) -> None:
         """Writes a slice of our array, or all of it, into the view of a tensor, without its padding."""
         take, into = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
         values = piece[into].transpose(self.order)
         slices = tuple(at for at in take if isinstance(at, slice))
         if len(slices) == len(take):
-            copy(view[slices], values)
+            copy_transposed(view[slices], values)
         else:
             view, values = _bits(view, values)
             numbers = zip(take, view.shape, strict=True)
             view[np.ix_(*(np.arange(size)[at] if isinstance(at, slice) else at for at, size in numbers))] = values
 
 
-def copy(into: np.ndarray, values: np.ndarray) -> None:
+def copy_transposed(into: np.ndarray, values: np.ndarray) -> None:
     """Copies an array into another one of its shape, quickly also where their dimensions lie in another order.
 
     numpy would go through all of one array's rows for each row of the other one, and each step would miss the cache. So

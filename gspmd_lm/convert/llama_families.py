@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
     CAUSAL,
@@ -20,9 +21,8 @@ from gspmd_lm.convert.family import (
     UNTIED,
     Family,
 )
-from gspmd_lm.convert.fields import Activation, Always, Cap, Divisor, Equal, Only, QueryScale, Same, Switch
-from gspmd_lm.convert.layer_fields import EachLayer, SparseActivation
-from gspmd_lm.convert.layer_kinds import LayerTypes, NoRopeLayers, Window, every_second
+from gspmd_lm.convert.fields import Activation, Cap, Constant, Divisor, Fixed, Flag, MustEqual, QueryScale, Renamed
+from gspmd_lm.convert.layer_fields import EachLayer, LayerTypes, NoRopeLayers, SparseActivation, Window, every_second
 from gspmd_lm.convert.names import (
     COHERE,
     ERNIE,
@@ -40,17 +40,18 @@ from gspmd_lm.convert.names import (
     STARCODER2,
 )
 from gspmd_lm.convert.rope import BETA, Rope
-from gspmd_lm.convert.source import Source
 
 
-def _window_layers(source: Source) -> Callable[[int], bool]:
-    first = source.whole(["max_window_layers"], 28, 0)
+def _window_layers(reader: ConfigReader) -> Callable[[int], bool]:
+    first = reader.whole(["max_window_layers"], 28, 0)
     return lambda i: i >= first
 
 
-def _all_but_every(length: int, name: str = "sliding_window_pattern") -> Callable[[Source], Callable[[int], bool]]:
-    def slides(source: Source) -> Callable[[int], bool]:
-        last = source.whole([name], length, 1) if name else length
+def _all_but_every(
+    length: int, name: str = "sliding_window_pattern"
+) -> Callable[[ConfigReader], Callable[[int], bool]]:
+    def slides(reader: ConfigReader) -> Callable[[int], bool]:
+        last = reader.whole([name], length, 1) if name else length
         return lambda i: (i + 1) % last != 0
 
     return slides
@@ -68,29 +69,30 @@ def _pattern_length(model):
 
 _QWEN_LAYERS = LayerTypes(4096, _window_layers, "use_sliding_window", _first_window_layer)
 _GEMMA = (
-    Always("embedding_scale", lambda values: math.sqrt(values["embed"])),
-    Same("head_dim", "head_dim", 256),
+    Constant("embedding_scale", lambda values: math.sqrt(values["embed"])),
+    Renamed("head_dim", "head_dim", 256),
     ATTENTION_BIAS,
     CAUSAL,
     TIED,
 )
 _GEMMA_CAPS = (
-    Always("norm_offset", 1.0),
+    Constant("norm_offset", 1.0),
     QueryScale(),
-    Always("post_norms", True),
+    Constant("post_norms", True),
     Activation("hidden_activation hidden_act", "gelu_pytorch_tanh", TANH),
 )
-_MLP_BIAS = Switch("mlp_bias", ("mlp_bias",), False)
+_MLP_BIAS = Flag("mlp_bias", ("mlp_bias",), False)
 _ALL_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
 _COHERE = (
-    Always("norm", "layernorm"), Same("layer_norm_eps", "norm_eps", 1e-5), Always("block", "parallel"), SILU,
-    Same("logit_scale", "logit_scale", 0.0625), Always("qk_norm_kind", "per_head"), NO_HEAD_DIM, ATTENTION_BIAS, TIED,
-    Equal("head_dim", "head_dim", "is not hidden_size / num_attention_heads"),
+    Constant("norm", "layernorm"), Renamed("layer_norm_eps", "norm_eps", 1e-5), Constant("block", "parallel"), SILU,
+    Renamed("logit_scale", "logit_scale", 0.0625), Constant("qk_norm_kind", "per_head"), NO_HEAD_DIM, ATTENTION_BIAS,
+    TIED,
+    MustEqual("head_dim", "head_dim", "is not hidden_size / num_attention_heads"),
 )  # fmt: skip
 # OLMo 2: norms behind attention and MLP and none before them, and norms over all heads at once.
 _OLMO2 = (
-    Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Always("pre_norms", False), Always("post_norms", True),
-    Always("qk_norm", True), Always("qk_norm_kind", "joint"), SILU, ATTENTION_BIAS, UNTIED,
+    Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Constant("pre_norms", False), Constant("post_norms", True),
+    Constant("qk_norm", True), Constant("qk_norm_kind", "joint"), SILU, ATTENTION_BIAS, UNTIED,
 )  # fmt: skip
 
 
@@ -109,13 +111,13 @@ LLAMA_FAMILIES = (
     ),
     Family(
         "Qwen2", "qwen2", "Qwen2ForCausalLM", "model.",
-        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Always("qkv_bias", True), _QWEN_LAYERS, UNTIED),
+        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Constant("qkv_bias", True), _QWEN_LAYERS, UNTIED),
         LLAMA, INV_FREQ,
     ),
     Family(
         "Qwen3", "qwen3", "Qwen3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Always("qk_norm", True), ATTENTION_BIAS,
+            *LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS,
             _QWEN_LAYERS, UNTIED,
         ),
         LLAMA_QK, INV_FREQ,
@@ -123,7 +125,7 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma", "gemma", "GemmaForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, Always("norm_offset", 1.0), Rope(),
+            *LLAMA_SIZES, EPS, *_GEMMA, Constant("norm_offset", 1.0), Rope(),
             Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),)),
         ),
         LLAMA, INV_FREQ,
@@ -141,9 +143,9 @@ LLAMA_FAMILIES = (
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM", "model.",
         (
             *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, 
-            Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), Always("qk_norm", True),
+            Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), Constant("qk_norm", True),
             LayerTypes(4096, _all_but_every(6), older=_pattern_length),
-            Only("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
+            Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
         GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
@@ -152,17 +154,17 @@ LLAMA_FAMILIES = (
         "Gemma 3n", "gemma3n_text", "Gemma3nForCausalLM", "model.",
         (
             *LLAMA_SIZES[:5], EachLayer("intermediate_size", "mlp", 16384),
-            Same("max_position_embeddings", "context", 32768), EPS, *_GEMMA,
+            Renamed("max_position_embeddings", "context", 32768), EPS, *_GEMMA,
             Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), LayerTypes(512, _all_but_every(5, "")),
-            Activation("hidden_activation", "gelu_pytorch_tanh", TANH), Always("post_norms", True),
-            Always("qk_norm", True), Always("value_norm", True), Always("query_scale", 1.0),
+            Activation("hidden_activation", "gelu_pytorch_tanh", TANH), Constant("post_norms", True),
+            Constant("qk_norm", True), Constant("value_norm", True), Constant("query_scale", 1.0),
             Cap("final_logit_softcapping", "logit_softcap", 30.0),
-            Same("num_kv_shared_layers", "shared_kv_layers", 15, none=True), SparseActivation(),
-            Same("altup_num_inputs", "residual_streams", 4), Same("laurel_rank", "laurel_rank", 64),
-            Same("hidden_size_per_layer_input", "layer_embed", 256),
-            Same("vocab_size_per_layer_input", "layer_vocab", 262144),
-            Only("altup_active_idx", 0, "makes another stream than the first one the block's, which is not supported"),
-            Only("altup_correct_scale", True, "leaves a scale out, which is not supported"),
+            Renamed("num_kv_shared_layers", "shared_kv_layers", 15, may_be_zero=True), SparseActivation(),
+            Renamed("altup_num_inputs", "residual_streams", 4), Renamed("laurel_rank", "laurel_rank", 64),
+            Renamed("hidden_size_per_layer_input", "layer_embed", 256),
+            Renamed("vocab_size_per_layer_input", "layer_vocab", 262144),
+            Fixed("altup_active_idx", 0, "makes another stream than the first one the block's, which is not supported"),
+            Fixed("altup_correct_scale", True, "leaves a scale out, which is not supported"),
         ),
         # altup_coef_clip is of training: transformers cuts off coefficients above it, which no published model reaches.
         # transformers does not read the others.
@@ -171,7 +173,7 @@ LLAMA_FAMILIES = (
     Family(
         "Ministral 3", "ministral3", "Ministral3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, SILU, Window(None), UNTIED,
+            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, SILU, Window(None), UNTIED,
             Rope(temperature=True, default={
                 "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
                 "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
@@ -182,10 +184,10 @@ LLAMA_FAMILIES = (
     Family(
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, SILU, Window(None),
+            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, SILU, Window(None),
             Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))), UNTIED,
-            Only("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
-            Only("interpolate_factor", 1, "stretches positions, which is not supported"),
+            Fixed("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
+            Fixed("interpolate_factor", 1, "stretches positions, which is not supported"),
         ),
         PHI3, INV_FREQ,
     ),
@@ -193,15 +195,15 @@ LLAMA_FAMILIES = (
         "GLM-4", "glm", "GlmForCausalLM", "model.",
         (
             *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU,
-            Switch("attention_bias", ("qkv_bias",), True), UNTIED,
+            Flag("attention_bias", ("qkv_bias",), True), UNTIED,
         ),
         GLM, INV_FREQ,
     ),
     Family(
         "GLM-4-0414", "glm4", "Glm4ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Always("post_norms", True),
-            Switch("attention_bias", ("qkv_bias",), True), UNTIED,
+            *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Constant("post_norms", True),
+            Flag("attention_bias", ("qkv_bias",), True), UNTIED,
         ),
         GLM4, INV_FREQ,
     ),
@@ -209,14 +211,14 @@ LLAMA_FAMILIES = (
         "Granite", "granite", "GraniteForCausalLM", "model.",
         (
             *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, _MLP_BIAS, UNTIED,
-            Same("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
-            Same("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
+            Renamed("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
+            Renamed("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
         ),
         LLAMA, INV_FREQ,
     ),
     Family(
         "Cohere", "cohere", "CohereForCausalLM", "model.",
-        (*LLAMA_SIZES, *_COHERE, Rope(5e5), Switch("use_qk_norm", ("qk_norm",), False)),
+        (*LLAMA_SIZES, *_COHERE, Rope(5e5), Flag("use_qk_norm", ("qk_norm",), False)),
         COHERE, INV_FREQ,
     ),
     Family(
@@ -231,9 +233,10 @@ LLAMA_FAMILIES = (
     Family(
         "OLMo", "olmo", "OlmoForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Always("norm", "layernorm"), Always("norm_scale", False), Always("norm_eps", 1e-5), HEAD_DIM,
+            *LLAMA_SIZES, Constant("norm", "layernorm"), Constant("norm_scale", False), Constant("norm_eps", 1e-5),
+            HEAD_DIM,
             Rope(), SILU, ATTENTION_BIAS, UNTIED,
-            Only("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
+            Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
         ),
         LLAMA, INV_FREQ,
     ),
@@ -251,7 +254,7 @@ LLAMA_FAMILIES = (
     Family(
         "SmolLM3", "smollm3", "SmolLM3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:4], Same("num_key_value_heads", "kv_heads", 4), *LLAMA_SIZES[5:], EPS, HEAD_DIM, Rope(2e6),
+            *LLAMA_SIZES[:4], Renamed("num_key_value_heads", "kv_heads", 4), *LLAMA_SIZES[5:], EPS, HEAD_DIM, Rope(2e6),
             SILU, ATTENTION_BIAS, _MLP_BIAS, NoRopeLayers(), TIED,
         ),
         LLAMA, INV_FREQ, ("max_window_layers",),
@@ -259,25 +262,26 @@ LLAMA_FAMILIES = (
     Family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, *PLAIN_LAYERNORM, Same("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(), Window(None),
-            Activation("hidden_act", "gelu_pytorch_tanh", TANH), Switch("use_bias", _ALL_BIASES, True), TIED,
+            *LLAMA_SIZES, *PLAIN_LAYERNORM, Renamed("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(), Window(None),
+            Activation("hidden_act", "gelu_pytorch_tanh", TANH), Flag("use_bias", _ALL_BIASES, True), TIED,
         ),
         STARCODER2, INV_FREQ, ("norm_type", "mlp_type"),
     ),
     Family(
         "StableLM", "stablelm", "StableLmForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Always("norm", "layernorm"), Always("norm_bias", True), NO_HEAD_DIM, SILU,
-            Same("layer_norm_eps", "norm_eps", 1e-5), Rope(part=0.25), Switch("use_qkv_bias", ("qkv_bias",), False),
-            Switch("use_parallel_residual", ("block",), False, "parallel", "sequential"), UNTIED,
-            Only("qk_layernorm", False, "stores the norm of each head as a tensor of its own, which is not supported"),
+            *LLAMA_SIZES, Constant("norm", "layernorm"), Constant("norm_bias", True), NO_HEAD_DIM, SILU,
+            Renamed("layer_norm_eps", "norm_eps", 1e-5), Rope(part=0.25), Flag("use_qkv_bias", ("qkv_bias",), False),
+            Flag("use_parallel_residual", ("block",), False, "parallel", "sequential"), UNTIED,
+            Fixed("qk_layernorm", False, "stores the norm of each head as a tensor of its own, which is not supported"),
         ),
         LLAMA, INV_FREQ,
     ),
     Family(
         "Nemotron", "nemotron", "NemotronForCausalLM", "model.",
         (
-            *LLAMA_SIZES, *PLAIN_LAYERNORM, Always("norm_offset", 1.0), Same("norm_eps", "norm_eps", 1e-5), HEAD_DIM,
+            *LLAMA_SIZES, *PLAIN_LAYERNORM, Constant("norm_offset", 1.0), Renamed("norm_eps", "norm_eps", 1e-5),
+            HEAD_DIM,
             Rope(part=0.5), Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
         ),
         LLAMA, INV_FREQ,
@@ -285,24 +289,24 @@ LLAMA_FAMILIES = (
     Family(
         "Seed-OSS", "seed_oss", "SeedOssForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:4], Same("num_key_value_heads", "kv_heads", 8), *LLAMA_SIZES[5:], EPS, HEAD_128, Rope(),
-            SILU, Switch("attention_bias", ("qkv_bias",), True), _MLP_BIAS, UNTIED,
-            Switch("attention_out_bias", ("attention_out_bias",), False),
+            *LLAMA_SIZES[:4], Renamed("num_key_value_heads", "kv_heads", 8), *LLAMA_SIZES[5:], EPS, HEAD_128, Rope(),
+            SILU, Flag("attention_bias", ("qkv_bias",), True), _MLP_BIAS, UNTIED,
+            Flag("attention_out_bias", ("attention_out_bias",), False),
         ),
         LLAMA, INV_FREQ,
     ),
     Family(
         "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, Rope(5e5), SILU,
-            Switch("use_bias", _ALL_BIASES, False), TIED,
+            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, Rope(5e5), SILU,
+            Flag("use_bias", _ALL_BIASES, False), TIED,
         ),
         ERNIE, INV_FREQ,
     ),
     Family(
         "Arcee", "arcee", "ArceeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Same("rms_norm_eps", "norm_eps", 1e-5), Always("mlp_kind", "plain"), HEAD_DIM, Rope(),
+            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), Constant("mlp_kind", "plain"), HEAD_DIM, Rope(),
             Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
         ),
         LLAMA, INV_FREQ,
@@ -310,10 +314,11 @@ LLAMA_FAMILIES = (
     Family(
         "Phi", "phi", "PhiForCausalLM", "model.",
         (
-            *LLAMA_SIZES, *PLAIN_LAYERNORM, Same("layer_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Rope(part=0.5),
-            Activation("hidden_act", "gelu_new", GELU_NEW), Always("block", "parallel"), Always("qkv_bias", True),
-            Always("attention_out_bias", True), Always("mlp_bias", True), Always("unembedding_bias", True), UNTIED,
-            Switch("qk_layernorm", ("qk_norm",), False),
+            *LLAMA_SIZES, *PLAIN_LAYERNORM, Renamed("layer_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Rope(part=0.5),
+            Activation("hidden_act", "gelu_new", GELU_NEW), Constant("block", "parallel"), Constant("qkv_bias", True),
+            Constant("attention_out_bias", True), Constant("mlp_bias", True), Constant("unembedding_bias", True),
+            UNTIED,
+            Flag("qk_layernorm", ("qk_norm",), False),
         ),
         PHI, INV_FREQ,
     ),

@@ -64,22 +64,22 @@ def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     if named not in (first, *others, whole, f"{whole}_text"):
         raise InputError(f"{place}: text_config.model_type: {shown(named)} is not supported in {whole}\n"
                          f"  fix   a model whose text part is one of {', '.join(kinds.split())}")  # fmt: skip
-    found = defaults | {name: value for name, value in inner.items() if name not in _DROPPED}
-    found |= {name: raw[name] for name in _SHARED if raw.get(name) is not None}
+    fields = defaults | {name: value for name, value in inner.items() if name not in _DROPPED}
+    fields |= {name: raw[name] for name in _SHARED if raw.get(name) is not None}
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(given := found.get(name), dict):
-            plain = {field: value for field, value in given.items() if field not in _MROPE}
+        if isinstance(rope := fields.get(name), dict):
+            plain = {field: value for field, value in rope.items() if field not in _MROPE}
             for field in ("type", "rope_type"):
                 if plain.get(field) == "mrope":
                     plain[field] = "default"
-            found[name] = plain
-    return found | {"model_type": named if named in others else first}
+            fields[name] = plain
+    return fields | {"model_type": named if named in others else first}
 
 
 def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of the text part, by the names that they have in a model of text alone."""
     names = {_HEAD.sub("", _TEXT.sub("model.", name)): name for name in stored if not _OTHERS.search(name)}
-    return {name: stored[given] for name, given in names.items()}
+    return {name: stored[original] for name, original in names.items()}
 
 
 def without_later_tokens(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
@@ -100,5 +100,5 @@ def _without(
     if not isinstance(layers, int) or not isinstance(count, int):
         return dict(stored)
     left_out = range(layers, layers + count) if behind else range(layers - count, layers)
-    numbers = {name: int(found[1]) for name in stored if (found := pattern.match(name))}
+    numbers = {name: int(match[1]) for name in stored if (match := pattern.match(name))}
     return {name: where for name, where in stored.items() if numbers.get(name) not in left_out}

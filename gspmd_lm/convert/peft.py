@@ -14,14 +14,16 @@ from gspmd_lm import config, files
 from gspmd_lm.convert import architecture, safetensors
 from gspmd_lm.convert.families import Family
 from gspmd_lm.convert.layout import AxisOrder, Tensor
-from gspmd_lm.convert.pretrained import Place, places
+from gspmd_lm.convert.pretrained import ArrayLocation, array_locations
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the prefix of PEFT's names: the adapted model, and in it the original one
 
-Member = tuple[Place, np.ndarray, np.ndarray]  # the place of a weight, and the two matrices of its adapter in one layer
+Member = tuple[
+    ArrayLocation, np.ndarray, np.ndarray
+]  # where a weight is, and the two matrices of its adapter in one layer
 
 
 def write_adapter(
@@ -36,9 +38,9 @@ def write_adapter(
     the same: the `a` side by side, the `b` in blocks. Raises InputError if there are no adapters, if experts have some,
     if the folder holds something, or if no family of transformers can express the model.
     """
-    row, plain = described(folder, model, like)
+    row, plain = family_and_model(folder, model, like)
     assert model.lora
-    modules = _modules(places(row, plain), lora.adapters(params), model.lora)
+    modules = _modules(array_locations(row, plain), lora.adapters(params), model.lora)
     tensors = {}
     for name, members in modules.items():
         a, b = _matrices(members, model)
@@ -48,12 +50,14 @@ def write_adapter(
         with files.appearing(folder) as made:
             (made / CONFIG).write_text(description + "\n", encoding="utf-8")
             with open(made / WEIGHTS, "wb") as file:
-                file.write(safetensors.start({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
+                file.write(safetensors.header_bytes({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
                 for tensor in tensors.values():
                     file.write(np.ascontiguousarray(tensor, np.float32).data)
 
 
-def described(folder: Path, model: config.Model, like: Mapping[str, Any] | None = None) -> tuple[Family, config.Model]:
+def family_and_model(
+    folder: Path, model: config.Model, like: Mapping[str, Any] | None = None
+) -> tuple[Family, config.Model]:
     """The family and the model that the adapters belong to. Raises InputError as `write_adapter` does.
 
     No weights are needed.
@@ -74,22 +78,21 @@ def described(folder: Path, model: config.Model, like: Mapping[str, Any] | None 
 
 def _modules(tree: Any, adapters: Any, settings: config.Lora) -> dict[str, list[Member]]:
     """The modules of transformers ("model.layers.0.self_attn.q_proj"), each with the adapters of its weights."""
-    found: dict[str, list[Member]] = {}
+    modules: dict[str, list[Member]] = {}
     flat: dict[tuple[str, ...], Any] = flatten_dict(adapters)
-    placed: dict[tuple[str, ...], Any] = flatten_dict(tree)
-    for path, place in placed.items():
+    locations: dict[tuple[str, ...], Any] = flatten_dict(tree)
+    for path, location in locations.items():
         *module, name = path
         if name not in settings.targets:
             continue
-        a, b = (_whole(flat[*module, f"{name}_{part}"]) for part in "ab")
-        for i, tensor in enumerate(place.names()):
-            member = (place, a[i], b[i]) if place.lead else (place, a, b)
-            found.setdefault(_module(tensor), []).append(member)
-    return dict(sorted(found.items()))
+        a, b = (_numpy_copy(flat[*module, f"{name}_{part}"]) for part in "ab")
+        for i, tensor in enumerate(location.names()):
+            member = (location, a[i], b[i]) if location.lead else (location, a, b)
+            modules.setdefault(_module(tensor), []).append(member)
+    return dict(sorted(modules.items()))
 
 
-def _whole(array: Any) -> np.ndarray:
-    """A numpy copy of an array, on every process."""
+def _numpy_copy(array: Any) -> np.ndarray:
     if jax.process_count() > 1:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array, np.float32)
@@ -103,20 +106,20 @@ def _matrices(members: Sequence[Member], model: config.Model) -> tuple[np.ndarra
     """lora_A [rank, inputs] and lora_B [outputs, rank] of a module. The ranks of its members follow one another."""
     rank = members[0][1].shape[-1]
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    for place, a, b in members:
-        rows, read = place.tensor.rows(place.weight, place.letters, model), a.ndim - 1
-        view = place.tensor.view(model)
+    for location, a, b in members:
+        rows, read = location.tensor.rows(location.weight, location.letters, model), a.ndim - 1
+        view = location.tensor.view(model)
         sides = (range(read), a), (range(read, len(rows.along)), np.moveaxis(b, 0, -1))
         for part, (axes, matrix) in zip(parts, sides, strict=True):
             sizes = [size for size, axis in zip(view, rows.order, strict=True) if axis in axes]
             whole = np.zeros((*sizes, rank), np.float32)
-            _side(rows, axes, rank).place(whole, matrix)
+            _side(rows, axes, rank).write_into(whole, matrix)
             part.append(whole.reshape(-1, rank))
     return np.concatenate(parts[0], -1).T, np.concatenate(parts[1], -1)
 
 
 def _side(rows: AxisOrder, axes: range, rank: int) -> AxisOrder:
-    """The place of some of a weight's axes in its tensor, followed by the rank."""
+    """Where some of a weight's axes are in its tensor, followed by the rank."""
     along = (*(rows.along[axis] for axis in axes), np.arange(rank))
     return AxisOrder(along, (*(axis - axes.start for axis in rows.order if axis in axes), len(axes)))
 
@@ -124,11 +127,11 @@ def _side(rows: AxisOrder, axes: range, rank: int) -> AxisOrder:
 def _description(row: Family, modules: Mapping[str, list[Member]], model: config.Model, base: str) -> dict[str, Any]:
     """The fields of adapter_config.json."""
     assert model.lora
-    members = {found[0][0].tensor: found for found in modules.values()}
+    members = {group[0][0].tensor: group for group in modules.values()}
     names = {tensor: _name(tensor, row, members) for tensor in members}
     rank, alpha = model.lora.rank, model.lora.alpha
     alpha = int(alpha) if alpha.is_integer() else alpha
-    fused = {names[tensor]: len(found) for tensor, found in members.items() if len(found) > 1}
+    fused = {names[tensor]: len(group) for tensor, group in members.items() if len(group) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -138,7 +141,7 @@ def _description(row: Family, modules: Mapping[str, list[Member]], model: config
         "rank_pattern": {name: count * rank for name, count in fused.items()},
         "alpha_pattern": {name: count * alpha for name, count in fused.items()},  # alpha / rank stays the same
         "target_modules": sorted(set(names.values())),
-        "fan_in_fan_out": all(_inputs_first(found[0], model) for found in members.values()),
+        "fan_in_fan_out": all(_inputs_first(group[0], model) for group in members.values()),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -147,8 +150,8 @@ def _description(row: Family, modules: Mapping[str, list[Member]], model: config
 
 def _inputs_first(member: Member, model: config.Model) -> bool:
     """Whether a published weight is [inputs, outputs], as in GPT-2's Conv1D."""
-    place, a, _ = member
-    return place.tensor.rows(place.weight, place.letters, model).order[0] < a.ndim - 1
+    location, a, _ = member
+    return location.tensor.rows(location.weight, location.letters, model).order[0] < a.ndim - 1
 
 
 def _name(tensor: Tensor, row: Family, adapted: Collection[Tensor]) -> str:

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy
+from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
@@ -31,7 +31,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ArrayLocation:
     """One array of our model, and the tensors that hold it."""
 
     path: str  # "layers.attention.wq"
@@ -49,9 +49,9 @@ class Place:
         return [self.tensor.name.format(layer, expert=i, stream=i) for layer in self.layers or ("",) for i in several]
 
 
-def places(row: Family, model: config.Model) -> Any:
-    """The tree of a model's parameters, with a Place for each. Raises InputError for one that the family lacks."""
-    found = arrays(functools.partial(init, model), DECODER)
+def array_locations(row: Family, model: config.Model) -> Any:
+    """The tree of a model's parameters, with an ArrayLocation for each. Raises InputError if the family lacks one."""
+    shapes = arrays(functools.partial(init, model), DECODER)
     held = {
         (weight, tensor.has_experts): tensor
         for tensor in row.tensors
@@ -60,16 +60,16 @@ def places(row: Family, model: config.Model) -> Any:
     }
     lacking = []
 
-    def place(leaf: Named, like: Any) -> Place | None:
+    def locate(leaf: Named, like: Any) -> ArrayLocation | None:
         weight, layers, stacked = _layers(leaf.path, model)
         if not (tensor := held.get((weight, "expert" in leaf.axes))):
             lacking.append(weight)
             return None
         ahead = stacked + tensor.is_one_of_several
         letters = "".join(LETTERS[axis] for axis in leaf.axes[ahead:])
-        return Place(leaf.path, weight, layers, like.shape[:ahead], letters, like.shape, like.dtype, tensor)
+        return ArrayLocation(leaf.path, weight, layers, like.shape[:ahead], letters, like.shape, like.dtype, tensor)
 
-    tree = jax.tree.map(place, found.named_params, found.params, is_leaf=lambda leaf: isinstance(leaf, Named))
+    tree = jax.tree.map(locate, shapes.named_params, shapes.params, is_leaf=lambda leaf: isinstance(leaf, Named))
     if lacking:
         raise InputError(f"{row.name} has no tensor for {', '.join(dict.fromkeys(lacking))}")
     return tree
@@ -99,7 +99,7 @@ class Pretrained:
     like: Mapping[str, Any]  # its config.json, with the true dtype of its weights
     tokenizer: Path | None
     files: Mapping[str, Stored]  # the tensors, by the family's names
-    places: Any  # the tree of parameters, with a Place for each
+    locations: Any  # the tree of parameters, with an ArrayLocation for each
     left_out: int = 0  # tensors of other parts than the text
     notes: Sequence[str] = ()  # sentences about what its config.json says and the settings do not
 
@@ -115,36 +115,40 @@ class Pretrained:
         Each process reads the parts that its devices hold, one part at a time. The host holds nothing but these parts
         and the part that is being read.
         """
-        places = self.places
+        locations = self.locations
         if dtypes is not None:
-            places = jax.tree.map(lambda place, dtype: dataclasses.replace(place, dtype=dtype), places, dtypes)
-        return jax.tree.map(self._array, places, shardings)
+            locations = jax.tree.map(
+                lambda location, dtype: dataclasses.replace(location, dtype=dtype), locations, dtypes
+            )
+        return jax.tree.map(self._array, locations, shardings)
 
-    def _array(self, place: Place, sharding: jax.sharding.Sharding) -> jax.Array:
+    def _array(self, location: ArrayLocation, sharding: jax.sharding.Sharding) -> jax.Array:
         devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-        for device, index in sharding.addressable_devices_indices_map(place.shape).items():
-            index = index or (slice(None),) * len(place.shape)
-            part = tuple(at.indices(size)[:2] for at, size in zip(index, place.shape, strict=True))
+        for device, index in sharding.addressable_devices_indices_map(location.shape).items():
+            index = index or (slice(None),) * len(location.shape)
+            part = tuple(at.indices(size)[:2] for at, size in zip(index, location.shape, strict=True))
             devices.setdefault(part, []).append(device)
-        shards = [shard for part, holders in devices.items() for shard in self._put(place, part, holders, sharding)]
-        return jax.make_array_from_single_device_arrays(place.shape, sharding, shards)
+        shards = [shard for part, holders in devices.items() for shard in self._put(location, part, holders, sharding)]
+        return jax.make_array_from_single_device_arrays(location.shape, sharding, shards)
 
-    def _put(self, place: Place, part: Any, holders: list[Any], sharding: jax.sharding.Sharding) -> list[jax.Array]:
+    def _put(
+        self, location: ArrayLocation, part: Any, holders: list[Any], sharding: jax.sharding.Sharding
+    ) -> list[jax.Array]:
         """A part of an array on each device that holds it. The copy on the host is dropped."""
-        on_host = self.part(place, tuple(slice(*at) for at in part))
+        on_host = self.part(location, tuple(slice(*at) for at in part))
         kind = sharding.memory_kind
         return jax.block_until_ready(
             [jax.device_put(on_host, SingleDeviceSharding(device, memory_kind=kind)) for device in holders]
         )
 
-    def part(self, place: Place, index: tuple[slice, ...]) -> np.ndarray:
+    def part(self, location: ArrayLocation, index: tuple[slice, ...]) -> np.ndarray:
         """A slice of one of our arrays, read from the files; padding is zero."""
-        model, tensor = self.config.model, place.tensor
-        rows = tensor.rows(place.weight, place.letters, model)
+        model, tensor = self.config.model, location.tensor
+        rows = tensor.rows(location.weight, location.letters, model)
         shape = tuple(at.stop - at.start for at in index)
-        whole = _zeros(shape, place.dtype)
-        ahead = len(place.lead)
-        names = np.array(place.names()).reshape(place.lead)[index[:ahead]]
+        whole = _zeros(shape, location.dtype)
+        ahead = len(location.lead)
+        names = np.array(location.names()).reshape(location.lead)[index[:ahead]]
         for name, one in zip(names.ravel(), whole.reshape(names.size, *shape[ahead:]), strict=True):
             self._fill(one, self.files[str(name)], rows, index[ahead:], tensor.view(model))
         return whole
@@ -154,7 +158,7 @@ class Pretrained:
         theirs = out[into].transpose(rows.order)  # in the tensor's order of dimensions
         step = max(BLOCK_BYTES * view[0] // stored.bytes, 1)
         for start in range(0, len(theirs), step):
-            copy(theirs[start : start + step], stored.read(view, [_rows(take[0], start, step), *take[1:]]))
+            copy_transposed(theirs[start : start + step], stored.read(view, [_rows(take[0], start, step), *take[1:]]))
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -173,7 +177,7 @@ def _rows(take: slice | np.ndarray, start: int, count: int) -> slice | np.ndarra
     return take[start : start + count]
 
 
-def read(
+def open_folder(
     folder: Path, overrides: Sequence[str] = (), ignored: Collection[str] = (), fix: str = "{flags}"
 ) -> Pretrained:
     """The model of a folder that transformers wrote, checked against its files.
@@ -192,18 +196,18 @@ def read(
 
 
 def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix: str) -> Pretrained:
-    whole, place = architecture.load(folder), str(folder / architecture.CONFIG)
+    whole, place = architecture.read_config_json(folder), str(folder / architecture.CONFIG)
     text = multimodal.text_config(whole, place)
-    raw, quantised = dequantise.split(text, place)
-    row = architecture.family(raw, place)
+    raw, quantised = dequantise.split_config(text, place)
+    row = architecture.family_of(raw, place)
     architecture.check_ignored(row, raw, place, ignored)
-    values = architecture.settings(row, raw, place, ignored, fix)
-    every = stored = safetensors.stored(folder)
+    values = architecture.model_settings(row, raw, place, ignored, fix)
+    every = stored = safetensors.stored_tensors(folder)
     if text is not whole:
         stored = multimodal.text_tensors(stored)
     left_out = len(every) - len(stored)
     if quantised:
-        stored = dequantise.tensors(stored, quantised, str(folder))
+        stored = dequantise.dequantised(stored, quantised, str(folder))
     with_shared, stored = len(stored), multimodal.without_shared_keys(stored, raw)
     with_later, stored = len(stored), multimodal.without_later_tokens(stored, raw)
     tokenizer = folder / architecture.TOKENIZER
@@ -216,10 +220,10 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         "compute_dtype": "float32" if source_dtype == "float32" else "bfloat16",
     }
     notes = [*architecture.notes(row, raw), *(dequantise.notes(stored, quantised) if quantised else [])]
-    found = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place, notes)
-    _check_sizes(place, row, found.model, stored)
-    tree = places(row, found.model)
-    files = _checked(folder, row, found.model, jax.tree.leaves(tree), stored)
+    run_config = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place, notes)
+    _check_sizes(place, row, run_config.model, stored)
+    tree = array_locations(row, run_config.model)
+    files = _checked(folder, row, run_config.model, jax.tree.leaves(tree), stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
     if text is not whole:
@@ -227,7 +231,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     if len(stored) < with_later:
         like[multimodal.LATER_TOKENS] = 0
     left_out += with_shared - len(stored)
-    return Pretrained(found, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
+    return Pretrained(run_config, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 
 def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:
@@ -248,18 +252,18 @@ def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[s
 
 
 def _checked(
-    folder: Path, row: Family, model: config.Model, leaves: list[Place], stored: Mapping[str, Stored]
+    folder: Path, row: Family, model: config.Model, leaves: list[ArrayLocation], stored: Mapping[str, Stored]
 ) -> dict[str, Stored]:
     """The tensors by the family's names. Raises InputError if they are not exactly those of the model."""
-    wanted = {name: place.tensor.shape(model) for place in leaves for name in place.names()}
+    wanted = {name: location.tensor.shape(model) for location in leaves for name in location.names()}
     files, unexpected = {}, []
     head = next(tensor.name for tensor in row.tensors if tensor.weights == ("unembedding",))
-    for given, where in stored.items():
-        name = given if given in wanted or row.prefix + given not in wanted else row.prefix + given
+    for published, where in stored.items():
+        name = published if published in wanted or row.prefix + published not in wanted else row.prefix + published
         if name in wanted and name not in files:
             files[name] = where
-        elif not row.is_no_weight(given) and not (model.tied_embeddings and given == head):
-            unexpected.append(given)
+        elif not row.is_no_weight(published) and not (model.tied_embeddings and published == head):
+            unexpected.append(published)
     missing = [name for name in wanted if name not in files]
     shapes = {name: (where.shape, wanted[name]) for name, where in files.items() if where.shape != wanted[name]}
     kinds = {name: where.dtype for name, where in files.items() if where.dtype not in safetensors.DTYPES}
@@ -275,7 +279,7 @@ def _checked(
         for line in _by_layer({name: f" is {kind}; supported are {known}" for name, kind in kinds.items()})
     ]
     if not lines and model.tied_embeddings and head in stored:
-        embedding = next(place.tensor.name for place in leaves if place.path == "embedding")
+        embedding = next(location.tensor.name for location in leaves if location.path == "embedding")
         if not _alike(stored[head], files[embedding]):
             lines = [
                 f"  unexpected   {head}: not equal to {embedding}; set tie_word_embeddings to false in config.json"
@@ -297,11 +301,11 @@ def _alike(a: Stored, b: Stored) -> bool:
 def _by_layer(names: Mapping[str, str]) -> list[str]:
     """The lines of a message about tensors. Names that differ only in their layer share a line."""
     grouped: dict[tuple[str, str], list[str]] = {}
-    for name, said in names.items():
-        grouped.setdefault((_LAYER.sub(".{}.", name), said), []).append(name)
+    for name, remark in names.items():
+        grouped.setdefault((_LAYER.sub(".{}.", name), remark), []).append(name)
     return [
-        f"{alike[0]}{said}" if len(alike) == 1 else f"{name}{said} ({len(alike)} of them)"
-        for (name, said), alike in grouped.items()
+        f"{alike[0]}{remark}" if len(alike) == 1 else f"{name}{remark} ({len(alike)} of them)"
+        for (name, remark), alike in grouped.items()
     ]
 
 

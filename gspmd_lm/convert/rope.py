@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspmd_lm import config
+from gspmd_lm.convert.config_reader import LARGEST, ConfigReader
 from gspmd_lm.convert.fields import Values
-from gspmd_lm.convert.source import LARGEST, Source
 
 ORIGINAL = "original_max_position_embeddings"
 # Kind of scaling -> the fields that it needs, and those that it may have.
@@ -46,77 +46,77 @@ class Rope:
     temperature: bool = False  # queries grow with their position, as llama_4_scaling_beta says
     mscales: bool = False  # longrope says its attention factors as short_mscale and long_mscale
 
-    def read(self, source: Source, values: Values) -> None:
+    def read(self, reader: ConfigReader, values: Values) -> None:
         values["positions"] = "rope"
-        theta = source.number([self.theta_name, "rope_theta"], self.theta)
-        part = source.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
-        if self.part not in (0, 1) and source.raw.get("partial_rotary_factor", self.part) is None:
-            source.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers would take 1
-        local = source.number([self.sliding_name], self.sliding_theta) if self.sliding_name else self.sliding_theta
-        source.get([ORIGINAL])
-        older = source.get(["rope_scaling"])
+        theta = reader.number([self.theta_name, "rope_theta"], self.theta)
+        part = reader.number([self.part_name, "partial_rotary_factor"], self.part or 1.0)
+        if self.part not in (0, 1) and reader.raw.get("partial_rotary_factor", self.part) is None:
+            reader.refuse("partial_rotary_factor", None, "must be a number above zero")  # transformers would take 1
+        local = reader.number([self.sliding_name], self.sliding_theta) if self.sliding_name else self.sliding_theta
+        reader.get([ORIGINAL])
+        older = reader.get(["rope_scaling"])
         name = "rope_scaling" if older else "rope_parameters"
-        newer = source.get(["rope_parameters"])
+        newer = reader.get(["rope_parameters"])
         if older and newer and older != newer:
-            source.refuse("rope_scaling", older, "contradicts rope_parameters")
-        given = older or newer or self.default
-        if not isinstance(given, dict):
-            source.refuse(name, given, "is not an object")
+            reader.refuse("rope_scaling", older, "contradicts rope_parameters")
+        rope = older or newer or self.default
+        if not isinstance(rope, dict):
+            reader.refuse(name, rope, "is not an object")
             return
-        if given.keys() & BY_LAYER.keys():
+        if rope.keys() & BY_LAYER.keys():
             if not self.sliding_theta or older:
-                source.refuse(name, given, "sets positions for kinds of layers, which this family does not have")
-            if unknown := sorted(given.keys() - BY_LAYER.keys()):
-                source.refuse(name, unknown, "are kinds of layers that are not known")
-            sliding, at = given.get("sliding_attention") or {}, f"{name}.sliding_attention"
-            given, name = given.get("full_attention") or {}, f"{name}.full_attention"
-            for place, kind in ((at, sliding), (name, given)):
+                reader.refuse(name, rope, "sets positions for kinds of layers, which this family does not have")
+            if unknown := sorted(rope.keys() - BY_LAYER.keys()):
+                reader.refuse(name, unknown, "are kinds of layers that are not known")
+            sliding, at = rope.get("sliding_attention") or {}, f"{name}.sliding_attention"
+            rope, name = rope.get("full_attention") or {}, f"{name}.full_attention"
+            for place, kind in ((at, sliding), (name, rope)):
                 if not isinstance(kind, dict):
-                    source.refuse(place, kind, "is not an object")
+                    reader.refuse(place, kind, "is not an object")
                     return
-            local = source.checked(f"{at}.rope_theta", sliding.get("rope_theta", local or 1))
-            if self._kind(source, at, sliding) != "default" or sliding.get("partial_rotary_factor", 1) != 1:
-                source.refuse(at, sliding, "scales the positions of sliding layers, which is not supported")
-        kind = self._kind(source, name, given)
-        given = {
-            field: value if field in _NO_NUMBER else source.checked(f"{name}.{field}", value)
-            for field, value in given.items()
+            local = reader.positive(f"{at}.rope_theta", sliding.get("rope_theta", local or 1))
+            if self._kind(reader, at, sliding) != "default" or sliding.get("partial_rotary_factor", 1) != 1:
+                reader.refuse(at, sliding, "scales the positions of sliding layers, which is not supported")
+        kind = self._kind(reader, name, rope)
+        rope = {
+            field: value if field in _NO_NUMBER else reader.positive(f"{name}.{field}", value)
+            for field, value in rope.items()
             if value is not None and (kind != "default" or field in (*_ALWAYS, BETA))
         }
         if self.temperature:
-            every = source.get([ORIGINAL], given.get(ORIGINAL))
-            if BETA not in given or every is None:
-                source.refuse(name, given, f"lacks {BETA} or {ORIGINAL}")
-            values["attention_temperature"] = {"scale": float(given.get(BETA, 1)), "every": every}
-        theta, part = given.get("rope_theta", theta), given.get("partial_rotary_factor", part)
+            every = reader.get([ORIGINAL], rope.get(ORIGINAL))
+            if BETA not in rope or every is None:
+                reader.refuse(name, rope, f"lacks {BETA} or {ORIGINAL}")
+            values["attention_temperature"] = {"scale": float(rope.get(BETA, 1)), "every": every}
+        theta, part = rope.get("rope_theta", theta), rope.get("partial_rotary_factor", part)
         values["rope_theta"] = theta
         values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
         if part != 1 and not self.part:
-            source.refuse("partial_rotary_factor", part, "is not a setting of this family")
+            reader.refuse("partial_rotary_factor", part, "is not a setting of this family")
         if self.mscales and kind != "default":
-            short, long = given.get("short_mscale"), given.get("long_mscale")
+            short, long = rope.get("short_mscale"), rope.get("long_mscale")
             if kind != "longrope" or short is None or short != long:
-                source.refuse(name, [kind, short, long], "is not longrope with short_mscale equal to long_mscale")
-            given["attention_factor"] = short or 1.0
+                reader.refuse(name, [kind, short, long], "is not longrope with short_mscale equal to long_mscale")
+            rope["attention_factor"] = short or 1.0
         turned = int(values["head_dim"] * part)
         values["rope_dim"] = 0 if turned == values["head_dim"] else turned
-        scaling = _scaling(source, kind, name, given, values, self.original)
+        scaling = _scaling(reader, kind, name, rope, values, self.original)
         if scaling:
             values["rope_scaling"] = {"kind": kind, **scaling}
 
-    def _kind(self, source: Source, name: str, given: Mapping[str, Any]) -> str:
-        kind = str(given.get("rope_type", given.get("type")) or "default")
+    def _kind(self, reader: ConfigReader, name: str, rope: Mapping[str, Any]) -> str:
+        kind = str(rope.get("rope_type", rope.get("type")) or "default")
         kind = dict(self.older_kinds).get(kind, kind)
         if kind not in _NEEDED:
-            source.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")
+            reader.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")
             return "default"
         known = _ALWAYS | _NEEDED[kind] | _OPTIONAL.get(kind, set()) | {*_MSCALES[: 2 * self.mscales]}
         known |= {BETA, "max_position_embeddings"} if self.temperature else set()
-        unknown = sorted(key for key in given.keys() - known if given[key] is not None)
+        unknown = sorted(key for key in rope.keys() - known if rope[key] is not None)
         if unknown and kind != "default":
-            source.refuse(name, unknown, f"are not fields of {kind}")
-        if lacking := sorted(_NEEDED[kind] - given.keys()):
-            source.refuse(name, dict(given), f"lacks {', '.join(lacking)}")
+            reader.refuse(name, unknown, f"are not fields of {kind}")
+        if lacking := sorted(_NEEDED[kind] - rope.keys()):
+            reader.refuse(name, dict(rope), f"lacks {', '.join(lacking)}")
         return kind
 
     def write(self, model: config.Model) -> dict[str, Any]:
@@ -148,10 +148,10 @@ class Rope:
 class ChatRope:
     """ChatGLM's rotary positions, on the first half of a head. rope_ratio multiplies rope_theta, but in ChatGLM 2."""
 
-    def read(self, source: Source, values: Values) -> None:
-        ratio, path = source.number(["rope_ratio"], 1), source.raw.get("_name_or_path")
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        ratio, path = reader.number(["rope_ratio"], 1), reader.raw.get("_name_or_path")
         if ratio != 1 and values["vocab"] == CHATGLM2_VOCAB and "chatglm3" not in str(path):
-            source.refuse("rope_ratio", ratio, "divides positions in ChatGLM 2, which is not supported, and multiplies "
+            reader.refuse("rope_ratio", ratio, "divides positions in ChatGLM 2, which is not supported, and multiplies "
                           f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip
         values |= {"positions": "rope", "rope_theta": 10000.0 * ratio, "rope_dim": values["head_dim"] // 2}
 
@@ -160,42 +160,42 @@ class ChatRope:
 
 
 def _scaling(
-    source: Source, kind: str, name: str, given: Mapping[str, Any], values: Values, default: int
+    reader: ConfigReader, kind: str, name: str, rope: Mapping[str, Any], values: Values, default: int
 ) -> dict[str, Any]:
     """The fields of config.RopeScaling for a kind of scaling, with transformers' defaults; {} for the default kind."""
     if kind == "default":
         return {}
     # The field beside rope_scaling has precedence over the one in it, with its default too.
-    original = source.get([ORIGINAL], default or given.get(ORIGINAL, values["context"]))
-    original = source.checked(ORIGINAL, original)
+    original = reader.get([ORIGINAL], default or rope.get(ORIGINAL, values["context"]))
+    original = reader.positive(ORIGINAL, original)
     if original < 2:
-        source.refuse(ORIGINAL, original, "must be at least 2")
+        reader.refuse(ORIGINAL, original, "must be at least 2")
         return {}
-    factor = given.get("factor", values["context"] / original)
+    factor = rope.get("factor", values["context"] / original)
     if kind == "linear":
         return {"factor": float(factor)}
     if kind == "dynamic":
         return {"factor": float(factor), "original_context": values["context"]}
-    attention = given.get("attention_factor")
+    attention = rope.get("attention_factor")
     if kind == "longrope":
         if attention is None:
             attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        lists = {ours: _numbers(source, f"{name}.{field}", given.get(field, [])) for ours, field in _LISTS.items()}
+        lists = {ours: _numbers(reader, f"{name}.{field}", rope.get(field, [])) for ours, field in _LISTS.items()}
         # Only the lists and the attention factor are used, which is made from `factor`.
         return {"factor": float(factor), "original_context": original, "attention_factor": float(attention), **lists}
     low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
-    lowest, highest = float(given.get(low, 1)), float(given.get(high, 32 if kind == "yarn" else LARGEST))
+    lowest, highest = float(rope.get(low, 1)), float(rope.get(high, 32 if kind == "yarn" else LARGEST))
     if highest < lowest:
-        source.refuse(f"{name}.{high}", highest, f"is below {low}: {lowest}")
-    found = {
+        reader.refuse(f"{name}.{high}", highest, f"is below {low}: {lowest}")
+    scaling = {
         "factor": float(factor), "low_freq_factor": lowest, "high_freq_factor": highest, "original_context": original,
     }  # fmt: skip
     if kind == "llama3":
-        return found
+        return scaling
     if attention is None:
-        over, under = given.get("mscale"), given.get("mscale_all_dim")
+        over, under = rope.get("mscale"), rope.get("mscale_all_dim")
         attention = _mscale(factor, over) / _mscale(factor, under) if over and under else _mscale(factor, 1)
-    return found | {"attention_factor": float(attention), "truncate": given.get("truncate", True)}
+    return scaling | {"attention_factor": float(attention), "truncate": rope.get("truncate", True)}
 
 
 _LISTS = {"short_factors": "short_factor", "long_factors": "long_factor"}
@@ -206,11 +206,11 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _numbers(source: Source, name: str, value: Any) -> list[float]:
+def _numbers(reader: ConfigReader, name: str, value: Any) -> list[float]:
     if not isinstance(value, list):
-        source.refuse(name, value, "is not a list")
+        reader.refuse(name, value, "is not a list")
         return []
-    return [float(source.checked(f"{name}[{i}]", number)) for i, number in enumerate(value)]
+    return [float(reader.positive(f"{name}[{i}]", number)) for i, number in enumerate(value)]
 
 
 def _written(scaling: config.RopeScaling) -> dict[str, Any]:

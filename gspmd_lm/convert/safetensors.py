@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gspmd_lm.config.paths import read_text
-from gspmd_lm.convert.strict_json import damaged, parse, shown
+from gspmd_lm.convert.strict_json import damaged, parse_object, shown
 from gspmd_lm.errors import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -66,17 +66,17 @@ def picked(array: np.ndarray, index: Sequence[slice | np.ndarray]) -> np.ndarray
     return part
 
 
-def stored(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of a folder by name: those of model.safetensors, or of all files that the index names.
 
     Raises InputError if there are none, if a file is damaged, or if a file contradicts the index.
     """
     index, single = folder / INDEX, folder / SINGLE
     if single.is_file():  # if there is an index too, transformers reads this file
-        return header(single)
+        return read_header(single)
     if not index.is_file():
         raise InputError(_no_weights(folder))
-    places = parse(read_text(index), index).get("weight_map")
+    places = parse_object(read_text(index), index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise InputError(
             f"{index}: has no weight_map of tensor names to file names\n  fix   fetch the whole folder again"
@@ -88,29 +88,29 @@ def stored(folder: Path) -> dict[str, Stored]:
             f"{index}: {_few(outside or missing)} {'is not a file name' if outside else 'is not in the folder'}\n"
             "  fix   fetch the whole folder again"
         )
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
-        for tensor, where in header(folder / name).items():
-            if tensor in found:
+        for tensor, where in read_header(folder / name).items():
+            if tensor in tensors:
                 raise InputError(
-                    f"{folder}: {tensor} is both in {found[tensor].path.name} and in {name}\n"
+                    f"{folder}: {tensor} is both in {tensors[tensor].path.name} and in {name}\n"
                     "  fix   fetch the whole folder again"
                 )
-            found[tensor] = where
+            tensors[tensor] = where
     lacking = sorted(
-        tensor for tensor, name in places.items() if tensor not in found or found[tensor].path.name != name
+        tensor for tensor, name in places.items() if tensor not in tensors or tensors[tensor].path.name != name
     )
-    unlisted = sorted(set(found) - set(places))
+    unlisted = sorted(set(tensors) - set(places))
     if lacking or unlisted:
         lines = [f"  not in the file that the index names: {_few(lacking)}"] * bool(lacking)
         lines += [f"  in a file, but not in the index: {_few(unlisted)}"] * bool(unlisted)
         raise InputError(
             "\n".join([f"{index}: does not fit its files", *lines, "  fix   fetch the whole folder again"])
         )
-    return found
+    return tensors
 
 
-def header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file, which the library has checked: their bytes lie side by side and fill the file's data.
 
     The library takes two tensors of one name, and what else two readers may understand differently. These are refused.
@@ -128,7 +128,7 @@ def header(path: Path) -> dict[str, Stored]:
         text = file.read(length)
     if not text.startswith(b"{"):
         raise InputError(damaged(path, "its header does not begin with {"))
-    entries = parse(text.decode("utf-8"), path)
+    entries = parse_object(text.decode("utf-8"), path)
     if not isinstance(entries.pop("__metadata__", {}), dict):
         raise InputError(damaged(path, "__metadata__ of the header is not an object"))
     for name, entry in entries.items():
@@ -147,7 +147,7 @@ def check_new(folder: Path) -> None:
         raise InputError(f"{folder}: holds something already\n  fix   give the name of a new folder")
 
 
-def plan(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> dict[str, list[str]]:
+def split_into_files(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> dict[str, list[str]]:
     """The files to write: name -> tensors, in their order, with at most `file_bytes` in each file.
 
     sizes: the bytes of each tensor.
@@ -165,13 +165,13 @@ def plan(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> dict[str, li
     return {f"model-{i + 1:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files)}
 
 
-def index(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
+def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
     """The text of the index of several files."""
     places = {tensor: name for name, tensors in files.items() for tensor in tensors}
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}, indent=2)
 
 
-def start(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+def header_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     """The header of a file, with its length. `tensors`: name -> dtype and shape, in the order of the data."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     at = 0

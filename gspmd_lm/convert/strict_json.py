@@ -12,7 +12,7 @@ _LONGEST_NUMBER = 40  # digits
 _FIX = "the file is damaged or incomplete: fetch it again"
 
 
-def parse(text: str, path: Path) -> dict[str, Any]:
+def parse_object(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file that must hold one JSON object.
 
     Besides invalid JSON, this refuses texts that readers understand in different ways: a key that appears twice,
@@ -22,12 +22,12 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         InputError: names the file.
     """
     hooks = {"object_pairs_hook": _once_each, "parse_constant": _no_number, "parse_int": _whole, "parse_float": _finite}
-    found = json_value(text, path, _FIX, DEEPEST, **hooks)
-    if has_half_characters(text, found):
+    value = json_value(text, path, _FIX, DEEPEST, **hooks)
+    if has_half_characters(text, value):
         raise InputError(damaged(path, "not valid JSON: half of a character, such as \\ud800"))
-    if not isinstance(found, dict):
-        raise InputError(damaged(path, f"not a JSON object but a {type(found).__name__}"))
-    return found
+    if not isinstance(value, dict):
+        raise InputError(damaged(path, f"not a JSON object but a {type(value).__name__}"))
+    return value
 
 
 def damaged(path: Path, what: str) -> str:
@@ -42,12 +42,12 @@ def shown(value: Any) -> str:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
+    fields = {}
     for name, value in pairs:
-        if name in found:
+        if name in fields:
             raise ValueError(f"the key {shown(name)} appears twice")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def _no_number(word: str) -> None:

@@ -24,7 +24,7 @@ from gspmd_lm import files
 from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.packing import TARGET
-from gspmd_lm.data.sources import Part, Progress, Source
+from gspmd_lm.data.sources import DocumentSource, Progress, SourcePart
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 
@@ -67,7 +67,7 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cache:
+class TokenCache:
     """The splits of a source and the folder they lie in."""
 
     folder: Path
@@ -77,7 +77,9 @@ class Cache:
     left_out: int  # documents that are not used for training because they are in the files for evaluation
 
 
-def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None = None) -> Cache:
+def open_cache(
+    source: DocumentSource, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None = None
+) -> TokenCache:
     """The tokens of the source, from its cache folder or tokenized now.
 
     A share `held_out` of the distinct documents of all parts is kept apart: those with the smallest hashes, and at
@@ -113,25 +115,25 @@ def open(source: Source, tokenizer: Tokenizer | Chat, held_out: float, progress:
     return cache
 
 
-def entry(splits: Sequence[str]) -> tuple[str, ...]:
+def file_names(splits: Sequence[str]) -> tuple[str, ...]:
     """The files of a folder."""
     return (PROGRESS, *(f"{name}.tokens" for name in splits))
 
 
-def _read(folder: Path, splits: Sequence[str], say: Callable[[str], None] = lambda _: None) -> Cache | None:
+def _read(folder: Path, splits: Sequence[str], say: Callable[[str], None] = lambda _: None) -> TokenCache | None:
     """The cache in a folder; None if there is none, or if it is damaged, which `say` is told."""
     if not folder.is_dir():
         return None
-    if damage := files.damage(folder, entry(splits)):
+    if damage := files.damage(folder, file_names(splits)):
         say(f"{folder}: damaged ({damage}), the tokens are made anew")
         return None
     noted = Progressed(**files.read_json(folder / PROGRESS))
-    found = []
+    streams = []
     for name in splits:
         count, path = noted.tokens[name], folder / f"{name}.tokens"
         stream = np.asarray(np.memmap(path, noted.dtype, "r", shape=(count,))) if count else np.empty(0, noted.dtype)
-        found.append(Split(stream, noted.ends[name]))
-    return Cache(folder, tuple(found[:-1]), found[-1], noted.replaced_bytes, noted.left_out)
+        streams.append(Split(stream, noted.ends[name]))
+    return TokenCache(folder, tuple(streams[:-1]), streams[-1], noted.replaced_bytes, noted.left_out)
 
 
 @dataclasses.dataclass
@@ -175,7 +177,7 @@ def _begun(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
 
 def _build(
     folder: Path,
-    source: Source,
+    source: DocumentSource,
     splits: list[str],
     tokenizer: Tokenizer | Chat,
     held_out: float,
@@ -193,7 +195,7 @@ def _build(
         begun = _begun(partial)
         assert begun
     noted, written = begun
-    apart = _hashes(source, source.held_out) if source.held_out else None
+    apart = _ascending_hashes(source, source.held_out) if source.held_out else None
     replaced_before = noted.replaced_bytes - tokenizer.replaced_bytes
     with contextlib.ExitStack() as stack:
         for one in written.values():
@@ -227,14 +229,14 @@ def _build(
     if (noted.done_documents, noted.done_bytes) != (noted.documents, noted.document_bytes):
         shutil.rmtree(partial)
         raise InputError("data.source: its files changed while they were read\n  fix   start again")
-    files.seal(partial, entry(splits))
+    files.seal(partial, file_names(splits))
     if folder.exists():  # it is damaged, or it would have been used
         shutil.rmtree(folder)
     partial.rename(folder)
 
 
 def _survey(
-    source: Source, splits: list[str], tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
+    source: DocumentSource, splits: list[str], tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
 ) -> Progressed:
     """The sizes of a source and the hashes that are held out, from a first pass over it."""
     hashes, document_bytes = array.array("Q"), 0
@@ -262,7 +264,7 @@ def _survey(
     )
 
 
-def _segments(source: Source, splits: Sequence[str], skip: int) -> Iterator[list[tuple[str, bytes]]]:
+def _segments(source: DocumentSource, splits: Sequence[str], skip: int) -> Iterator[list[tuple[str, bytes]]]:
     """The documents after the first `skip`, each with its split, in lists of at least SEGMENT_BYTES.
 
     The last list may be smaller.
@@ -282,8 +284,7 @@ def _segments(source: Source, splits: Sequence[str], skip: int) -> Iterator[list
         yield segment
 
 
-def _hashes(source: Source, part: Part) -> np.ndarray:
-    """The hashes of a part's documents, ascending."""
+def _ascending_hashes(source: DocumentSource, part: SourcePart) -> np.ndarray:
     return np.unique(np.fromiter((_hash(document) for document, _ in source.read(part)), np.uint64))
 
 

@@ -119,7 +119,7 @@ class Chat:
                 "  fix   set data.tokenizer to the folder of a model's tokenizer.json and tokenizer_config.json,\n"
                 "        or for text leave data.messages_field out"
             )
-        path = tokenizer.find(name)
+        path = tokenizer.tokenizer_path(name)
         self._tokenizer = tokenizer.HuggingFace(path)
         self._special_ids = np.asarray(list(self._tokenizer.special.values()))
         self._closers = tuple(self._tokenizer.special)
@@ -247,15 +247,15 @@ class Chat:
 
 def stop_ids(name: str) -> tuple[int, ...]:
     """The ids that end a turn: the end of the tokenizer `name`, and those of generation_config.json beside it."""
-    found = [tokenizer.load(name).end]
+    ids = [tokenizer.load_tokenizer(name).end]
     if name != "bytes":
-        path = tokenizer.find(name).with_name("generation_config.json")
+        path = tokenizer.tokenizer_path(name).with_name("generation_config.json")
         named = _read_object(path).get("eos_token_id")
         named = named if isinstance(named, list) else [] if named is None else [named]
         if not all(type(i) is int for i in named):
             raise InputError(f"{path}: eos_token_id={named} are not ids\n  fix   correct or remove it")
-        found += named
-    return tuple(dict.fromkeys(found))
+        ids += named
+    return tuple(dict.fromkeys(ids))
 
 
 def _check(messages: Any, place: str) -> Sequence[Message]:
@@ -265,7 +265,7 @@ def _check(messages: Any, place: str) -> Sequence[Message]:
         raise InputError(
             f'{place} is {got}\n  fix   give a list of objects such as {{"role": "user", "content": "Hi"}}'
         )
-    wrong = [f"message {i} {found}" for i, message in enumerate(messages, 1) if (found := _malformed(message))]
+    wrong = [f"message {i} {problem}" for i, message in enumerate(messages, 1) if (problem := _malformed(message))]
     if wrong:
         raise InputError(
             f"{place}: " + "\n  ".join(wrong) + "\n  fix   each message is an object with role and content, both text"

@@ -43,24 +43,24 @@ def files(names: Sequence[str], place: str, notes: Notes, progress: Progress | N
     between them. Raises an InputError that begins with `place` if a name matches nothing or cannot be listed, or if a
     file that is named itself is of no known format.
     """
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for name in names:
         for one in _words(name):
             if one == STDLIB:
-                found.update(dict.fromkeys(_standard_library(place)))
+                paths.update(dict.fromkeys(_standard_library(place)))
             elif "://" in one:
-                found.update(dict.fromkeys(remote.copies(one, place, notes.skipped, progress)))
+                paths.update(dict.fromkeys(remote.copies(one, place, notes.skipped, progress)))
             else:
-                found.update(dict.fromkeys(_local(one, name, place, notes)))
+                paths.update(dict.fromkeys(_local(one, name, place, notes)))
     if not any(name.strip() for name in names):
         raise InputError(f"{place} is empty\n  fix   give a folder, a file, a glob, stdlib or random:ROWS")
-    if not found:
+    if not paths:
         raise InputError(
             f"{place}: {', '.join(names)}: nothing to read\n"
             + "".join(f"  {line}\n" for line in str(notes).splitlines())
             + f"  fix   give files that end in {formats.KNOWN}"
         )
-    return list(found)
+    return list(paths)
 
 
 def listed(paths: Sequence[Path]) -> str:
@@ -85,21 +85,20 @@ def _matching(name: str) -> list[Path]:
     return [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
 
 
-def _local(name: str, given: str, place: str, notes: Notes) -> Iterator[Path]:
+def _local(name: str, whole_name: str, place: str, notes: Notes) -> Iterator[Path]:
     matching = _matching(name)
     if not matching:
         hint = did_you_mean(name, [STDLIB, "random:64"])
         near = "" if hint or glob.has_magic(name) else f" (there is no such file or folder in {Path.cwd()})"
-        part = "" if name == given else f", and neither does {name} in it"
+        part = "" if name == whole_name else f", and neither does {name} in it"
         fix = "give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
-        raise InputError(
-            f"{place}: {given} matches no file{part}{hint or near}\n  fix   {download(name, fix, repo_type='dataset')}"
-        )
+        fix = download(name, fix, repo_type="dataset")
+        raise InputError(f"{place}: {whole_name} matches no file{part}{hint or near}\n  fix   {fix}")
     alone = matching == [Path(name).expanduser()]
     for path in matching:
         if path.is_dir():
             yield from _walk(path, place, notes)
-        elif formats.of(path) is None and alone:
+        elif formats.format_of(path) is None and alone:
             raise InputError(f"{place}: {path}: unknown ending\n  fix   give files that end in {formats.KNOWN}")
         else:
             yield from _readable(path, notes)
@@ -109,7 +108,7 @@ def _readable(path: Path, notes: Notes) -> Iterator[Path]:
     """The path, unless it cannot hold documents."""
     if not path.is_file():
         notes.skipped("no file, or a link to nothing", path)
-    elif formats.of(path) is None:
+    elif formats.format_of(path) is None:
         notes.skipped("unknown ending", path)
     else:
         yield path
@@ -126,27 +125,27 @@ def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
 
     seen: set[str] = set()
     for at, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        here = Path(at)
+        directory = Path(at)
         if os.path.realpath(at) in seen:  # a link to a folder above
             subfolders.clear()
             continue
         seen.add(os.path.realpath(at))
-        if here != folder and layout.are_of_run({*names, *subfolders}):
-            notes.skipped("the folder of a run", here)
+        if directory != folder and layout.are_of_run({*names, *subfolders}):
+            notes.skipped("the folder of a run", directory)
             subfolders.clear()
             continue
-        if saved := _saved(here, names, place, notes):
+        if saved := _saved(directory, names, place, notes):
             subfolders.clear()
             yield from saved
             continue
         for name in [name for name in subfolders if name.startswith(".")]:
-            notes.skipped("hidden", here / name)
+            notes.skipped("hidden", directory / name)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(names):
             if name.startswith("."):
-                notes.skipped("hidden", here / name)
+                notes.skipped("hidden", directory / name)
             else:
-                yield from _readable(here / name, notes)
+                yield from _readable(directory / name, notes)
 
 
 def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list[Path]:
@@ -165,33 +164,33 @@ def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list
         return _saved(train, os.listdir(train) if train.is_dir() else [], place, notes)
     if not {"state.json", "dataset_info.json"} <= set(names):
         return []
-    found = [folder / name for name in _member(folder / "state.json", "_data_files")]
-    missing = [path for path in found if not path.is_file()]
-    if missing or not found:
+    paths = [folder / name for name in _member(folder / "state.json", "_data_files")]
+    missing = [path for path in paths if not path.is_file()]
+    if missing or not paths:
         raise InputError(
             f"{folder / 'state.json'}: names {missing[0].name if missing else 'no file'}, which is not there\n"
             "  fix   save the dataset again with save_to_disk"
         )
-    return found
+    return paths
 
 
 def _member(path: Path, key: str) -> list[str]:
     """The names under a key of a JSON file, as texts or as {filename}. Raises InputError if there are none."""
     fix = "save the dataset again with save_to_disk"
-    found = json_object(read_text(path), path, fix).get(key)
-    if not isinstance(found, list):
+    members = json_object(read_text(path), path, fix).get(key)
+    if not isinstance(members, list):
         raise InputError(f"{path}: has no list {key}\n  fix   {fix}")
-    return [str(one.get("filename") if isinstance(one, dict) else one) for one in found]
+    return [str(one.get("filename") if isinstance(one, dict) else one) for one in members]
 
 
 def _standard_library(place: str) -> list[Path]:
     """The .py files of the running interpreter's library, without tests and without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # os.walk does not enter the others
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    found = sorted((path for path in found if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
-    if not found:
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    paths = sorted((path for path in paths if path.stat().st_size), key=lambda path: path.relative_to(root).as_posix())
+    if not paths:
         raise InputError(f"{place}: stdlib: no .py files in {root}\n  fix   give a folder of text files")
-    return found
+    return paths

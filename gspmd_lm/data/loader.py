@@ -1,4 +1,4 @@
-"""The batches of a run. The place of each row is a function of the seed and the step alone."""
+"""The batches of a run. Which row stands where is a function of the seed and the step alone."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from gspmd_lm.errors import InputError
 
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
-# Of each BLOCK places in a row, a part with weights gets its share exactly, in a random order.
+# Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
 BLOCK = 10_000
 
 
@@ -27,7 +27,7 @@ BLOCK = 10_000
 class Loader:
     """Rows in batches. Row `step * batch + b` of an endless sequence of shuffled epochs is row b of that step.
 
-    If there are fewer rows than a batch has places, a batch holds rows of several epochs. With `repeat=False` there is
+    If there are fewer rows than a batch holds, a batch has rows of several epochs. With `repeat=False` there is
     one epoch. Rows of padding fill its last batch; they have no targets.
 
     With `shares`, rows are drawn from several parts, and each part has epochs of its own.
@@ -40,7 +40,7 @@ class Loader:
     tokens_per_epoch: int  # targets in all rows
     description: str  # for the user: a line, and more lines about files that were skipped
     fingerprint: str  # equal only for equal rows; it must be equal in every process
-    shares: tuple[int, ...] = ()  # how many of BLOCK places each part of packing.Joined gets
+    shares: tuple[int, ...] = ()  # how many of BLOCK rows each part of packing.Joined gets
     tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
 
     @property
@@ -49,13 +49,13 @@ class Loader:
         return -(-len(self.rows) // self.batch)
 
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The rows at the places `batch_rows` of a step's batch; -1 for padding."""
+        """The source rows of the rows `batch_rows` of a step's batch; -1 for padding."""
         if self.shares:
-            return np.asarray([self._mixed(step * self.batch + int(place)) for place in batch_rows], np.int64)
+            return np.asarray([self._mixed(step * self.batch + int(row)) for row in batch_rows], np.int64)
         count = len(self.rows)
         indices = []
-        for place in batch_rows:
-            epoch, i = divmod(step * self.batch + int(place), count)
+        for row in batch_rows:
+            epoch, i = divmod(step * self.batch + int(row), count)
             if epoch and not self.repeat:
                 indices.append(-1)
             else:
@@ -63,16 +63,16 @@ class Loader:
                 indices.append(index_shuffle(i, max_index=count - 1, seed=seed, rounds=4))
         return np.asarray(indices, np.int64)
 
-    def _mixed(self, place: int) -> int:
-        """The row at a place of the endless sequence that is drawn from several parts."""
+    def _mixed(self, number: int) -> int:
+        """The source row that is row `number` of the endless sequence that is drawn from several parts."""
         assert isinstance(self.rows, packing.Joined)
-        block, at = divmod(place, BLOCK)
+        block, at = divmod(number, BLOCK)
         at = index_shuffle(at, max_index=BLOCK - 1, seed=_epoch_seed(self.seed, f"block {block}"), rounds=4)
         first = 0
-        for number, (share, part) in enumerate(zip(self.shares, self.rows.parts, strict=True)):
+        for i_part, (share, part) in enumerate(zip(self.shares, self.rows.parts, strict=True)):
             if at < share:
                 epoch, i = divmod(block * share + at, len(part))
-                seed = _epoch_seed(self.seed, f"part {number} epoch {epoch}")
+                seed = _epoch_seed(self.seed, f"part {i_part} epoch {epoch}")
                 return first + index_shuffle(i, max_index=len(part) - 1, seed=seed, rounds=4)
             at, first = at - share, first + len(part)
         raise AssertionError("the shares add up to BLOCK")
@@ -80,10 +80,10 @@ class Loader:
     def rows_at(self, step: int, batch_rows: slice | Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """A part of a step's batch: int32 tokens, targets, segment_ids and positions [rows, seq], and row [rows].
 
-        `row` is the row's place in the global batch. See packing.Rows.read for the others.
+        `row` is the row's number in the global batch. See packing.Rows.read for the others.
         """
-        places = np.arange(self.batch, dtype=np.int32)[batch_rows]
-        return self.rows.read(self.indices_at(step, places)) | {"row": places}
+        numbers = np.arange(self.batch, dtype=np.int32)[batch_rows]
+        return self.rows.read(self.indices_at(step, numbers)) | {"row": numbers}
 
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
@@ -95,26 +95,26 @@ class Loader:
         leaves early must close the generator. An error in the thread is raised here.
         """
         shapes = {name: (self.batch,) if name == "row" else (self.batch, self.rows.seq) for name in shardings}
-        places = _local_places(shardings, shapes)
+        local_rows = _local_rows(shardings, shapes)
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
             stop = min(stop, self.steps_per_epoch)
         steps = grain.MapDataset.range(start_step, max(start_step, stop))
-        reads = steps.map(lambda step: (step, self.rows_at(step, places)))
+        reads = steps.map(lambda step: (step, self.rows_at(step, local_rows)))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
         ahead = iter(reads.to_iter_dataset(options))
         try:
             for step, local in ahead:
                 arrays = {}
                 for name, sharding in shardings.items():
-                    part = functools.partial(_part, local[name], places)
+                    part = functools.partial(_part, local[name], local_rows)
                     arrays[name] = jax.make_array_from_callback(shapes[name], sharding, part)
                 yield step, arrays
         finally:
             ahead.close()
 
 
-def open(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
+def open_loaders(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
     A source that has no cache yet is tokenized, and `progress` is told about it. Evaluation reads its rows once, in an
@@ -125,7 +125,7 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
     if count is not None:
         return _open_random(config, count)
     source, tokens, made = _source(config, progress)
-    cached = cache.open(source, tokens, data.held_out_share, progress)
+    cached = cache.open_cache(source, tokens, data.held_out_share, progress)
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
 
@@ -150,24 +150,24 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
             )
         return rows, targets, cut
 
-    def loader_of(use: str, splits: Sequence[cache.Split], parts: Sequence[sources.Part]) -> Loader:
+    def loader_of(use: str, splits: Sequence[cache.Split], parts: Sequence[sources.SourcePart]) -> Loader:
         training = use == "training"
         key = "data.source" if training or not source.held_out else "data.held_out"
-        found = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
+        counted = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
         shares = _shares(parts) if len(parts) > 1 else ()
-        rows = packing.Joined([rows for rows, _, _ in found]) if shares else found[0][0]
-        targets, cut = sum(one[1] for one in found), sum(one[2] for one in found)
+        rows = packing.Joined([rows for rows, _, _ in counted]) if shares else counted[0][0]
+        targets, cut = sum(one[1] for one in counted), sum(one[2] for one in counted)
         about = f"{len(rows):,} rows, {sum(len(split.stream) for split in splits):,} tokens"
         if isinstance(tokens, chat.Chat):
             about += f", {targets:,} of them the assistant's" + (
                 f", {cut:,} conversations cut into rows" if cut else ""
             )
         lines = [f"{use}: {about} ({origin})"]
-        for part, share, (own, _, _) in zip(parts, shares, found, strict=False):
-            times = config.train.steps * data.batch * share / BLOCK / len(own)
+        for part, share, (part_rows, _, _) in zip(parts, shares, counted, strict=False):
+            times = config.train.steps * data.batch * share / BLOCK / len(part_rows)
             lines.append(
-                f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(own):,} rows {times:,.2g} "
-                f"times in {config.train.steps:,} steps"
+                f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(part_rows):,} rows "
+                f"{times:,.2g} times in {config.train.steps:,} steps"
             )
         if training and cached.left_out:
             lines.append(f"left out of training: {cached.left_out:,} documents that are also in data.held_out")
@@ -193,17 +193,17 @@ def open(config: Config, progress: sources.Progress | None = None) -> tuple[Load
 
 def _source(
     config: Config, progress: sources.Progress | None
-) -> tuple[sources.Source, tokenizer.Tokenizer | chat.Chat, Path | None]:
+) -> tuple[sources.DocumentSource, tokenizer.Tokenizer | chat.Chat, Path | None]:
     """The source and the tokenizer of a config, and the file of a tokenizer that is trained on the source."""
     data = config.data
     size = tokenizer.trained_size(data.tokenizer)
     if size and not data.conversations:
-        source = sources.open(data, progress)
-        path = trained.of_source(source, size, progress)
-        tokens = tokenizer.load(str(path))
+        source = sources.open_source(data, progress)
+        path = trained.tokenizer_of_source(source, size, progress)
+        tokens = tokenizer.load_tokenizer(str(path))
     else:
         path = None
-        tokens = chat.Chat(data.tokenizer) if data.conversations else tokenizer.load(data.tokenizer)
+        tokens = chat.Chat(data.tokenizer) if data.conversations else tokenizer.load_tokenizer(data.tokenizer)
         source = None
     if tokens.vocab_size > config.model.vocab:
         raise InputError(
@@ -211,12 +211,12 @@ def _source(
             f"{config.model.vocab:,} (rows of the embedding: {config.model.vocab_rows:,})\n"
             "  fix   --set model.vocab=0, which means the tokenizer's size"
         )
-    source = source or sources.open(data, progress, tokens.document if isinstance(tokens, chat.Chat) else None)
+    source = source or sources.open_source(data, progress, tokens.document if isinstance(tokens, chat.Chat) else None)
     return source, tokens, path
 
 
-def _shares(parts: Sequence[sources.Part]) -> tuple[int, ...]:
-    """How many of BLOCK places each part gets. Raises InputError for a weight that would get none."""
+def _shares(parts: Sequence[sources.SourcePart]) -> tuple[int, ...]:
+    """How many of BLOCK rows each part gets. Raises InputError for a weight that would get none."""
     weights = [part.weight or 0.0 for part in parts]
     exact = [weight / sum(weights) * BLOCK for weight in weights]
     shares = [math.floor(one) for one in exact]
@@ -261,8 +261,8 @@ def _epoch_seed(seed: int, epoch: int | str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4], "big")
 
 
-def _local_places(shardings: Mapping[str, jax.sharding.Sharding], shapes: Mapping[str, tuple[int, ...]]) -> np.ndarray:
-    """The places in the global batch that this process's devices hold in any of the arrays, ascending."""
+def _local_rows(shardings: Mapping[str, jax.sharding.Sharding], shapes: Mapping[str, tuple[int, ...]]) -> np.ndarray:
+    """The rows of the global batch that this process's devices hold of any of the arrays, ascending."""
     needed = np.zeros(next(iter(shapes.values()))[0], bool)
     for name, sharding in shardings.items():
         for index in sharding.addressable_devices_indices_map(shapes[name]).values():
@@ -271,9 +271,9 @@ def _local_places(shardings: Mapping[str, jax.sharding.Sharding], shapes: Mappin
     return np.flatnonzero(needed)
 
 
-def _part(local: np.ndarray, places: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
-    """The part of a global array that one device holds: its `index`, taken from the rows at `places`."""
+def _part(local: np.ndarray, local_rows: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
+    """The part of a global array that one device holds: its `index`, taken from the rows `local_rows`."""
     assert index is not None
-    start, stop, _ = index[0].indices(int(places[-1]) + 1)
-    first = int(np.searchsorted(places, start))
+    start, stop, _ = index[0].indices(int(local_rows[-1]) + 1)
+    first = int(np.searchsorted(local_rows, start))
     return local[(slice(first, first + stop - start), *index[1:])]

@@ -94,16 +94,16 @@ class Joined:
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """As `Rows.read`."""
         indices = np.asarray(indices)
-        found = {name: np.zeros((len(indices), self.seq), np.int32) for name in FIELDS}
+        fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in FIELDS}
         first = 0
         for number, part in enumerate(self.parts):
             inside = (indices >= first) & (indices < first + len(part)) | ((indices == -1) & (number == 0))
             if inside.any():
                 local = np.where(indices[inside] == -1, -1, indices[inside] - first)
                 for name, values in part.read(local).items():
-                    found[name][inside] = values
+                    fields[name][inside] = values
             first += len(part)
-        return found
+        return fields
 
 
 def documents(stream: np.ndarray, seq: int, end: int) -> Rows:

@@ -53,8 +53,8 @@ def copies(
     except Exception as error:  # of any of these packages; they have no common class
         raise _refused(f"{place}: {address}", error) from error
     try:
-        names = _names(store, str(path))
-        facts = {name: store.info(name) for name in names if formats.of(Path(name))}
+        names = _sorted_names(store, str(path))
+        facts = {name: store.info(name) for name in names if formats.format_of(Path(name))}
     except Exception as error:
         raise _refused(f"{place}: {address}", error) from error
     for name in names:
@@ -62,9 +62,9 @@ def copies(
             skip("unknown ending", Path(f"{kind}://{name}"))
     if not names:
         raise InputError(f"{place}: {address} matches no file\n  fix   correct the address")
-    found, done, total = [], 0, sum(about.get("size") or 0 for about in facts.values())
+    local_copies, done, total = [], 0, sum(about.get("size") or 0 for about in facts.values())
 
-    def told(before_bytes: int, copied_bytes: int) -> None:
+    def report(before_bytes: int, copied_bytes: int) -> None:
         now_bytes = before_bytes + copied_bytes
         if progress:
             progress("copying files", now_bytes, max(total, now_bytes))
@@ -72,10 +72,10 @@ def copies(
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
         copy = cache_folder("copies") / version / Path(name).name
-        _copy(store, name, copy, f"{place}: {kind}://{name}", functools.partial(told, done))
+        _copy(store, name, copy, f"{place}: {kind}://{name}", functools.partial(report, done))
         done += about.get("size") or 0
-        found.append(copy)
-    return found
+        local_copies.append(copy)
+    return local_copies
 
 
 def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int], None]) -> None:
@@ -107,16 +107,15 @@ def _blocks(store: Any, name: str, place: str) -> Iterator[bytes]:
         raise _refused(place, error) from error
 
 
-def _names(store: Any, path: str) -> list[str]:
-    """The files that a path of a store means, sorted."""
+def _sorted_names(store: Any, path: str) -> list[str]:
     if any(character in path for character in "*?[") and not store.exists(path):
         return sorted(name for name in store.glob(path) if not store.isdir(name))
     return sorted(store.find(path))  # of a file, the file itself
 
 
 def _refused(place: str, error: Exception) -> InputError:
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     return InputError(
-        f"{place}: cannot be read ({type(error).__name__}{f': {said}' if said else ''})\n"
+        f"{place}: cannot be read ({type(error).__name__}{f': {message}' if message else ''})\n"
         "  fix   correct the address, or log in to the store"
     )

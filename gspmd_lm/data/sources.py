@@ -19,7 +19,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class File:
+class SourceFile:
     """A file of a source, and the field of its texts or conversations."""
 
     path: Path
@@ -29,18 +29,18 @@ class File:
 
     def facts(self, conversations: bool) -> str:
         """What the documents of the file follow from; a field only if the file has fields."""
-        kind = formats.of(self.path)
+        kind = formats.format_of(self.path)
         assert kind
         of = f"messages {self.field} " if conversations else f"{self.field} " if kind.records else ""
         return f"{of}{kind.name} {self.sha256}\n"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SourcePart:
     """Files from which rows are drawn alike."""
 
     name: str
-    files: tuple[File, ...]
+    files: tuple[SourceFile, ...]
     weight: float | None = None  # rows are drawn from parts in proportion to it; None: there is one part
 
     @property
@@ -49,18 +49,18 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """The documents of files. `fingerprint` is the sha256 over their contents, `size_bytes` the size of the files."""
 
     description: str
     notes: str  # lines about files that were skipped or are odd; "" if there are none
-    parts: tuple[Part, ...]  # to train on
-    held_out: Part | None  # for evaluation, if it has files of its own
+    parts: tuple[SourcePart, ...]  # to train on
+    held_out: SourcePart | None  # for evaluation, if it has files of its own
     fingerprint: str
     conversation: Conversation | None = None  # makes a document of each record; None: files hold texts
 
     @property
-    def every(self) -> tuple[Part, ...]:
+    def every(self) -> tuple[SourcePart, ...]:
         """The parts to train on, and then the one for evaluation, if there is one."""
         return (*self.parts, self.held_out) if self.held_out else self.parts
 
@@ -75,7 +75,7 @@ class Source:
         """
         return (document for part in self.parts for document, _ in self.read(part))
 
-    def walk(self, parts: Sequence[Part], what: str, progress: Progress | None) -> Iterator[bytes]:
+    def walk(self, parts: Sequence[SourcePart], what: str, progress: Progress | None) -> Iterator[bytes]:
         """The documents of parts. `progress` is told now and then, and at the end, how far `what` has come."""
         before_bytes, total_bytes, number = 0, sum(part.size_bytes for part in parts), 0
         for part in parts:
@@ -88,7 +88,7 @@ class Source:
         if progress:
             progress(what, total_bytes, total_bytes)
 
-    def read(self, part: Part) -> Iterator[tuple[bytes, int]]:
+    def read(self, part: SourcePart) -> Iterator[tuple[bytes, int]]:
         """The documents of a part, each with the bytes of the part's files up to its end, as far as that is known."""
         before_bytes = 0
         for file in part.files:
@@ -98,7 +98,7 @@ class Source:
                 yield document, before_bytes + min(read_bytes, file.size_bytes)  # compressed files hold more
             before_bytes += file.size_bytes
 
-    def _of(self, file: File) -> Iterator[bytes]:
+    def _of(self, file: SourceFile) -> Iterator[bytes]:
         if self.conversation is None:
             yield from formats.texts(file.path, file.field)
         else:
@@ -106,7 +106,9 @@ class Source:
                 yield self.conversation(record, place, file.field)
 
 
-def open(data: Data, progress: Progress | None = None, conversation: Conversation | None = None) -> Source:
+def open_source(
+    data: Data, progress: Progress | None = None, conversation: Conversation | None = None
+) -> DocumentSource:
     """The source that `data.source` and `data.held_out` name, its files found, checked and hashed.
 
     With `conversation`, each record of the files is turned into a document by it. Raises InputError if a name matches
@@ -116,28 +118,28 @@ def open(data: Data, progress: Progress | None = None, conversation: Conversatio
         if random_rows(one.path) is not None:
             raise InputError(f"data.source: {one.path} has no documents\n  fix   give stdlib or a folder of texts")
     notes = corpus.Notes()
-    held_out = _found(data.held_out_sources, "data.held_out", notes, progress)
+    held_out = _files_of(data.held_out_sources, "data.held_out", notes, progress)
     kept_out = {path.resolve() for path, _ in held_out}
     groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
-    found = []
+    files_of_groups = []
     for group in groups:
-        paths = _found(group, "data.source", notes, progress)
+        paths = _files_of(group, "data.source", notes, progress)
         for path in [path for path in paths if path[0].resolve() in kept_out]:
             paths.remove(path)
             notes.skipped("held out", path[0])
-        found.append(paths)
-    every = [one for paths in (*found, held_out) for one in paths]
+        files_of_groups.append(paths)
+    every = [one for paths in (*files_of_groups, held_out) for one in paths]
     if conversation:
         _check_conversations(data, [path for path, _ in every])
     hashed = iter(_hash(every, notes, progress))
     parts = []
-    for group, paths in zip([*groups, data.held_out_sources], [*found, held_out], strict=True):
+    for group, paths in zip([*groups, data.held_out_sources], [*files_of_groups, held_out], strict=True):
         files = tuple(file for _ in paths if (file := next(hashed)))
         name = ", ".join(one.path for one in group)
         if not files and group:
             place = "data.held_out" if group == data.held_out_sources else "data.source"
             raise InputError(f"{place}: {name}: nothing to read\n  {_indented(notes)}\n  fix   name other files")
-        parts.append(Part(name, files, group[0].weight if group else None))
+        parts.append(SourcePart(name, files, group[0].weight if group else None))
     held_out_part = parts.pop()
     total = hashlib.sha256()
     for part in [*parts, held_out_part]:
@@ -150,7 +152,7 @@ def open(data: Data, progress: Progress | None = None, conversation: Conversatio
     description = (
         f"{name}: {count:,} file{'s' * (count > 1)}, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
     )
-    return Source(
+    return DocumentSource(
         description.replace("stdlib:", "the standard library's"),
         str(notes),
         tuple(parts),
@@ -170,19 +172,19 @@ def random_rows(source: object) -> int | None:
     return int(rows)
 
 
-def _found(
+def _files_of(
     sources: Sequence[config_data.Source], place: str, notes: corpus.Notes, progress: Progress | None
 ) -> list[tuple[Path, str]]:
     """The files of sources and the field of each. A file that two sources name is read as the first of them says."""
-    found: dict[Path, str] = {}
+    fields: dict[Path, str] = {}
     for one in sources:
         for path in corpus.files([one.path], place, notes, progress):
-            found.setdefault(path, one.messages_field or one.text_field)
-    return list(found.items())
+            fields.setdefault(path, one.messages_field or one.text_field)
+    return list(fields.items())
 
 
 def _check_conversations(data: Data, paths: Sequence[Path]) -> None:
-    others = [path for path in paths if not ((kind := formats.of(path)) and kind.records)]
+    others = [path for path in paths if not ((kind := formats.format_of(path)) and kind.records)]
     if others:
         field = data.sources[0].messages_field
         raise InputError(
@@ -191,10 +193,12 @@ def _check_conversations(data: Data, paths: Sequence[Path]) -> None:
         )
 
 
-def _hash(found: Sequence[tuple[Path, str]], notes: corpus.Notes, progress: Progress | None) -> Iterator[File | None]:
+def _hash(
+    files: Sequence[tuple[Path, str]], notes: corpus.Notes, progress: Progress | None
+) -> Iterator[SourceFile | None]:
     """Each file with its sha256; None for one that is empty or binary. Raises InputError for an unreadable one."""
 
-    def digest(one: tuple[Path, str]) -> tuple[File, str]:
+    def digest(one: tuple[Path, str]) -> tuple[SourceFile, str]:
         path, field = one
         hashed, size_bytes = hashlib.sha256(), 0
         try:
@@ -206,12 +210,12 @@ def _hash(found: Sequence[tuple[Path, str]], notes: corpus.Notes, progress: Prog
             raise InputError(
                 f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
             ) from error
-        odd = formats.look(path) if size_bytes else "empty"
-        return File(path, field, size_bytes, hashed.hexdigest()), odd
+        odd = formats.oddity(path) if size_bytes else "empty"
+        return SourceFile(path, field, size_bytes, hashed.hexdigest()), odd
 
-    total_bytes, done_bytes = sum(path.stat().st_size for path, _ in found), 0
+    total_bytes, done_bytes = sum(path.stat().st_size for path, _ in files), 0
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for file, odd in pool.map(digest, found):
+        for file, odd in pool.map(digest, files):
             done_bytes += file.size_bytes
             if progress:
                 progress("hashing files", done_bytes, max(total_bytes, done_bytes))

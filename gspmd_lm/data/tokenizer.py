@@ -180,9 +180,9 @@ class HuggingFace:
 
     def _find_end(self, path: Path) -> int:
         names = list(_END_NAMES)
-        beside = path.with_name("tokenizer_config.json")
-        if beside.is_file():
-            named = json_object(read_text(beside), beside, "correct or remove it").get("eos_token")
+        config_path = path.with_name("tokenizer_config.json")
+        if config_path.is_file():
+            named = json_object(read_text(config_path), config_path, "correct or remove it").get("eos_token")
             named = named.get("content") if isinstance(named, dict) else named
             names = [str(named), *names] if named else names
         for name in names:
@@ -202,11 +202,11 @@ def _parsed(path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, int]:
     It is kept, because a run asks for it several times: for the size of the vocabulary, for its data, for its samples.
     A tokenizer of 128,000 tokens takes half a second to parse.
     """
-    found = tokenizers.Tokenizer.from_file(str(path))
-    return found, max(found.get_vocab(with_added_tokens=True).values()) + 1
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    return tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def load(name: str) -> Tokenizer:
+def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: bytes, or the path of a tokenizer.json or of its folder.
 
     Raises InputError if there is none.
@@ -218,10 +218,10 @@ def load(name: str) -> Tokenizer:
             f"data.tokenizer={name} is trained by the run that uses it\n"
             "  fix   name the run with --workdir, or set data.tokenizer to its tokenizer.json"
         )
-    return HuggingFace(find(name))
+    return HuggingFace(tokenizer_path(name))
 
 
-def find(name: str) -> Path:
+def tokenizer_path(name: str) -> Path:
     """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none."""
     if "://" in name:
         (path,) = remote.copies(name, "data.tokenizer")

@@ -14,8 +14,8 @@ from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data import sources
-from gspmd_lm.data.sources import Progress, Source, random_rows
-from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load, trained_size
+from gspmd_lm.data.sources import DocumentSource, Progress, random_rows
+from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load_tokenizer, trained_size
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import layout
 
@@ -23,7 +23,7 @@ PADDED_TO = 128  # rows of a vocabulary whose size follows the tokenizer; it div
 MOST_BYTES = 2_000_000_000  # of documents that a tokenizer is trained on
 
 
-def sized(config: Config) -> Config:
+def with_vocab_size(config: Config) -> Config:
     """The config, with model.vocab: 0 replaced by the size of its tokenizer, and padded_vocab by a multiple of 128.
 
     A padded_vocab that is larger stays. A tokenizer that is yet to be trained counts with the size that it is to have.
@@ -52,18 +52,18 @@ def sized(config: Config) -> Config:
                 "  fix   --set model.vocab=0, which means the tokenizer's size"
             )
         return config
-    vocab = size or load(data.tokenizer).vocab_size
+    vocab = size or load_tokenizer(data.tokenizer).vocab_size
     padded = max(model.padded_vocab, -(-vocab // PADDED_TO) * PADDED_TO)
     return dataclasses.replace(config, model=dataclasses.replace(model, vocab=vocab, padded_vocab=padded))
 
 
-def kept(config: Config, workdir: epath.Path) -> Config:
+def with_kept_tokenizer(config: Config, workdir: epath.Path) -> Config:
     """The config, with the tokenizer.json that a run keeps in its workdir."""
     path = (workdir if files.is_remote(workdir) else epath.Path(Path(workdir).absolute())) / layout.TOKENIZER
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
 
 
-def found(config: Config, workdir: str) -> Config:
+def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
     """The config, with the tokenizer that an earlier run trained in its workdir, if the config's is not there.
 
     It is not there if it is yet to be trained, or if the workdir was moved since. Raises InputError if the workdir
@@ -74,22 +74,22 @@ def found(config: Config, workdir: str) -> Config:
         return config
     path = layout.path_of(workdir)
     try:
-        there = (path / layout.TOKENIZER).exists()
+        exists = (path / layout.TOKENIZER).exists()
     except Exception as error:  # the packages of remote stores have no common class
         raise InputError(f"--workdir={workdir}: cannot be read ({error})\n  fix   correct it, or log in") from error
-    return kept(config, path) if there else config
+    return with_kept_tokenizer(config, path) if exists else config
 
 
-def made(config: Config, progress: Progress | None = None) -> Config:
+def with_trained_tokenizer(config: Config, progress: Progress | None = None) -> Config:
     """The config, with a tokenizer that is yet to be trained replaced by one that is trained now. See `of_source`."""
     size = trained_size(config.data.tokenizer)
     if size is None:
         return config
-    path = of_source(sources.open(config.data, progress), size, progress)
+    path = tokenizer_of_source(sources.open_source(config.data, progress), size, progress)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
 
 
-def of_source(source: Source, size: int, progress: Progress | None = None) -> Path:
+def tokenizer_of_source(source: DocumentSource, size: int, progress: Progress | None = None) -> Path:
     """The file of a tokenizer of at most `size` tokens that is trained on a source, now or by an earlier run.
 
     One of several processes trains it, and the others wait for it. The same source gives the same tokenizer.
@@ -102,20 +102,20 @@ def of_source(source: Source, size: int, progress: Progress | None = None) -> Pa
         with filelock.FileLock(path.with_suffix(".lock")):
             if not path.exists() or files.damage(path.parent, (FILE,)):
                 path.unlink(missing_ok=True)
-                train(_sample(source, progress), size, path)
+                train_tokenizer(_sample(source, progress), size, path)
                 files.seal(path.parent, (FILE,))
     except OSError as error:
         raise unwritable(path.parent, error.strerror) from error
     return path
 
 
-def _sample(source: Source, progress: Progress | None) -> Iterator[bytes]:
+def _sample(source: DocumentSource, progress: Progress | None) -> Iterator[bytes]:
     """The documents to train a tokenizer on: of a large source every second, every third, ..."""
     every = -(-source.size_bytes // MOST_BYTES)
     return itertools.islice(source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every)
 
 
-def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:
+def train_tokenizer(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:
     """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
 
     A small source may give fewer tokens. Raises InputError if `path` exists, or if `vocab_size` is below 257: there are
@@ -144,4 +144,4 @@ def train(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Toke
         files.replace(path, bpe.to_str())
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({files.reason(error)})\n  fix   choose another name") from error
-    return load(str(path))
+    return load_tokenizer(str(path))

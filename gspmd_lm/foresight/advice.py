@@ -48,7 +48,7 @@ def warnings(
     """
     decoder = config if isinstance(config, Config) else None
     training = decoder and report.phase == "train" and rules.kernel(on.platform) == "xla"
-    fused = faster_kernel(rules, decoder, on, state.asked(decoder)) if decoder and training else ""
+    fused = faster_kernel(rules, decoder, on, state.attention_pass(decoder)) if decoder and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
     found = [
         *_too_large(memory),

@@ -34,7 +34,7 @@ from gspmd_lm.sharding.rules import Rules, ShardingError
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
-    from gspmd_lm.infer.programs import Programs
+    from gspmd_lm.infer.programs import GenerationPrograms
     from gspmd_lm.model.task import Task
     from gspmd_lm.sharding.shapes import Arrays
     from gspmd_lm.train.step import Step
@@ -267,16 +267,16 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     startup.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
     devices = targets.devices(target)
     if request.phase == "train":
-        arrays = state.checked(config, rules, target.platform)[0]
+        arrays = state.arrays_and_warnings(config, rules, target.platform)[0]
         if request.sizes is not None:
             _check_sizes(request.sizes, sizes(arrays), config.name)
-        built = step.build(config, rules, arrays, devices)
+        built = step.build_step(config, rules, arrays, devices)
         lower = built.lower_train
     else:
         assert isinstance(config, Config), "the caller has checked it"
         whole = generation.whole_context(config)
-        arrays, _ = generation.checked(config, rules, target.platform, whole)
-        built = generation.build(config, rules, arrays, devices, whole)
+        arrays, _ = generation.arrays_and_warnings(config, rules, target.platform, whole)
+        built = generation.build_programs(config, rules, arrays, devices, whole)
         lower = built.lower_prefill if request.phase == "prefill" else built.lower_decode
     also = rules.compiled_for if request.phase == "train" else ()
     options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
@@ -318,7 +318,7 @@ def _answer_for(gpu: Gpu) -> None:
 
 
 def described(
-    built: "Step | Programs",
+    built: "Step | GenerationPrograms",
     compiled: "Compiled | str",
     options: Mapping[str, Any],
     target: Target,

@@ -68,15 +68,19 @@ def _settled(config: Config | Task, rules: Rules, target: Target, phase: str) ->
 
 def _asked(config: Config, phase: str) -> Pass:
     """What a program asks of attention."""
-    return state.asked(config) if phase == "train" else generation.asked(generation.whole_context(config))
+    return (
+        state.attention_pass(config)
+        if phase == "train"
+        else generation.attention_pass(generation.whole_context(config))
+    )
 
 
 def _checked(config: Config | Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
     if phase == "train":
-        return state.checked(config, rules, platform)
+        return state.arrays_and_warnings(config, rules, platform)
     if isinstance(config, Task):
         raise InputError(f"{config.name}: only the decoder generates\n  fix   phase: train")
-    return generation.checked(config, rules, platform, generation.whole_context(config))
+    return generation.arrays_and_warnings(config, rules, platform, generation.whole_context(config))
 
 
 def report(

@@ -12,9 +12,9 @@ from gspmd_lm.config import Config
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import programs
-from gspmd_lm.infer.programs import Programs, Prompts
+from gspmd_lm.infer.detokenizer import Detokenizer, Stops
+from gspmd_lm.infer.programs import GenerationPrograms, Prompts
 from gspmd_lm.infer.sampling import Choice, Sampling
-from gspmd_lm.infer.text import Pieces, Stops
 from gspmd_lm.sharding.rules import Rules
 
 
@@ -29,8 +29,8 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """The next piece of the text after prompt `number`; the last one of a prompt has its result."""
+class TextChunk:
+    """The next chunk of the text after prompt `number`; the last one of a prompt has its result."""
 
     number: int
     text: str
@@ -67,10 +67,10 @@ class Figures:
         )
 
 
-def plan(
+def programs_for(
     config: Config, rules: Rules, devices: Sequence[Any], platform: str, prompts: Sequence[Sequence[int]],
     *, new_tokens: int, batch: int, tokenizer: Tokenizer | None = None, places: Sequence[str] = (),
-) -> tuple[Programs, list[str]]:  # fmt: skip
+) -> tuple[GenerationPrograms, list[str]]:  # fmt: skip
     """The programs that generate `new_tokens` tokens after each of `prompts`, `batch` at a time, and notes to print.
 
     Nothing is compiled or allocated. `places` says where each prompt stands, for messages. Raises InputError for
@@ -84,7 +84,7 @@ def plan(
     longest = max(map(len, prompts))
     asked = min(batch, len(prompts))
     sizes = programs.sizes(rules, asked, longest, new_tokens, platform)
-    arrays, warnings = programs.checked(config, rules, platform, sizes)
+    arrays, warnings = programs.arrays_and_warnings(config, rules, platform, sizes)
     notes = [f"warning: {warning}" for warning in warnings]
     if sizes.rows > asked:
         split = ", ".join(dict.fromkeys(row.place for row in rules.rows if row.axis == "batch" and row.mesh_axes))
@@ -93,7 +93,7 @@ def plan(
             f"{sizes.rows} prompts at a time cost the same"
         )
     alone = platform == "cpu" and rules.devices == 1
-    built = programs.build(config, rules, arrays, devices, sizes, unrolled=alone)
+    built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled=alone)
     notes += [f"attention: {built.attention}"] if built.attention else []
     return built, notes
 
@@ -136,7 +136,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 class Generator:
     """Compiled programs and the weights they run with: generates after any number of prompts."""
 
-    def __init__(self, built: Programs, params: Any, tokenizer: Tokenizer):
+    def __init__(self, built: GenerationPrograms, params: Any, tokenizer: Tokenizer):
         """`params`: placed as `built.abstract_params`; where layers are unrolled, a copy of them is kept instead."""
         self.programs, self.params, self.tokenizer = built, built.unstacked(params), tokenizer
         self.prefill, self.decode = built.compiled
@@ -151,8 +151,8 @@ class Generator:
         stops: Sequence[str] = (),
         ends: Collection[int] | None = None,
         first_number: int = 0,
-    ) -> Iterator[Piece]:
-        """The pieces of text after each prompt, as they come; prompts are numbered from `first_number`.
+    ) -> Iterator[TextChunk]:
+        """The chunks of text after each prompt, as they come; prompts are numbered from `first_number`.
 
         A text ends before a stop string, at a token of `ends` (by default the tokenizer's end), or after `new_tokens`
         tokens. A prompt's text depends on its number and the seed, not on the prompts beside it.
@@ -165,7 +165,7 @@ class Generator:
         ends = frozenset((self.tokenizer.end,) if ends is None else ends)
         for first in range(0, len(prompts), sizes.rows):
             batch = prompts[first : first + sizes.rows]
-            texts = [_Text(first_number + first + i, self.tokenizer, prompt, stops, ends, new_tokens)
+            texts = [_Completion(first_number + first + i, self.tokenizer, prompt, stops, ends, new_tokens)
                      for i, prompt in enumerate(batch)]  # fmt: skip
             for choice in self._choices(batch, first_number + first, new_tokens, sampling, texts):
                 tokens, gaps = np.asarray(choice.tokens_B), np.asarray(choice.gap_B)
@@ -177,20 +177,25 @@ class Generator:
 
     def results(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Result]:
         """The results alone, in the order of the prompts; `options` as for `generate`."""
-        found = {piece.number: piece.result for piece in self.generate(prompts, **options) if piece.result}
-        return [found[number] for number in sorted(found)]
+        results = {chunk.number: chunk.result for chunk in self.generate(prompts, **options) if chunk.result}
+        return [results[number] for number in sorted(results)]
 
     def _choices(
-        self, batch: Sequence[Sequence[int]], number: int, new_tokens: int, sampling: Sampling, texts: "list[_Text]"
+        self,
+        batch: Sequence[Sequence[int]],
+        number: int,
+        new_tokens: int,
+        sampling: Sampling,
+        texts: "list[_Completion]",
     ) -> Iterator[Choice]:
         """The choices of each step until all `texts` have ended, each fetched while the devices do the next step."""
         figures, settings = self.figures, sampling.settings
         began = time.perf_counter()
-        carried, choice = self.prefill(self.params, self._placed(batch, number), settings)
+        state, choice = self.prefill(self.params, self._placed(batch, number), settings)
         for step in range(new_tokens):
             following = None
             if step + 1 < new_tokens:
-                carried, following = self.decode(self.params, carried, settings)
+                state, following = self.decode(self.params, state, settings)
             choice = jax.device_get(choice)
             taken_s = time.perf_counter() - began
             open_rows = sum(text.result is None for text in texts)
@@ -216,15 +221,15 @@ class Generator:
             tokens_BT[row, start_B[row] :] = prompt
         numbers_B = number + np.arange(sizes.rows, dtype=np.int32)
         host = Prompts(tokens_BT, start_B, numbers_B)
-        return Prompts(*(place(x, like.sharding) for x, like in zip(host, abstract, strict=True)))
+        return Prompts(*(to_devices(x, like.sharding) for x, like in zip(host, abstract, strict=True)))
 
 
-def place(x: np.ndarray, sharding: Any) -> jax.Array:
+def to_devices(x: np.ndarray, sharding: Any) -> jax.Array:
     """An array that every process holds in full, placed on the devices of all processes."""
-    return jax.make_array_from_callback(x.shape, sharding, lambda piece: x[piece])
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-class _Text:
+class _Completion:
     """The text after one prompt while it grows."""
 
     def __init__(
@@ -232,30 +237,30 @@ class _Text:
         ends: Collection[int], new_tokens: int,
     ):  # fmt: skip
         self.number, self.result = number, None
-        self._pieces, self._stops = Pieces(tokenizer, prompt), Stops(stops)
+        self._detokenizer, self._stops = Detokenizer(tokenizer, prompt), Stops(stops)
         self._ends, self._room = ends, new_tokens
         self._tokens: list[int] = []
         self._text, self._gap = "", float("inf")
 
-    def add(self, token: int, gap: float) -> Piece:
-        """The piece that the token adds, with the result if the text ends with it."""
+    def add(self, token: int, gap: float) -> TextChunk:
+        """The chunk that the token adds, with the result if the text ends with it."""
         self._gap = min(self._gap, gap)
         if token in self._ends:
             return self._end("", "end")
         self._tokens.append(token)
-        piece, stopped = self._stops.add(self._pieces.add(token))
+        text, stopped = self._stops.add(self._detokenizer.add(token))
         if stopped:
-            return self._end(piece, "stop", whole=True)
+            return self._end(text, "stop", whole=True)
         if len(self._tokens) == self._room:
-            return self._end(piece, "length")
-        self._text += piece
-        return Piece(self.number, piece)
+            return self._end(text, "length")
+        self._text += text
+        return TextChunk(self.number, text)
 
-    def _end(self, piece: str, reason: str, whole: bool = False) -> Piece:
+    def _end(self, chunk: str, reason: str, whole: bool = False) -> TextChunk:
         if not whole:
-            more, stopped = self._stops.add(self._pieces.rest())
-            piece += more if stopped else more + self._stops.rest()
+            more, stopped = self._stops.add(self._detokenizer.rest())
+            chunk += more if stopped else more + self._stops.rest()
             reason = "stop" if stopped else reason
-        self._text += piece
+        self._text += chunk
         self.result = Result(self._text, self._tokens, reason, self._gap)
-        return Piece(self.number, piece, self.result)
+        return TextChunk(self.number, chunk, self.result)

@@ -11,14 +11,14 @@ from gspmd_lm.config.paths import read_text
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import has_half_characters, json_object
-from gspmd_lm.infer.generate import Piece
+from gspmd_lm.infer.generate import TextChunk
 
 Fields = dict[str, Any]
 Render = Callable[[Fields], Sequence[int] | np.ndarray]  # a line with messages -> ids of the prompt; raises InputError
 SHOWN = 20  # problems of one file
 
 
-class Line(NamedTuple):
+class PromptLine(NamedTuple):
     """One line of a file of prompts."""
 
     place: str  # prompts.jsonl:3
@@ -46,22 +46,24 @@ def objects(path: Path, wrong: list[str]) -> Iterator[tuple[str, dict[str, Any]]
             yield place, fields
 
 
-def refuse(path: Path, wrong: Sequence[str], found: Sequence[Any], fix: str) -> None:
+def refuse(path: Path, wrong: Sequence[str], lines: Sequence[Any], fix: str) -> None:
     """Raises InputError if lines are wrong, or if there are none."""
     if wrong:
         more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         raise InputError("\n".join([*wrong[:SHOWN], *more, f"  fix   {fix}"]))
-    if not found:
+    if not lines:
         raise InputError(f"{path}: no lines\n  fix   {fix}")
 
 
-def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None, chat: bool = False) -> list[Line]:
+def read_prompts(
+    path: str | Path, tokenizer: Tokenizer, render: Render | None = None, chat: bool = False
+) -> list[PromptLine]:
     """The prompts of a file. `render` makes prompts of "messages"; without `render`, they are an error. chat: a
     "prompt" is a user's message too.
 
     Raises InputError that lists every line without a prompt that can be used.
     """
-    path, wrong, found = Path(path), [], []
+    path, wrong, prompts = Path(path), [], []
     for place, fields in objects(path, wrong):
         if "prompt" in fields and "messages" in fields:
             wrong.append(f"{place}: both prompt and messages")
@@ -69,7 +71,7 @@ def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None, c
             wrong.append(f"{place}: messages, but data.tokenizer has no chat template")
         elif "messages" in fields and render:
             try:
-                found.append(Line(place, fields, _ids(render(fields))))
+                prompts.append(PromptLine(place, fields, _ids(render(fields))))
             except InputError as error:
                 wrong.append(f"{place}: {error}")
         elif not isinstance(fields.get("prompt"), str):
@@ -78,25 +80,25 @@ def read(path: str | Path, tokenizer: Tokenizer, render: Render | None = None, c
             wrong.append(f"{place}: prompt is empty")
         elif chat and render:
             message = {"role": "user", "content": fields["prompt"]}
-            found.append(Line(place, fields, _ids(render(fields | {"messages": [message]}))))
+            prompts.append(PromptLine(place, fields, _ids(render(fields | {"messages": [message]}))))
         else:
-            found.append(Line(place, fields, _ids(tokenizer.encode_prompt(fields["prompt"]))))
-    refuse(path, wrong, found, 'write one object such as {"prompt": "..."} or {"messages": [...]} on each line')
-    return found
+            prompts.append(PromptLine(place, fields, _ids(tokenizer.encode_prompt(fields["prompt"]))))
+    refuse(path, wrong, prompts, 'write one object such as {"prompt": "..."} or {"messages": [...]} on each line')
+    return prompts
 
 
 def _ids(ids: Sequence[int] | np.ndarray) -> list[int]:
     return np.asarray(ids).tolist()
 
 
-def write(lines: Sequence[Line], pieces: Iterable[Piece], out: TextIO) -> None:
+def write_results(lines: Sequence[PromptLine], chunks: Iterable[TextChunk], out: TextIO) -> None:
     """Writes each line's fields with its text, finish_reason and number of tokens, in order and as soon as they are
-    known. `pieces`: the pieces that Generator.generate yields for the lines' tokens."""
-    waiting: dict[int, Piece] = {}
+    known. `chunks`: the chunks that Generator.generate yields for the lines' tokens."""
+    waiting: dict[int, TextChunk] = {}
     at = 0
-    for piece in pieces:
-        if piece.result:
-            waiting[piece.number] = piece
+    for chunk in chunks:
+        if chunk.result:
+            waiting[chunk.number] = chunk
         while at in waiting:
             result = waiting.pop(at).result
             assert result

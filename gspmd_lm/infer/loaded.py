@@ -21,9 +21,9 @@ class Text(str):
 
     @classmethod
     def after(cls, prompt: str, text: str) -> "Text":
-        found = cls(text)
-        found.prompt = prompt
-        return found
+        continuation = cls(text)
+        continuation.prompt = prompt
+        return continuation
 
     def _repr_html_(self) -> str:
         return f'<p style="white-space:pre-wrap"><i>{html.escape(self.prompt)}</i>{html.escape(self)}</p>'
@@ -51,7 +51,7 @@ class Model:
     ):
         """`read` takes a tree of jax.ShapeDtypeStruct and gives the weights, placed as it says. `name`: in its repr."""
         self.config, self.rules = config, rules
-        self.tokenizer = tokenizer.load(config.data.tokenizer)
+        self.tokenizer = tokenizer.load_tokenizer(config.data.tokenizer)
         self._devices, self._platform, self._name, self._read, self._say = devices, platform, name, read, say
         self._generator: generation.Generator | None = None
         compile_cache.enable(None)
@@ -98,10 +98,10 @@ class Model:
         else:
             ids = [self.tokenizer.encode_prompt(one).tolist() for one in several]
         generator = self._ready(ids, max_new_tokens)
-        found = generator.results(
+        results = generator.results(
             ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name)
         )
-        texts = Texts(Text.after(one, result.text) for one, result in zip(several, found, strict=True))
+        texts = Texts(Text.after(one, result.text) for one, result in zip(several, results, strict=True))
         return texts[0] if isinstance(prompts, str) else texts
 
     def _ready(self, ids: Sequence[Sequence[int]], new_tokens: int) -> generation.Generator:
@@ -113,7 +113,7 @@ class Model:
             enough = max(map(len, ids)) <= sizes.prompt and sizes.prompt + new_tokens - 1 <= sizes.slots
             if enough and sizes.rows >= min(len(ids), ROWS):
                 return last
-        built, notes = generation.plan(
+        built, notes = generation.programs_for(
             self.config, self.rules, self._devices, self._platform, ids, new_tokens=new_tokens,
             batch=min(len(ids), ROWS), tokenizer=self.tokenizer,
         )  # fmt: skip

@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
     number_B: Any  # int32: of the prompt among all, for random numbers
 
 
-class Carried(NamedTuple):
+class DecodeState(NamedTuple):
     """The arrays that one decode step passes on to the next one. They are donated."""
 
     cache: Cache
@@ -61,23 +61,23 @@ def sizes(rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu")
     The last new token needs no slot: nothing attends to it.
     """
 
-    rows, prompt = whole_pieces(rules, rows, prompt, platform)
-    return Sizes(rows, prompt, _up(prompt + new - 1, _pieces(rules, "kv_seq")))
+    rows, prompt = rounded_up(rules, rows, prompt, platform)
+    return Sizes(rows, prompt, _up(prompt + new - 1, _num_shards(rules, "kv_seq")))
 
 
-def whole_pieces(rules: Rules, rows: int, seq: int, platform: str, dealt: bool = False) -> tuple[int, int]:
+def rounded_up(rules: Rules, rows: int, seq: int, platform: str, zigzag: bool = False) -> tuple[int, int]:
     """`rows` and `seq`, each rounded up so that the mesh axes and the attention kernel divide it.
 
     Where the rules choose no kernel, a row of as many tokens as a block of splash attention has is made whole blocks,
-    and a shorter one is left to XLA. `dealt`: each device has two pieces of a row (kernels/context.py).
+    and a shorter one is left to XLA. zigzag: each device has two pieces of a row (kernels/context.py).
     """
-    pieces = _pieces(rules, "seq") * (2 if dealt and split_sequence(rules) else 1)
-    chosen = rules.attention.get(platform, KERNELS[platform][0] if seq >= pieces * LANES else "xla")
-    block = math.lcm(pieces * (LANES if chosen == "splash" else 1), _pieces(rules, "kv_seq"))
-    return _up(rows, _pieces(rules, "batch")), _up(seq, block)
+    shards = _num_shards(rules, "seq") * (2 if zigzag and split_sequence(rules) else 1)
+    chosen = rules.attention.get(platform, KERNELS[platform][0] if seq >= shards * LANES else "xla")
+    block = math.lcm(shards * (LANES if chosen == "splash" else 1), _num_shards(rules, "kv_seq"))
+    return _up(rows, _num_shards(rules, "batch")), _up(seq, block)
 
 
-def _pieces(rules: Rules, axis: str) -> int:
+def _num_shards(rules: Rules, axis: str) -> int:
     """The number that must divide the size of an axis, so that all activations can be split along it."""
     splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
     return math.lcm(*map(rules.piece_count, splits))
@@ -87,7 +87,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
+def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
     """The shapes and shardings of weights that are not trained.
 
     They rest in the dtype in which they are multiplied if it is smaller than their own, so that they are cast only
@@ -100,11 +100,12 @@ def resting(found: Arrays, placement: MeshPlacement, model: configs.Model) -> An
         smaller = not exact and used.itemsize < like.dtype.itemsize
         return jax.ShapeDtypeStruct(like.shape, used if smaller else like.dtype, sharding=sharding)
 
-    shardings = placement.shardings("weights", found.named_params, found.params)
-    return jax.tree.map(one, found.named_params, found.params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
+    named, params = arrays.named_params, arrays.params
+    shardings = placement.shardings("weights", named, params)
+    return jax.tree.map(one, named, params, shardings, is_leaf=lambda leaf: isinstance(leaf, Named))
 
 
-def asked(sizes: Sizes) -> Pass:
+def attention_pass(sizes: Sizes) -> Pass:
     """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
     return Pass(sizes.prompt, padded=True)
 
@@ -130,16 +131,16 @@ def prefill(cfg: configs.Model, params: Any, prompts: Prompts, slots: int) -> tu
     return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
 
-def decode(cfg: configs.Model, params: Any, carried: Carried) -> tuple[jax.Array, Cache]:
-    """The logits after `carried.tokens_B`, [B, V], and the cache with these tokens added."""
+def decode(cfg: configs.Model, params: Any, state: DecodeState) -> tuple[jax.Array, Cache]:
+    """The logits after `state.tokens_B`, [B, V], and the cache with these tokens added."""
     batch = {
-        "tokens": carried.tokens_B[:, None],
-        "positions": (carried.slot - carried.start_B)[:, None],
-        "row": carried.number_B,
-        "slot": carried.slot,
-        "start": carried.start_B,
+        "tokens": state.tokens_B[:, None],
+        "positions": (state.slot - state.start_B)[:, None],
+        "row": state.number_B,
+        "slot": state.slot,
+        "start": state.start_B,
     }
-    x_B1D, table, bias, cache = extend(cfg, params, batch, carried.cache)
+    x_B1D, table, bias, cache = extend(cfg, params, batch, state.cache)
     return logits(x_B1D, table, bias, cfg)[:, 0], cache
 
 
@@ -155,7 +156,7 @@ class Forward(Program):
     @functools.cached_property
     def abstract_params(self) -> Any:
         """The weights' shapes and shardings: what a checkpoint is restored into."""
-        return resting(self.arrays, self.placement, self.config.model)
+        return abstract_weights(self.arrays, self.placement, self.config.model)
 
 
 def _blocks(params: Any, stack: configs.Stack) -> Any:
@@ -172,7 +173,7 @@ def _blocks(params: Any, stack: configs.Stack) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs(Forward):
+class GenerationPrograms(Forward):
     """Prefill and decode of a config under rules on a mesh, ready to be compiled, with the placement of their inputs.
 
     Each is a single program, however many tokens are generated.
@@ -183,7 +184,7 @@ class Programs(Forward):
 
     @property
     def asked(self) -> Pass:
-        return asked(self.sizes)
+        return attention_pass(self.sizes)
 
     @functools.cached_property
     def model(self) -> configs.Model:
@@ -202,10 +203,10 @@ class Programs(Forward):
         if not self.unrolled:
             return params
         stacks = self.config.model.stacks
-        found = {stack.name: _blocks(params, stack) for stack in stacks}
+        layers = {stack.name: _blocks(params, stack) for stack in stacks}
         shards = jax.tree.map(lambda like: like.sharding, self.abstract_unstacked)
-        placed = jax.device_put(found, {name: shards[name] for name in found})
-        rest = {name: array for name, array in params.items() if name not in found and not name.startswith("layer_")}
+        placed = jax.device_put(layers, {name: shards[name] for name in layers})
+        rest = {name: array for name, array in params.items() if name not in layers and not name.startswith("layer_")}
         return rest | placed
 
     @functools.cached_property
@@ -213,7 +214,7 @@ class Programs(Forward):
         """The shapes and shardings of the weights that `unstacked` returns."""
         if not self.unrolled:
             return self.abstract_params
-        return resting(parameters(self.model), self.placement, self.model)
+        return abstract_weights(parameters(self.model), self.placement, self.model)
 
     @property
     def param_shardings(self) -> Any:
@@ -229,9 +230,9 @@ class Programs(Forward):
         return Prompts(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens), rows, rows)
 
     @functools.cached_property
-    def abstract_carried(self) -> Carried:
-        """The shapes and shardings of Carried."""
-        cache, *rest = _carried(self.config.model, self.sizes)
+    def abstract_decode_state(self) -> DecodeState:
+        """The shapes and shardings of DecodeState."""
+        cache, *rest = _decode_state_shapes(self.config.model, self.sizes)
 
         def one(like: Any, text: str) -> Any:
             spec = parse(text, len(like.shape))
@@ -241,7 +242,7 @@ class Programs(Forward):
                 where = Format(Layout((0, 2, 3, 1, 4)), where)
             return placed(like, where)
 
-        return Carried(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
+        return DecodeState(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
 
     @property
     def abstract_settings(self) -> Settings:
@@ -253,28 +254,28 @@ class Programs(Forward):
         """The bytes on each device for the keys and values of all slots, and the states of linear attention."""
         return sum(
             math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-            for array in jax.tree.leaves(self.abstract_carried.cache)
+            for array in jax.tree.leaves(self.abstract_decode_state.cache)
         )
 
     @property
     def held(self) -> dict[str, Any]:
         """The arrays that devices hold between steps: trees of shapes and shardings, by purpose."""
-        cache, *batch = self.abstract_carried
+        cache, *batch = self.abstract_decode_state
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
 
     def lower_prefill(self) -> jax.stages.Lowered:
-        """(params, Prompts, Settings) -> (Carried, Choice)."""
+        """(params, Prompts, Settings) -> (DecodeState, Choice)."""
         jitted = jax.jit(self._prefill, out_shardings=self._out)
         return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings).lower()
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """(params, Carried, Settings) -> (Carried, Choice). Carried is donated, and the cache changes in place."""
+        """(params, DecodeState, Settings) -> (DecodeState, Choice). The donated cache changes in place."""
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
-        return jitted.trace(self.abstract_unstacked, self.abstract_carried, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_unstacked, self.abstract_decode_state, self.abstract_settings).lower()
 
     @property
-    def _out(self) -> tuple[Carried, Choice]:
-        return jax.tree.map(_where, self.abstract_carried), Choice(self.whole, self.whole)
+    def _out(self) -> tuple[DecodeState, Choice]:
+        return jax.tree.map(_format_or_sharding, self.abstract_decode_state), Choice(self.whole, self.whole)
 
     @functools.cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -286,19 +287,19 @@ class Programs(Forward):
         prefill, decode = (self.compile(one, what, fix) for one in lowered)
         return prefill, decode
 
-    def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[Carried, Choice]:
+    def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[DecodeState, Choice]:
         with self.traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         choice = self._choose(logits_BV, settings, prompts.number_B, slot - prompts.start_B)
-        return Carried(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
+        return DecodeState(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
 
-    def _decode(self, params: Any, carried: Carried, settings: Settings) -> tuple[Carried, Choice]:
+    def _decode(self, params: Any, state: DecodeState, settings: Settings) -> tuple[DecodeState, Choice]:
         with self.traced():
-            logits_BV, cache = decode(self.model, params, carried)
-        slot = carried.slot + 1
-        choice = self._choose(logits_BV, settings, carried.number_B, slot - carried.start_B)
-        return carried._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
+            logits_BV, cache = decode(self.model, params, state)
+        slot = state.slot + 1
+        choice = self._choose(logits_BV, settings, state.number_B, slot - state.start_B)
+        return state._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
 
     def _choose(self, logits_BV: jax.Array, settings: Settings, number_B: jax.Array, position_B: jax.Array) -> Choice:
         with scope("of", "sampling"):
@@ -306,28 +307,28 @@ class Programs(Forward):
             return choose(logits_BV[:, : self.config.model.vocab], settings, number_B, position_B)
 
 
-def build(
+def build_programs(
     config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False
-) -> Programs:
+) -> GenerationPrograms:
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
-    rules = settled(rules, config, meshes.processor(devices[0]), asked(sizes))
-    return Programs(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
+    rules = settled(rules, config, meshes.processor(devices[0]), attention_pass(sizes))
+    return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
-def activations(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
+def activations(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
     """The activations that the model names in "prefill" and in "decode" under `rules`."""
-    return {phase: one.arrays for phase, one in recorded(config, found, sizes, rules).items()}
+    return {phase: one.arrays for phase, one in recorded(config, arrays, sizes, rules).items()}
 
 
-def recorded(config: Config, found: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
-    model, carried = config.model, _carried(config.model, sizes)
+def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+    model, state = config.model, _decode_state_shapes(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
-    prompts = Prompts(tokens, carried.start_B, carried.number_B)
+    prompts = Prompts(tokens, state.start_B, state.number_B)
     return {
         "prefill": record(
-            rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), found.params, prompts
+            rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), arrays.params, prompts
         ),
-        "decode": record(rules, lambda params, carried: decode(model, params, carried), found.params, carried),
+        "decode": record(rules, lambda params, state: decode(model, params, state), arrays.params, state),
     }
 
 
@@ -336,23 +337,21 @@ def parameters(model: configs.Model) -> Arrays:
     return arrays(functools.partial(init, model), DECODER)
 
 
-def checked(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
+def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
     """The arrays of `config` and the warnings about generating under `rules`. Nothing is compiled or allocated.
 
     Raises ShardingError that lists everything that does not fit.
     """
-    found = parameters(config.model)
-    more = layer_problems(config, rules, platform, asked(sizes))
-    return found, checked_arrays(found, rules, recorded(config, found, sizes, rules).values(), more)
+    arrays = parameters(config.model)
+    more = layer_problems(config, rules, platform, attention_pass(sizes))
+    return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
 
 
-def _carried(model: configs.Model, sizes: Sizes) -> Carried:
-    """The shapes of Carried."""
+def _decode_state_shapes(model: configs.Model, sizes: Sizes) -> DecodeState:
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
-    return Carried(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
+    return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
 
 
-def _where(like: jax.ShapeDtypeStruct) -> Any:
-    """The format of an array if it has one, else its sharding."""
+def _format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:
     return like.sharding if like.format.layout is None else like.format

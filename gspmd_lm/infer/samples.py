@@ -14,17 +14,17 @@ from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.sharding.rules import Rules
 
 
-class Writer:
+class SampleGenerator:
     """Writes the texts. They depend on the weights alone, up to rounding: not on the layout, nor on earlier texts."""
 
     def __init__(self, config: Config, rules: Rules, devices: Sequence[Any], platform: str):
         """Nothing is compiled. Raises InputError for prompts, a tokenizer or rules that do not fit."""
         assert config.train.samples
         self.asked = config.train.samples
-        self.tokens = tokenizer.load(config.data.tokenizer)
+        self.tokens = tokenizer.load_tokenizer(config.data.tokenizer)
         self.prompts = [self.tokens.encode_prompt(prompt).tolist() for prompt in self.asked.prompts]
         try:
-            self.programs, _ = generate.plan(
+            self.programs, _ = generate.programs_for(
                 config, rules, devices, platform, self.prompts, new_tokens=self.asked.tokens, batch=len(self.prompts),
                 tokenizer=self.tokens, places=[f"train.samples.prompts {n}" for n in range(1, len(self.prompts) + 1)],
             )  # fmt: skip

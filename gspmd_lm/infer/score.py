@@ -16,9 +16,9 @@ from einops import rearrange
 from gspmd_lm.config import Config
 from gspmd_lm.config import Model as ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
-from gspmd_lm.infer.generate import place
+from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import Forward, parameters, whole_pieces
+from gspmd_lm.infer.programs import Forward, parameters, rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import dealt
 from gspmd_lm.model.layers import table_specs
@@ -62,7 +62,7 @@ class Score(NamedTuple):
     greedy: bool  # whether every token scored was the most likely one
 
 
-class Text(NamedTuple):
+class TextMeasures(NamedTuple):
     """The measures of a whole text."""
 
     loss: float  # nats per token
@@ -81,8 +81,8 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
         chunks = loss.chunk_count(B, T)
-        home, read_as = table_specs(cfg)
-        x_CBTD = loss.chunked(shard(like(x_BTD, home), read_as), chunks)
+        hidden_spec, read_as = table_specs(cfg)
+        x_CBTD = loss.chunked(shard(like(x_BTD, hidden_spec), read_as), chunks)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
         vocab_V = jnp.arange(cfg.vocab_rows)
 
@@ -97,8 +97,8 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
             missed_BT = scored_BT & (target_BT < highest_BT)
             return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))
 
-        _, found = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(batch["targets"], chunks)))
-    return Scores(*(rearrange(x, "C B -> B C").sum(-1) for x in found))
+        _, scores_CB = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(batch["targets"], chunks)))
+    return Scores(*(rearrange(x, "C B -> B C").sum(-1) for x in scores_CB))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,22 +137,22 @@ class Scoring(Forward):
             return score(self.config.model, params, rows)
 
 
-def build(
+def build_scoring(
     config: Config, rules: Rules, devices: Sequence[Any], platform: str, rows: int, seq: int
 ) -> tuple[Scoring, list[Problem]]:
     """The program for at least `rows` texts of at least `seq` tokens at a time, and the warnings about the rules.
 
     Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
     """
-    rows, seq = whole_pieces(rules, rows, seq, platform, dealt=True)
+    rows, seq = rounded_up(rules, rows, seq, platform, zigzag=True)
     cfg = config.model
-    found = parameters(cfg)
+    arrays = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
-    named = record(rules, lambda params, rows: score(cfg, params, rows), found.params, ScoredRows(one, one))
+    named = record(rules, lambda params, rows: score(cfg, params, rows), arrays.params, ScoredRows(one, one))
     more = layer_problems(config, rules, platform, Pass(seq))
-    warnings = checked(found, rules, [named], more)
+    warnings = checked(arrays, rules, [named], more)
     rules = settled(rules, config, meshes.processor(devices[0]), Pass(seq))
-    return Scoring(config, rules, found, meshes.build(rules, devices), rows, seq), warnings
+    return Scoring(config, rules, arrays, meshes.build(rules, devices), rows, seq), warnings
 
 
 class Scorer:
@@ -175,7 +175,7 @@ class Scorer:
         if pending:
             yield from _read(*pending)
 
-    def text(self, ids: Sequence[int] | np.ndarray, size_bytes: int) -> Text:
+    def text(self, ids: Sequence[int] | np.ndarray, size_bytes: int) -> TextMeasures:
         """Loss, perplexity and bits per byte of a text of `size_bytes`, in windows of the program's length that do not
         overlap.
 
@@ -193,7 +193,7 @@ class Scorer:
             tokens_BT[row, :length] = tokens[:-1]
             targets_BT[row, length - scored : length] = tokens[len(tokens) - scored :]
         pairs = zip((tokens_BT, targets_BT), self.program.abstract_rows, strict=True)
-        return ScoredRows(*(place(x, like.sharding) for x, like in pairs))
+        return ScoredRows(*(to_devices(x, like.sharding) for x, like in pairs))
 
 
 def _read(batch: Sequence[Request], scores: Scores) -> Iterator[Score]:
@@ -205,24 +205,26 @@ def _read(batch: Sequence[Request], scores: Scores) -> Iterator[Score]:
 def windows(ids: Sequence[int] | np.ndarray, lead: int, seq: int) -> list[Request]:
     """Requests that score each of `ids` once, `seq` at a time. The first one is given `lead`."""
     whole = [lead, *np.asarray(ids).tolist()]
-    return [Request(piece := whole[at : at + seq + 1], len(piece) - 1) for at in range(0, len(ids), seq)]
+    return [Request(window := whole[at : at + seq + 1], len(window) - 1) for at in range(0, len(ids), seq)]
 
 
-def measures(scores: Sequence[Score], size_bytes: int) -> Text:
+def measures(scores: Sequence[Score], size_bytes: int) -> TextMeasures:
     """The measures of a text, from the scores of its windows."""
     tokens = sum(one.tokens for one in scores)
     nats = -math.fsum(one.log_likelihood for one in scores)
-    return Text(nats / tokens, math.exp(min(nats / tokens, 700)), nats / math.log(2) / size_bytes, tokens, size_bytes)
+    return TextMeasures(
+        nats / tokens, math.exp(min(nats / tokens, 700)), nats / math.log(2) / size_bytes, tokens, size_bytes
+    )
 
 
-class Line(NamedTuple):
+class ContinuationLine(NamedTuple):
     """One line of a file of continuations."""
 
     fields: dict[str, Any]
     request: Request
 
 
-def read(path: str | Path, tokenizer: Tokenizer, context: int) -> list[Line]:
+def read_continuations(path: str | Path, tokenizer: Tokenizer, context: int) -> list[ContinuationLine]:
     """The requests of a JSONL file of {"prompt": ..., "continuation": ...}.
 
     A prompt and its continuation are encoded together. As in EleutherAI's evaluation harness, spaces at the end of a
@@ -231,7 +233,7 @@ def read(path: str | Path, tokenizer: Tokenizer, context: int) -> list[Line]:
 
     Raises InputError that lists every wrong line.
     """
-    path, wrong, found = Path(path), [], []
+    path, wrong, lines = Path(path), [], []
     for where, fields in objects(path, wrong):
         lacking = [name for name in ("prompt", "continuation") if not isinstance(fields.get(name), str)]
         if lacking:
@@ -247,13 +249,13 @@ def read(path: str | Path, tokenizer: Tokenizer, context: int) -> list[Line]:
         elif len(whole) - 1 > context:
             wrong.append(f"{where}: {len(whole):,} tokens do not fit model.context={context:,}")
         else:
-            found.append(Line(fields, Request(whole, len(whole) - len(before))))
-    refuse(path, wrong, found, 'write one object such as {"prompt": "...", "continuation": "..."} on each line')
-    return found
+            lines.append(ContinuationLine(fields, Request(whole, len(whole) - len(before))))
+    refuse(path, wrong, lines, 'write one object such as {"prompt": "...", "continuation": "..."} on each line')
+    return lines
 
 
-def write(lines: Sequence[Line], scores: Iterator[Score], out: TextIO) -> None:
+def write_scores(lines: Sequence[ContinuationLine], scores: Iterator[Score], out: TextIO) -> None:
     """Writes each line's fields with log_likelihood, the number of tokens scored and greedy."""
-    for line, found in zip(lines, scores, strict=True):
-        out.write(json.dumps(line.fields | found._asdict(), ensure_ascii=False) + "\n")
+    for line, score in zip(lines, scores, strict=True):
+        out.write(json.dumps(line.fields | score._asdict(), ensure_ascii=False) + "\n")
         out.flush()

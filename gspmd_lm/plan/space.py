@@ -32,7 +32,7 @@ from gspmd_lm.plan.traces import Traces
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
-from gspmd_lm.train.state import asked, settled
+from gspmd_lm.train.state import attention_pass, settled
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
 # better behind compute where a layer's weights are small; the sizes are those of published runs on two hosts. And what
@@ -90,7 +90,7 @@ class Space:
         self.pricer = Pricer(config, target, self.traces)
         if isinstance(self.config, Config):
             plain = self.rules({"mesh": {"data": target.devices}})
-            said = kernel_said(plain, self.config, target.processor, asked(self.config))
+            said = kernel_said(plain, self.config, target.processor, attention_pass(self.config))
             self.notes += [f"attention: {said}"] if said else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

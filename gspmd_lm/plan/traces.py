@@ -57,7 +57,7 @@ class Traces:
         return tuple(map(found.index, found))
 
     def problems(self, rules: Rules, platform: str) -> list[Problem]:
-        """What is wrong with filled `rules`, warnings left out: what `state.checked` would raise.
+        """What is wrong with filled `rules`, warnings left out: what `state.arrays_and_warnings` would raise.
 
         The check of a file reads what is recorded under its own rules. Here it reads a trace that others share.
         """

@@ -14,7 +14,7 @@ class Agreement:
     """A context in which the processes of a run agree on the step after which all of them do something, such as stop.
 
     Processes are not at the same step, because a process may dispatch steps before devices have computed earlier ones.
-    So when a process wants something, all of them stand still and tell how far they are. The thing is done after the
+    So when a process wants something, all of them stand still and report their steps. The thing is done after the
     step that follows the farthest one, which none of them has come to. For a step as such, nothing is sent. A process
     that is alone does things after the step that it is at.
 
@@ -24,7 +24,7 @@ class Agreement:
     def __init__(self, start: int):
         """start: the step that this process is at."""
         self._at = start
-        self._wanted: dict[str, None] = {}  # things that this process wants and has not told, the first one first
+        self._wanted: dict[str, None] = {}  # things that this process wants and has not announced, the first one first
         self._agreed: list[tuple[int, str]] = []  # steps, each with what is done after it
         self._standing = threading.Lock()  # whoever holds it keeps this process at its step
         self._left = threading.Event()
@@ -84,24 +84,24 @@ class Agreement:
             for thing in list(self._wanted)[:1]:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has set it
                     processes.client().key_value_set(key, thing)
-            if found := processes.stored(key):
-                return found
+            if stored := processes.stored(key):
+                return stored
         return None
 
     def _farthest(self, key: str) -> int | None:
         """The step of the process that is farthest; None when the context is left."""
         processes.client().key_value_set(f"{key}/{jax.process_index()}", str(self._at))
         if jax.process_index() == 0:
-            steps = [self._told(f"{key}/{process}") for process in range(jax.process_count())]
+            steps = [self._stored_step(f"{key}/{process}") for process in range(jax.process_count())]
             known = [step for step in steps if step is not None]
             if len(known) < len(steps):
                 return None
             processes.client().key_value_set(f"{key}/farthest", str(max(known)))
-        return self._told(f"{key}/farthest")
+        return self._stored_step(f"{key}/farthest")
 
-    def _told(self, key: str) -> int | None:
+    def _stored_step(self, key: str) -> int | None:
         """The step under a key, as soon as it is there; None when the context is left."""
         while not self._left.is_set():
-            if found := processes.stored(key):
-                return int(found)
+            if step := processes.stored(key):
+                return int(step)
         return None

@@ -124,13 +124,13 @@ def _repair_on_reading(folder: epath.Path) -> None:
     show = warnings.showwarning
 
     def repair_or_show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        found = re.match(beginning + "'([^']+)'", str(message))
-        if not found:
+        match = re.match(beginning + "'([^']+)'", str(message))
+        if not match:
             show(message, *args, **kwargs)
             return
-        for entry in folder.glob(f"{glob.escape(found[1])}-*-cache"):
+        for entry in folder.glob(f"{glob.escape(match[1])}-*-cache"):
             entry.unlink(missing_ok=True)
-        _log.warning("%s: entries of %s could not be read and are made anew", folder, found[1])
+        _log.warning("%s: entries of %s could not be read and are made anew", folder, match[1])
 
     warnings.showwarning = repair_or_show
     warnings.filterwarnings("always", message=beginning)  # even if Python was told to ignore warnings or to raise them

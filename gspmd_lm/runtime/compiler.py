@@ -143,11 +143,11 @@ def check_room(compiled: jax.stages.Compiled, devices: Sequence[Any], what: str,
     analysis: Any = compiled.memory_analysis()
     needed = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     needed += analysis.temp_size_in_bytes
-    here = [device for device in devices if device.process_index == jax.process_index()]
+    local_devices = [device for device in devices if device.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
-        free, needed, place = _free_bytes(), needed * len(here), "this machine"
+        free, needed, place = _free_bytes(), needed * len(local_devices), "this machine"
     else:
-        free, place = (here[0].memory_stats() or {}).get("bytes_limit"), "each device"
+        free, place = (local_devices[0].memory_stats() or {}).get("bytes_limit"), "each device"
     if free is not None and needed > free:
         sizes = f"needs {needed / 1e9:.3g} GB, and {place} has {free / 1e9:.3g} GB free"
         raise InputError(f"{what} {sizes}\n  fix   {fix}")
@@ -157,8 +157,8 @@ def _free_bytes() -> int | None:
     """The memory that this process may still take, swap included; None where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-        free = found["MemAvailable"] + found["SwapFree"]
+        bytes_of = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+        free = bytes_of["MemAvailable"] + bytes_of["SwapFree"]
     except (OSError, KeyError, ValueError):
         return None
     with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit; "max" if it has none

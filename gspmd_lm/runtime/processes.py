@@ -63,20 +63,20 @@ def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: Non
     mine = dict(_flat(facts))
     if jax.process_index():
         store.key_value_set(f"{name}/{jax.process_index()}", json.dumps(mine))
-        found = json.loads(_value(f"{name}/differences", 0, say))
+        differences = json.loads(_value(f"{name}/differences", 0, say))
     else:
-        found = []
+        differences = []
         for other in range(1, jax.process_count()):
             theirs = json.loads(_value(f"{name}/{other}", other, say))
-            found += [
+            differences += [
                 f"  {field}: {_shown(mine, field)} in process 0, {_shown(theirs, field)} in process {other}"
                 for field in sorted(mine.keys() | theirs.keys())
                 if _shown(mine, field) != _shown(theirs, field)
             ]
-        store.key_value_set(f"{name}/differences", json.dumps(found))
-    if found:
+        store.key_value_set(f"{name}/differences", json.dumps(differences))
+    if differences:
         raise InputError(
-            "\n".join(["the processes of this run were given different inputs", *found[:20]])
+            "\n".join(["the processes of this run were given different inputs", *differences[:20]])
             + "\n  fix   start all of them with the same command, files and versions"
         )
 
@@ -90,12 +90,12 @@ def next_key(what: str) -> str:
 
 def _value(key: str, process: int, say: Callable[[str], None]) -> str:
     """The value that another process stores under `key`, as soon as it is there. Ctrl-C ends the waiting."""
-    said = time.monotonic() + 30
-    while (found := stored(key)) is None:
-        if time.monotonic() > said:
+    next_report_s = time.monotonic() + 30
+    while (value := stored(key)) is None:
+        if time.monotonic() > next_report_s:
             say(f"waiting for process {process}")
-            said += 300
-    return found
+            next_report_s += 300
+    return value
 
 
 def stored(key: str) -> str | None:
@@ -223,26 +223,26 @@ class _Watch:
 
     def _listen(self, lines: Any, other: Mapping[str, Any]) -> None:
         """Returns when another process has said that it leaves, or is gone; ends this one if the other one failed."""
-        said = _line(lines)
+        notice = _line(lines)
         self.present.discard(other["process"])
-        if said is None:
+        if notice is None:
             gone = f"process {other['process']} (pid {other['pid']} on {other['host']}) is gone without a word"
-            said = {"code": 1, "message": gone, "process": other["process"], "grace_s": 0}
-        if not said["code"] or self.leaving:
+            notice = {"code": 1, "message": gone, "process": other["process"], "grace_s": 0}
+        if not notice["code"] or self.leaving:
             return  # it has finished, and waits for the others when jax ends
-        self.cause = said
+        self.cause = notice
         for process, connection in self.connections.items():
             if self.index == 0 and process != other["process"]:
-                _send(connection, said)
-        deadline = time.monotonic() + said.get("grace_s", GRACE_S)
+                _send(connection, notice)
+        deadline = time.monotonic() + notice.get("grace_s", GRACE_S)
         while not self.leaving and time.monotonic() < deadline:
             time.sleep(0.1)
         if not self.leaving:
             self.leaving = True
             sys.stdout.flush()
-            print(told(said), file=sys.stderr, flush=True)
-            leave(said["code"], said["message"])
-            os._exit(said["code"])
+            print(failure_message(notice), file=sys.stderr, flush=True)
+            leave(notice["code"], notice["message"])
+            os._exit(notice["code"])
 
 
 def cause() -> str:
@@ -253,15 +253,15 @@ def cause() -> str:
     deadline = time.monotonic() + CAUSE_S
     while _watch and not _watch.cause and time.monotonic() < deadline:
         time.sleep(0.05)
-    return told(_watch.cause) if _watch and _watch.cause else ""
+    return failure_message(_watch.cause) if _watch and _watch.cause else ""
 
 
-def told(said: Mapping[str, Any]) -> str:
+def failure_message(notice: Mapping[str, Any]) -> str:
     """The message about the end of another process."""
-    if "grace_s" in said:
-        what = said["message"]
+    if "grace_s" in notice:
+        what = notice["message"]
     else:
-        what = f"process {said['process']} ended with exit code {said['code']}. {said['message']}".rstrip()
+        what = f"process {notice['process']} ended with exit code {notice['code']}. {notice['message']}".rstrip()
     return what if "\n  fix   " in what else f"{what}\n  fix   start all processes again; they resume by themselves"
 
 
@@ -274,9 +274,9 @@ def _line(lines: Any) -> dict[str, Any] | None:
         return None
 
 
-def _send(connection: socket.socket, said: Mapping[str, Any]) -> None:
+def _send(connection: socket.socket, notice: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the other process may be gone
-        connection.sendall((json.dumps(said) + "\n").encode())
+        connection.sendall((json.dumps(notice) + "\n").encode())
 
 
 def _notice_a_vanished_host(connection: socket.socket) -> None:

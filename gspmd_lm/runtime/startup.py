@@ -137,9 +137,9 @@ def prepare_cpu(device_count: int) -> None:
     if device_count > 1 or jax.distributed.is_initialized():
         for name in ("PJRT_NPROC", "NPROC"):
             os.environ.setdefault(name, str(max(32, 4 * device_count)))
-    given = os.environ.get("XLA_FLAGS", "")
-    more = [f"--{name}={value}" for name, value in PATIENT_FLAGS.items() if name not in given and _xla_knows(name)]
-    os.environ["XLA_FLAGS"] = " ".join([given, *more]).strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    more = [f"--{name}={value}" for name, value in PATIENT_FLAGS.items() if name not in flags and _xla_knows(name)]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *more]).strip()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between processes; one process does not use it
     try:
         jax.config.update("jax_num_cpu_devices", device_count)
@@ -188,11 +188,11 @@ def _check_flags(coordinator: str | None, num_processes: int | None, process_id:
         raise InputError(f"--num_processes={num_processes}: at least 1 process is needed{fix}")
     if num_processes == 1 and coordinator is None and not process_id:
         return
-    given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
+    values = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
+    missing = [name for name, value in values.items() if value is None]
+    if 0 < len(missing) < len(values):
         raise InputError(
-            f"{', '.join(name for name in given if name not in missing)} given without {' and '.join(missing)}{fix}"
+            f"{', '.join(name for name in values if name not in missing)} given without {' and '.join(missing)}{fix}"
         )
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise InputError(f"--coordinator={coordinator}: no port{fix}")

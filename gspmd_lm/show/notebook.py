@@ -97,9 +97,9 @@ class Trained(dict[str, float]):
         self.workdir = workdir
 
     @property
-    def run(self) -> history.Run:
+    def run(self) -> history.RunHistory:
         """All that the run has logged, as the verb plot reads it."""
-        return history.read([str(self.workdir)])[0]
+        return history.read_runs([str(self.workdir)])[0]
 
     @property
     def losses(self) -> list[tuple[float, float]]:

@@ -11,7 +11,8 @@ from gspmd_lm.show.document import Column, Fact, Figure, Folded, Section, Table,
 from gspmd_lm.show.plot import Axis, Plot, short
 from gspmd_lm.show.svg import text
 from gspmd_lm.units import human_seconds, human_short
-from gspmd_lm.workdir.history import Run, differences, settings
+from gspmd_lm.workdir.history import RunHistory as Run
+from gspmd_lm.workdir.history import differences, settings
 
 BINS = 300  # a longer line is drawn as the median and the range of so many pieces
 FAR = 3  # a value so many times as far out as nearly all values is not drawn

@@ -53,12 +53,12 @@ def inputs(config: Config) -> Mapping[str, Input]:
     """The int32 arrays of a batch, with segment_ids only if documents are kept apart."""
     data = config.data
     names = ["tokens", "targets", "positions"] + ["segment_ids"] * (data.packing == "documents")
-    found = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
-    return found | {"row": Input((data.batch,), "int32", "tokens: batch")}
+    arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
+    return arrays | {"row": Input((data.batch,), "int32", "tokens: batch")}
 
 
 def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
-    return optimizer.build(config.optimizer, config.train.steps, named)
+    return optimizer.build_optimizer(config.optimizer, config.train.steps, named)
 
 
 def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sums:

@@ -3,9 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-import datetime
 import functools
-import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +15,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import config as configs
-from gspmd_lm import files, versions
-from gspmd_lm.config import Config, core_yaml
+from gspmd_lm.config import Config
 from gspmd_lm.data import trained
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
@@ -26,18 +23,19 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.runtime.preemption import StopSignal
-from gspmd_lm.train import metrics, progress, saving, source
-from gspmd_lm.train.programs import Programs
+from gspmd_lm.train import init_from, metrics, progress, saving
+from gspmd_lm.train.init_from import InitFrom
+from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.state import State
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.stopping import Best, SkippedSteps
 from gspmd_lm.units import human_bytes
-from gspmd_lm.workdir import checkpoint, layout, trackers
+from gspmd_lm.workdir import checkpoint, history, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 
 
-class Writer(Protocol):
+class SampleWriter(Protocol):
     """Writes texts with the weights that are being trained."""
 
     def compile(self) -> None: ...
@@ -51,13 +49,13 @@ class Writer(Protocol):
 class Run:
     """One run on one process: what it computes, and where its files and messages go."""
 
-    programs: Programs
+    programs: TrainPrograms
     open_rows: Callable[[], tuple[Loader, Loader | None]]  # to train on, and to evaluate on; called once
     workdir: epath.Path
     console: Console
     profile: tuple[int, int] | None = None
     check_lock: Callable[[], None] = lambda: None  # raises RunFailed if another run now writes to the workdir
-    writer: Writer | None = None  # of the texts of train.samples
+    writer: SampleWriter | None = None  # of the texts of train.samples
     evaluates: bool = False  # whether the programs of evaluation are compiled
 
     @property
@@ -76,7 +74,7 @@ class Run:
     def config(self) -> Config:
         """The config of the step, with the tokenizer that the run keeps in its workdir if it trains one."""
         config = self.step.config
-        return trained.kept(config, self.workdir) if trained_size(config.data.tokenizer) else config
+        return trained.with_kept_tokenizer(config, self.workdir) if trained_size(config.data.tokenizer) else config
 
     @functools.cached_property
     def rows(self) -> tuple[Loader, Loader | None]:
@@ -88,180 +86,79 @@ class Run:
     def train(self, stop: int, step: int | None = None) -> dict[str, float]:
         """The values that were logged last, after training to step `stop`.
 
-        Training begins from the checkpoint of `step`, by default the newest good one. Without a checkpoint, it begins
-        from train.init_from or from scratch. If the checkpoint is already at `stop`, nothing is changed, read or
+        Training begins from the checkpoint of `step`, by default the newest healthy one. Without a checkpoint, it
+        begins from train.init_from or from scratch. If the checkpoint is already at `stop`, nothing is changed, read or
         compiled, and no values come back.
 
         Raises RunFailed after train.max_skipped steps in a row whose loss or gradient was not finite.
         """
-        train = self.config.train
-        last: dict[str, float] = {}
-        with self.checkpoints() as checkpoints, ThreadPoolExecutor(1) as beside:
+        with self.checkpoints() as checkpoints:
             chosen = checkpoints.choose(step, self.step.abstract_state)
             best = Best.of(chosen.extra) if chosen else Best()
-            if chosen and (chosen.step >= stop or best.ends(train.patience)):
-                self.say(_nothing_to_do(chosen.step, stop, best, train.patience))
-                return last
-            init_from = source.find(self.config) if train.init_from and not chosen else None
-            train_rows, held_out_rows = self.rows
-            self.say(train_rows.description)
-            compiling = beside.submit(self.programs.train)
-            for tracker in train.trackers if self.machine.is_main else ():
-                trackers.load(tracker)  # now, while the compiler works
-            if not self.machine.simulated:
-                compiling.result()  # a step that cannot fit is refused before anything is allocated
-            start, state = self._start(checkpoints, chosen, init_from)
-            self._write_description()
-            program, meter = self.programs.ready(compiling.result()), self._meter(start, stop)
-            done, interrupted = start, False
-            skipped_steps = SkippedSteps(checkpoints, train.max_skipped)
-            if foreseen := self.programs.foreseen:
-                self.say(textwrap.fill(foreseen.paragraph, 80, break_on_hyphens=False))
-            shown = progress.Shown(
-                self.console, start, stop, main=self.machine.is_main, mfu=meter.peak_flops_per_s is not None
-            )
-            self.say(saving.line(train, self.step.abstract_state))
-            clock, agreed = saving.Clock(train.checkpoint_minutes), Agreement(start)
-            with (
-                StopSignal(lambda: agreed.want("stop")),
-                agreed,
-                contextlib.closing(self._log(start)) as log,
-                contextlib.closing(train_rows.batches(start, self.step.batch_shardings, stop)) as batches,
-                shown.running(),
-                progress.profiled(self.profile, start, stop, self.workdir / "profile", self.say) as traced,
-            ):
-                missed = chosen and "best" in chosen.extra and self._counts(start) and best.evaluated != start
-                if missed and held_out_rows is not None:
-                    # The run was asked to stop at this step, and saved it without evaluating it.
-                    best = best.after(start, self._evaluated(state.params, start, log, meter)["eval_loss"])
-                    meter.begin()
-                for at, batch in meter.waiting(() if best.ends(train.patience) else batches):
-                    traced(at)
-                    state, values = program(state, batch)
-                    done = at + 1
-                    shown.advance(done, meter.tokens_per_s, meter.left_s(done))
-                    self.check_lock()
-                    skipped_steps.add(done, values["skipped_in_a_row"])
-                    if self.machine.is_main and clock.due(checkpoints.writing):
-                        agreed.want("save")
-                    asked = agreed.due(done)
-                    interrupted = "stop" in asked
-                    ending = interrupted or done == stop
-                    if done == start + 1 or _due(done, train.log_every) or ending or skipped_steps.failed:
-                        last = meter.read(done, values)
-                        log.write(done, last)
-                        shown.line(done, last, meter.left_s(done))
-                        if done == start + 1:
-                            self.say(f"step {done} took {meter.first_step_s:.2f} s, with what happens only once; "
-                                     "no step time counts it")  # fmt: skip
-                    if skipped_steps.failed:
-                        raise self._failed(skipped_steps.failed, checkpoints)
-                    before = best
-                    if (self._counts(done) or done == stop) and held_out_rows is not None and not interrupted:
-                        loss = self._evaluated(state.params, done, log, meter)["eval_loss"]
-                        best = best.after(done, loss) if self._counts(done) else best
-                        ending = ending or best.ends(train.patience)
-                        meter.restart(done)
-                    due = _due(done, train.checkpoint_every) or ending or (train.keeps_best and best.step == done)
-                    skipped = skipped_steps.skipped_before(done) if due or "save" in asked else 0
-                    if due and skipped and not ending:
-                        self.say(f"checkpoint {done} is not saved: the last {skipped} steps changed nothing")
-                        best = before if best.step == done else best  # the best is always a checkpoint
-                    elif due or ("save" in asked and not skipped):
-                        with clock.saving():
-                            self._save(checkpoints, done, state, best)
-                        meter.restart(done)
-                    if ending:
-                        break
-                checkpoints.wait()  # before anything is promised, and while signals cannot end this process
-                if interrupted:
-                    self.say(f"stopped at step {done} on request; the same command goes on from there")
-                elif best.ends(train.patience):
-                    self.say(f"stopped early at step {done}: the last {best.since} evaluations were not better "
-                             "(train.patience)")  # fmt: skip
-                if train.keeps_best and best.step is not None:
-                    self.say(f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
-                             f"for --step={best.step}")  # fmt: skip
-                if "step_time_s" in last:
-                    self._compare(last["step_time_s"])
-        return last
+            if chosen and (chosen.step >= stop or best.ends(self.config.train.patience)):
+                self.say(_nothing_to_do(chosen.step, stop, best, self.config.train.patience))
+                return {}
+            return _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen)).train(chosen)
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """The metrics of the held-out rows under the checkpoint of `step`, by default the newest of the workdir."""
         with self.checkpoints() as checkpoints:
             if self.config.data.held_out == 0:
                 raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")
-            if checkpoints.choose(step) is None:
+            chosen = checkpoints.choose(step)
+            if chosen is None:
                 raise InputError(
                     f"{self.workdir}: no checkpoint to evaluate\n  fix   train there first, with --workdir"
                 )
             self.say(self.rows[0].description)
-            restored = checkpoints.restore_weights(self.step.abstract_state.params, step)
-            assert restored is not None
-            at, params = restored
-        found = self._measured(params, at)
-        self.say(f"{found['eval_tokens']:,.0f} tokens were scored")
-        return found
+            params = checkpoints.read_weights(chosen, self.step.abstract_state.params)
+        values = self.held_out_metrics(params, chosen.step)
+        self.say(f"{values['eval_tokens']:,.0f} tokens were scored")
+        return values
 
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
         return checkpoint.of_run(self.workdir, self.config, self.say)
 
-    def _start(
-        self, checkpoints: Checkpoints, chosen: Chosen | None, init_from: source.Source | None
-    ) -> tuple[int, State]:
-        if chosen:
-            restored = checkpoints.restore(self.step.abstract_state, chosen.step)
-            assert restored is not None
-            at, state, extra = restored
-            if extra["data"] != self.rows[0].fingerprint:
-                self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
-            self.say(f"restored step {at} of {self.workdir}")
-            return at, state
-        if init_from is not None:
-            number, weights = init_from.restore(self.step)
-            self.say(f"weights of checkpoint {number} of {init_from.workdir}")
-            return 0, self.programs.ready(self.programs.initial_state(from_weights=True))(weights)
-        return 0, self.programs.ready(self.programs.initial_state())()
+    def _begin(self, checkpoints: Checkpoints, chosen: Chosen | None) -> tuple[int, State, Any]:
+        """The step to begin with, the state at that step, and the train step, which is compiled meanwhile."""
+        train = self.config.train
+        origin = init_from.find(self.config) if train.init_from and not chosen else None
+        self.say(self.rows[0].description)
+        with ThreadPoolExecutor(1) as background:
+            compiling = background.submit(self.programs.train)
+            for tracker in train.trackers if self.machine.is_main else ():
+                trackers.import_tracker(tracker)  # now, while the compiler works
+            if not self.machine.simulated:
+                compiling.result()  # a step that cannot fit is refused before anything is allocated
+            start, state = self._restored(checkpoints, chosen) if chosen else (0, self._initial_state(origin))
+            self._write_description()
+            return start, state, self.programs.ready(compiling.result())
 
-    def _compare(self, step_time_s: float) -> None:
-        """Prints predictions beside measurements, where there are both."""
-        found, parts = self.programs.foreseen, []
-        if found and found.step_time_s:
-            times = f"predicted {found.step_time_s * 1e3:.0f} ms, measured {step_time_s * 1e3:.0f} ms"
-            parts.append(f"step {times} (ratio {found.step_time_s / step_time_s:.2f})")
-        used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        if found and used:
-            parts.append(f"memory compiled {human_bytes(found.peak_bytes)}, measured {human_bytes(used)} at its peak")
-        if parts:
-            self.say("; ".join(parts))
+    def _restored(self, checkpoints: Checkpoints, chosen: Chosen) -> tuple[int, State]:
+        state = checkpoints.read(chosen, self.step.abstract_state)
+        if chosen.extra["data"] != self.rows[0].fingerprint:
+            self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
+        self.say(f"restored step {chosen.step} of {self.workdir}")
+        return chosen.step, state
 
-    def _save(self, checkpoints: Checkpoints, step: int, state: State, best: Best) -> None:
-        extra = {"data": self.rows[0].fingerprint, "rules": self.step.rules.path, "best": dataclasses.asdict(best)}
-        checkpoints.save(step, state, extra, keep=best.step if self.config.train.keeps_best else None)
+    def _initial_state(self, origin: InitFrom | None) -> State:
+        if origin is None:
+            return self.programs.ready(self.programs.initial_state())()
+        number, weights = origin.restore(self.step)
+        self.say(f"weights of checkpoint {number} of {origin.workdir}")
+        return self.programs.ready(self.programs.initial_state(from_weights=True))(weights)
 
-    def _counts(self, step: int) -> bool:
-        """Whether a step is evaluated by the schedule. Only such evaluations say what is best; --steps adds one."""
-        return _due(step, self.config.train.eval_every) or step == self.config.train.steps
-
-    def _evaluated(self, params: Any, step: int, log: Log, meter: metrics.Meter) -> dict[str, float]:
-        """The metrics of the held-out rows. They are logged, and so are the texts of train.samples."""
+    def compile_evaluation(self) -> None:
+        """Compiles the programs of evaluation, of samples too, unless they are compiled."""
         if not self.evaluates:
-            with meter.once():
-                self.programs.evaluate()
-                if self.writer:
-                    self.writer.compile()
-                self.programs.ready(None)
+            self.programs.evaluate()
+            if self.writer:
+                self.writer.compile()
+            self.programs.ready(None)
             self.evaluates = True
-        found = self._measured(params, step)
-        log.write(step, found)
-        texts = [Sample(*pair) for pair in self.writer(params)] if self.writer else []
-        log.write_samples(step, texts)
-        for text in texts:
-            self.say(progress.sample(text.prompt, text.text))
-        return found
 
-    def _measured(self, params: Any, step: int) -> dict[str, float]:
+    def held_out_metrics(self, params: Any, step: int) -> dict[str, float]:
         """The metrics of the held-out rows, of which at most train.eval_batches batches are read."""
         _, held_out_rows = self.rows
         assert held_out_rows is not None
@@ -271,22 +168,185 @@ class Run:
             totals.update({name: float(value) for name, value in program(params, batch).items()})
         targets = totals["target_tokens"]
         loss = totals["cross_entropy"] / targets
-        found = {
+        values = {
             "eval_loss": loss,
             "eval_perplexity": float(np.exp(loss)),
             "eval_accuracy": totals["correct"] / targets,
             "eval_tokens": targets,
         }
-        self.say(f"step {step}: held-out loss {loss:.4f}, perplexity {found['eval_perplexity']:.2f}, "
-                 f"accuracy {found['eval_accuracy']:.3f}")  # fmt: skip
-        return found
+        self.say(f"step {step}: held-out loss {loss:.4f}, perplexity {values['eval_perplexity']:.2f}, "
+                 f"accuracy {values['eval_accuracy']:.3f}")  # fmt: skip
+        return values
 
-    def _failed(self, failed: tuple[int, int], checkpoints: Checkpoints) -> RunFailed:
+    def _write_description(self) -> None:
+        if self.machine.is_main:
+            history.write_description(
+                self.workdir, self.config, self.step.rules.text, self.rows[0].tokenizer,
+                mesh=dict(self.step.rules.mesh), rows=self.rows[0].description, device=self.machine.device_kind,
+            )  # fmt: skip
+
+
+class _Training:
+    """The steps of a run: the state between two of them, and what is done after each."""
+
+    def __init__(
+        self, run: Run, checkpoints: Checkpoints, stop: int, best: Best, start: int, state: State, program: Any
+    ):
+        """program: (state, batch) -> (state, values), with the state of step `start` donated."""
+        self.run, self.checkpoints, self.program = run, checkpoints, program
+        self.config, self.say, self.is_main = run.config.train, run.say, run.machine.is_main
+        self.start, self.stop, self.done = start, stop, start
+        self.state, self.best = state, best
+        self.interrupted = False  # whether the run was asked to stop
+        self.last: dict[str, float] = {}  # the values that were logged last
+        self.meter = self._meter()
+        self.skipped_steps = SkippedSteps(checkpoints, self.config.max_skipped)
+        self.save_clock, self.agreed = saving.Clock(self.config.checkpoint_minutes), Agreement(start)
+
+    def train(self, chosen: Chosen | None) -> dict[str, float]:
+        """The values that were logged last, after the last step. chosen: the checkpoint that training goes on from."""
+        run, start = self.run, self.start
+        if report := run.programs.report:
+            self.say(textwrap.fill(report.paragraph, 80, break_on_hyphens=False))
+        has_peak = self.meter.peak_flops_per_s is not None
+        self.shown = progress.Shown(run.console, start, self.stop, main=self.is_main, mfu=has_peak)
+        self.say(saving.line(self.config, run.step.abstract_state))
+        with (
+            StopSignal(lambda: self.agreed.want("stop")),
+            self.agreed,
+            contextlib.closing(self._log()) as self.log,
+            contextlib.closing(run.rows[0].batches(start, run.step.batch_shardings, self.stop)) as batches,
+            self.shown.running(),
+            progress.profiled(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
+        ):
+            if chosen and "best" in chosen.extra and self._is_scheduled(start) and self.best.evaluated != start:
+                # The run was asked to stop at this step, and saved it without evaluating it.
+                self._evaluate()
+                self.meter.begin()
+            for at, batch in self.meter.waiting(() if self._ends_early else batches):
+                trace(at)
+                self.state, values = self.program(self.state, batch)
+                self.done = at + 1
+                if self._after_step(values):
+                    break
+            self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
+            self._say_how_it_ended()
+        return self.last
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.best.ends(self.config.patience)
+
+    def _after_step(self, values: Mapping[str, jax.Array]) -> bool:
+        """Whether the run ends with the step just dispatched, after what is due: logging, evaluation, a checkpoint.
+
+        Raises RunFailed if too many steps were not finite.
+        """
+        done = self.done
+        self.shown.advance(done, self.meter.tokens_per_s, self.meter.left_s(done))
+        self.run.check_lock()
+        self.skipped_steps.add(done, values["skipped_in_a_row"])
+        if self.is_main and self.save_clock.due(self.checkpoints.writing):
+            self.agreed.want("save")
+        asked = self.agreed.due(done)
+        self.interrupted = "stop" in asked
+        ends = self.interrupted or done == self.stop
+        if ends or self.skipped_steps.failed or done == self.start + 1 or _due(done, self.config.log_every):
+            self._log_values(values)
+        if self.skipped_steps.failed:
+            raise self._failed(*self.skipped_steps.failed)
+        best_before = self.best
+        if not self.interrupted and (done == self.stop or self._is_scheduled(done)):
+            self._evaluate()
+            ends = ends or self._ends_early
+        self._save_if_due(ends, "save" in asked, best_before)
+        return ends
+
+    def _log_values(self, values: Mapping[str, jax.Array]) -> None:
+        self.last = self.meter.read(self.done, values)
+        self.log.write(self.done, self.last)
+        self.shown.line(self.done, self.last, self.meter.left_s(self.done))
+        if self.done == self.start + 1:
+            self.say(f"step {self.done} took {self.meter.first_step_s:.2f} s, with what happens only once; "
+                     "no step time counts it")  # fmt: skip
+
+    def _save_if_due(self, ends: bool, asked: bool, best_before: Best) -> None:
+        """Saves a checkpoint if one is due, or if the clock asked for one. Steps that changed nothing are not saved.
+
+        ends: whether the run ends here, with a checkpoint in any case. best_before: the best before this step.
+        """
+        done, train = self.done, self.config
+        due = ends or _due(done, train.checkpoint_every) or (train.keeps_best and self.best.step == done)
+        if not due and not asked:
+            return
+        skipped = self.skipped_steps.skipped_before(done)
+        if not skipped or ends:
+            self._save()
+        elif due:
+            self.say(f"checkpoint {done} is not saved: the last {skipped} steps changed nothing")
+            if self.best.step == done:
+                self.best = best_before  # the best is always a checkpoint
+
+    def _save(self) -> None:
+        run, best = self.run, self.best
+        extra = {"data": run.rows[0].fingerprint, "rules": run.step.rules.path, "best": dataclasses.asdict(best)}
+        with self.save_clock.saving():
+            self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
+        self.meter.restart(self.done)
+
+    def _is_scheduled(self, step: int) -> bool:
+        """Whether the schedule evaluates a step. Only these evaluations say what is best; --steps adds one."""
+        return _due(step, self.config.eval_every) or step == self.config.steps
+
+    def _evaluate(self) -> None:
+        """Evaluates the weights on the held-out rows, if there are any. Logs metrics and the texts of train.samples."""
+        run, step, params = self.run, self.done, self.state.params
+        if run.rows[1] is None:
+            return
+        with self.meter.once():
+            run.compile_evaluation()
+        values = run.held_out_metrics(params, step)
+        self.log.write(step, values)
+        texts = [Sample(*pair) for pair in run.writer(params)] if run.writer else []
+        self.log.write_samples(step, texts)
+        for text in texts:
+            self.say(progress.sample(text.prompt, text.text))
+        if self._is_scheduled(step):
+            self.best = self.best.after(step, values["eval_loss"])
+        self.meter.restart(step)
+
+    def _say_how_it_ended(self) -> None:
+        train, best = self.config, self.best
+        if self.interrupted:
+            self.say(f"stopped at step {self.done} on request; the same command goes on from there")
+        elif self._ends_early:
+            self.say(f"stopped early at step {self.done}: the last {best.since} evaluations were not better "
+                     "(train.patience)")  # fmt: skip
+        if train.keeps_best and best.step is not None:
+            self.say(f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
+                     f"for --step={best.step}")  # fmt: skip
+        if "step_time_s" in self.last:
+            self._compare(self.last["step_time_s"])
+
+    def _compare(self, step_time_s: float) -> None:
+        """Prints predictions beside measurements, where there are both."""
+        report, parts = self.run.programs.report, []
+        if report and report.step_time_s:
+            times = f"predicted {report.step_time_s * 1e3:.0f} ms, measured {step_time_s * 1e3:.0f} ms"
+            parts.append(f"step {times} (ratio {report.step_time_s / step_time_s:.2f})")
+        used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        if report and used:
+            parts.append(f"memory compiled {human_bytes(report.peak_bytes)}, measured {human_bytes(used)} at its peak")
+        if parts:
+            self.say("; ".join(parts))
+
+    def _failed(self, step: int, skipped: int) -> RunFailed:
         """The error for too many steps in a row that were not finite, whose checkpoints later starts do not use."""
-        step, skipped = failed
-        good, steps = checkpoints.give_up(), checkpoints.steps()
-        if good is not None:
-            then = f"goes on from checkpoint {good}, the newest that a finite step followed; --step=N from an older one"
+        healthy, steps = self.checkpoints.give_up(), self.checkpoints.steps()
+        if healthy is not None:
+            then = (
+                f"goes on from checkpoint {healthy}, the newest that a finite step followed; --step=N from an older one"
+            )
         elif steps:
             then = f"with --step={steps[-1]} goes on from that checkpoint, which no finite step followed"
         else:
@@ -296,43 +356,19 @@ class Run:
             f"  fix   lower optimizer.learning_rate, or look at the data; the same command {then}"
         )
 
-    def _meter(self, start: int, stop: int) -> metrics.Meter:
-        arrays, config = self.step.arrays, self.config
-        foreseen = self.programs.foreseen
-        peak = foreseen.peak_flops_per_s if foreseen else None
+    def _meter(self) -> metrics.Meter:
+        run, config = self.run, self.run.config
+        report = run.programs.report
+        peak = report.peak_flops_per_s if report else None
         return metrics.Meter(
-            start, stop, config.data.batch * config.data.seq, config.data.batch / len(self.rows[0].rows),
-            metrics.flops_of_step(config, arrays), peak and peak * self.step.mesh.size,
+            self.start, self.stop, config.data.batch * config.data.seq, config.data.batch / len(run.rows[0].rows),
+            metrics.flops_of_step(config, run.step.arrays), peak and peak * run.step.mesh.size,
         )  # fmt: skip
 
-    def _log(self, start: int) -> Any:
-        if not self.machine.is_main:
+    def _log(self) -> Any:
+        if not self.is_main:
             return _Silent()
-        return Log(self.workdir, start, self.config.train, configs.to_dict(self.config), self.say)
-
-    def _write_description(self) -> None:
-        """Writes config.yaml and rules.yaml as resolved, versions.json and a tokenizer that was trained.
-
-        These are enough to repeat the run.
-        """
-        if not self.machine.is_main:
-            return
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        if made := self.rows[0].tokenizer:
-            files.replace(self.workdir / layout.TOKENIZER, made.read_bytes())
-        files.replace(self.workdir / layout.CONFIG, core_yaml.dump(configs.to_dict(self.config)))
-        files.replace(self.workdir / layout.RULES, self.step.rules.text)
-        packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
-        about = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": versions.command(),
-            "host": versions.host(),
-            "commit": versions.commit(),
-            "mesh": dict(self.step.rules.mesh),
-            "rows": self.rows[0].description,
-            "versions": versions.installed(packages) | {"device": self.machine.device_kind},
-        }
-        files.replace(self.workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
+        return Log(self.run.workdir, self.start, self.config, configs.to_dict(self.run.config), self.say)
 
 
 class _Silent:

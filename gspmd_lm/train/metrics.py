@@ -98,24 +98,24 @@ class Meter:
 
     def read(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, float]:
         """The values of the step just dispatched, and the speed since the last read. Waits for the step."""
-        found = {name: float(value) for name, value in jax.device_get(values).items()}
+        logged = {name: float(value) for name, value in jax.device_get(values).items()}
         now, steps = time.perf_counter(), step - self.at
-        found["perplexity"] = math.exp(min(found.pop("cross_entropy"), 700.0))
-        found |= {"tokens": float(step * self.tokens), "epoch": step * self.epochs}
+        logged["perplexity"] = math.exp(min(logged.pop("cross_entropy"), 700.0))
+        logged |= {"tokens": float(step * self.tokens), "epoch": step * self.epochs}
         if self.first_step_s is None:
             self.first_step_s = now - self.began
         else:
             step_time_s = (now - self.interval_began) / steps
             self.tokens_per_s = self.tokens / step_time_s
-            found |= {
+            logged |= {
                 "step_time_s": step_time_s,
                 "tokens_per_s": self.tokens_per_s,
                 "data_wait_s": self.wait_s / steps,
             }
             if self.peak_flops_per_s:
-                found["mfu"] = self.flops / step_time_s / self.peak_flops_per_s
+                logged["mfu"] = self.flops / step_time_s / self.peak_flops_per_s
         self.restart(step)
-        return found
+        return logged
 
     def left_s(self, step: int) -> float | None:
         """The time until the last step, at the speed since the first one, evaluation and saving included."""

@@ -51,7 +51,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
-def build(cfg: config.Optimizer, steps: int, named: Any) -> optax.GradientTransformation:
+def build_optimizer(cfg: config.Optimizer, steps: int, named: Any) -> optax.GradientTransformation:
     """The transformation of gradients to updates: clipping by global norm, the rule, decay of matrices, the schedule.
 
     named: a tree of placement.Named with the parameters' structure.

@@ -10,7 +10,7 @@ import jax
 from gspmd_lm.config import Train
 from gspmd_lm.units import human_bytes
 
-SHARE = 0.05  # of the time, for which a run may stand still to save by time
+SHARE = 0.05  # the share of the time for which a run may stand still to save by time
 
 
 class Clock:

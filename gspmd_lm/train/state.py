@@ -33,19 +33,19 @@ class State(NamedTuple):
 def arrays(config: Config | Task) -> Arrays:
     """The parameters and the optimizer state of what is computed. Raises InputError if a state's axes are not known."""
     task = decoder.task(config)
-    found = model_shapes.arrays(task.init, task.vocabulary, lambda params: task.partition(params)[1])
-    transform = task.optimizer(found.named_trained)
-    state = jax.eval_shape(transform.init, found.trained)
-    named = optimizer.named_state(state, found.named_trained, found.trained)
-    return dataclasses.replace(found, named_optimizer=named, optimizer=state, transform=transform)
+    weights = model_shapes.arrays(task.init, task.vocabulary, lambda params: task.partition(params)[1])
+    transform = task.optimizer(weights.named_trained)
+    state = jax.eval_shape(transform.init, weights.trained)
+    named = optimizer.named_state(state, weights.named_trained, weights.trained)
+    return dataclasses.replace(weights, named_optimizer=named, optimizer=state, transform=transform)
 
 
-def activations(config: Config | Task, found: Arrays, microbatches: int, rules: Rules) -> Activations:
+def activations(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Activations:
     """The activations that the model names in one microbatch under `rules`."""
-    return recorded(config, found, microbatches, rules).arrays
+    return recorded(config, arrays, microbatches, rules).arrays
 
 
-def recorded(config: Config | Task, found: Arrays, microbatches: int, rules: Rules) -> Recorder:
+def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Recorder:
     """A record of the arrays that the model places in one microbatch under `rules`, inputs included."""
     task = decoder.task(config)
     specs = task.specs()
@@ -63,14 +63,14 @@ def recorded(config: Config | Task, found: Arrays, microbatches: int, rules: Rul
         return sums.loss
 
     batch = task.batch(max(task.rows // microbatches, 1))
-    recorder = record(rules, forward, found.params, batch)
+    recorder = record(rules, forward, arrays.params, batch)
     for name, spec in specs.items():
         if spec.array not in recorder.arrays:  # the model reads it without placing it
             recorder.note(spec, batch[name].shape)
     return recorder
 
 
-def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays, list[Problem]]:
+def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays, list[Problem]]:
     """The arrays of what is computed, and the warnings about `rules` for it. Nothing is compiled or allocated.
 
     Raises ShardingError that lists everything that does not fit.
@@ -81,7 +81,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
             f"{rules.path}: was loaded with another vocabulary than that of {task.name}\n"
             "  fix   load it with the vocabulary of the task"
         )
-    found, more = arrays(config), []
+    shapes, more = arrays(config), []
     whole = task.rows % rules.microbatches == 0
     if not whole:
         first = next(iter(task.specs().values()))
@@ -94,7 +94,7 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
         )
     if isinstance(task.config, Config):
         more += config_problems(task.config, rules, platform)
-    named = recorded(config, found, rules.microbatches if whole else 1, rules)
+    named = recorded(config, shapes, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
     chosen["unroll"] = str(rules.unroll or "none")
     for key, value in chosen.items():
@@ -102,19 +102,19 @@ def checked(config: Config | Task, rules: Rules, platform: str) -> tuple[Arrays,
             message = f"{key}: the model does not use this key, so the key has no effect"
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
     if isinstance(config, Task):
-        more += _not_placed(config, found, rules, named)
-    return found, model_shapes.checked(found, rules, [named], more)
+        more += _not_placed(config, shapes, rules, named)
+    return shapes, model_shapes.checked(shapes, rules, [named], more)
 
 
-def _not_placed(task: Task, found: Arrays, rules: Rules, named: Recorder) -> list[Problem]:
+def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> list[Problem]:
     """The warnings that a model of one's own does not ask the rules where its arrays live."""
-    said, place = [], f"task {task.name}: sums"
+    warnings, place = [], f"task {task.name}: sums"
     if calls := named.constraints:
         message = f"nn.with_logical_constraint: calls of it, {calls} in all, place nothing here"
         fix = 'write shard(x, "array: axis axis ...") in its place, with names of the vocabulary'
-        said.append(Problem(message, place, fix, warning=True))
+        warnings.append(Problem(message, place, fix, warning=True))
     moved = []
-    for leaf, like in model_shapes.pairs(found.named_params, found.params):
+    for leaf, like in model_shapes.pairs(arrays.named_params, arrays.params):
         at_rest, in_use = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in ("weights", "rules"))
         if leaf.path not in named.used and at_rest != in_use:
             moved.append(leaf.path)
@@ -122,11 +122,11 @@ def _not_placed(task: Task, found: Arrays, rules: Rules, named: Recorder) -> lis
         others, them = (f" and {len(moved) - 1} more weights", "them") if len(moved) > 1 else ("", "it")
         message = f"{moved[0]}{others}: read without use(), so `rules` does not place {them}"
         fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
-        said.append(Problem(message, place, fix, warning=True))
-    return said
+        warnings.append(Problem(message, place, fix, warning=True))
+    return warnings
 
 
-def asked(config: Config) -> Pass:
+def attention_pass(config: Config) -> Pass:
     """What a train step asks of attention."""
     return Pass(config.data.seq, segments=config.data.packing == "documents")
 
@@ -134,27 +134,27 @@ def asked(config: Config) -> Pass:
 def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
     """`rules` with the attention kernel of a train step; those of a model of one's own stay as they are."""
     cfg = decoder.task(config).config
-    return supported.settled(rules, cfg, on, asked(cfg)) if isinstance(cfg, Config) else rules
+    return supported.settled(rules, cfg, on, attention_pass(cfg)) if isinstance(cfg, Config) else rules
 
 
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
-    found = layer_problems(config, rules, platform, asked(config))
-    return [*found, *_balance_problems(config, rules)]
+    problems = layer_problems(config, rules, platform, attention_pass(config))
+    return [*problems, *_balance_problems(config, rules)]
 
 
 def _balance_problems(config: Config, rules: Rules) -> list[Problem]:
     """What rules and the training of experts have against each other, and what a config's experts drop."""
-    model, found = config.model, []
+    model, problems = config.model, []
     if model.balance == "batch" and rules.microbatches > 1:
         message = "model.balance: batch needs the loads of the whole batch, and no microbatch has them"
         place = rules.place("microbatches", rules.microbatches)
-        found.append(Problem(message, place, "--set rules.microbatches=1", "--set model.balance=row or bias"))
+        problems.append(Problem(message, place, "--set rules.microbatches=1", "--set model.balance=row or bias"))
     if model.capacity_factor:
         message = (
             f"model.capacity_factor: {model.capacity_factor} drops the tokens that an expert gets beyond "
             f"{model.capacity_factor} times the mean of a row"
         )
         place, fix = f"config {config.name}: model.capacity_factor: {model.capacity_factor}", "drop the key"
-        found.append(Problem(message, place, f"{fix}, so that every token is computed", warning=True))
-    return found
+        problems.append(Problem(message, place, f"{fix}, so that every token is computed", warning=True))
+    return problems

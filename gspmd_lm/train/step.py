@@ -21,7 +21,7 @@ from gspmd_lm.sharding.placement import MeshPlacement, Named
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder
-from gspmd_lm.train.state import State, asked, settled
+from gspmd_lm.train.state import State, attention_pass, settled
 
 Batch = dict[str, jax.Array]
 
@@ -45,7 +45,7 @@ class Step(Program):
 
     @property
     def asked(self) -> Pass:
-        return asked(self.task.config)
+        return attention_pass(self.task.config)
 
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
@@ -128,7 +128,7 @@ class Step(Program):
             norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         # The update runs where the optimizer's state lives; only its result goes back to where weights rest.
-        params = self._place(trained)
+        params = self._constrain(trained)
         with scope("of", "update"):
             updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
             new_params = optax.apply_updates(params, updates)
@@ -172,7 +172,7 @@ class Step(Program):
         microbatches = self.rules.microbatches
         if microbatches == 1:
             gradients, sums = differentiate(batch)
-            return sums, self._place(gradients)
+            return sums, self._constrain(gradients)
 
         names = self.rules.replicas
         replicas = Split(names, self.rules.piece_count(names))
@@ -189,18 +189,18 @@ class Step(Program):
             x = jax.lax.with_sharding_constraint(x, self.placement.sharding("rules", array, ("", *axes), x.shape))
             return x.reshape(microbatches, *lead, -1, *x.shape[2:])
 
-        one, place = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._place)
+        one, constrain = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._constrain)
 
         def accumulate(carry: tuple[Any, Any], microbatch: Batch) -> tuple[tuple[Any, Any], None]:
             gradients, sums = one(microbatch)
-            return jax.tree.map(jnp.add, carry, (place(gradients), sums)), None
+            return jax.tree.map(jnp.add, carry, (constrain(gradients), sums)), None
 
         def zeros(like: Any) -> jax.Array:
             return jnp.zeros((*lead, *like.shape), jnp.float32)
 
         rows = self.task.batch(self.task.rows // microbatches)
         sums = jax.eval_shape(self.task.sums, self.arrays.params, rows, None)
-        start = place(jax.tree.map(zeros, trained)), jax.tree.map(zeros, sums)
+        start = constrain(jax.tree.map(zeros, trained)), jax.tree.map(zeros, sums)
         pieces = {name: cut(name, x) for name, x in sorted(batch.items())}
         (gradients, sums), _ = jax.lax.scan(accumulate, start, pieces)
         if names:
@@ -219,10 +219,9 @@ class Step(Program):
 
     @functools.cached_property
     def _gradient_shardings(self) -> Any:
-        """The shardings of the trained parameters' gradients and optimizer state."""
         return self.placement.shardings("optimizer", self.arrays.named_trained, self.arrays.trained)
 
-    def _place(self, tree: Any) -> Any:
+    def _constrain(self, tree: Any) -> Any:
         """A tree shaped like the trained parameters, placed where gradients and optimizer state live."""
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._gradient_shardings)
 
@@ -231,7 +230,7 @@ class Step(Program):
             return self.task.totals(params, batch)
 
 
-def build(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
+def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
     """The step of a config or task under `rules`, which have been checked, on `devices`: real, simulated or
     compile-only."""
     mesh = meshes.build(rules, devices)

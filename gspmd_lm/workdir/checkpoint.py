@@ -1,7 +1,8 @@
 """The checkpoints of a run: written in the background with their sha256, restored under any sharding.
 
-A checkpoint counts as good once a later step was finite: its weights then gave a finite loss and finite gradients. The
-newest good checkpoint is never rotated away. A checkpoint that no finite step followed is used only if it is asked for.
+A checkpoint counts as healthy once a later step was finite: its weights then gave a finite loss and finite gradients.
+The newest healthy checkpoint is never rotated away. A checkpoint that no finite step followed is used only if it is
+asked for.
 """
 
 import logging
@@ -20,7 +21,7 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
 from gspmd_lm.runtime.processes import from_first
 from gspmd_lm.workdir import compatible, layout, orbax_folder
-from gspmd_lm.workdir.health import Verdicts
+from gspmd_lm.workdir.health import Health
 
 _TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half a step behind
 _ITEMS = ("state", "run")  # in the folder of a step: Orbax's arrays, and a JSON file with architecture and extra
@@ -87,7 +88,7 @@ class Checkpoints:
         self._undamaged = -1  # the step that last agreed with its manifest
         self._opened_for_saving = False
         self._saved: list[str] = []  # the names of the arrays that are being written
-        self._verdicts = Verdicts(self.directory)
+        self._health = Health(self.directory)
         self._kept_too = _Steps()
         logging.getLogger("absl").addFilter(orbax_folder.is_worth_reading)
 
@@ -95,16 +96,16 @@ class Checkpoints:
         """The steps whose writing has finished, oldest first."""
         return from_first(self._steps())
 
-    def newest_good(self) -> int | None:
-        """The newest step that is known to be good."""
-        good = [step for step in self._steps() if self._verdicts.on(step)] if jax.process_index() == 0 else []
-        return from_first(max(good, default=None))
+    def newest_healthy(self) -> int | None:
+        """The newest step that is known to be healthy."""
+        healthy = [step for step in self._steps() if self._health.is_healthy(step)] if jax.process_index() == 0 else []
+        return from_first(max(healthy, default=None))
 
     def confirm(self, finite_step: int) -> None:
-        """Notes that `finite_step` was finite, so that earlier steps that were saved or restored here are good."""
-        self._verdicts.confirm(finite_step)
-        if self._verdicts.unwritten and not self.writing:
-            self._verdicts.write(self._steps())
+        """Notes that `finite_step` was finite, so that earlier steps that were saved or restored here are healthy."""
+        self._health.confirm(finite_step)
+        if self._health.unwritten and not self.writing:
+            self._health.write(self._steps())
 
     @property
     def writing(self) -> bool:
@@ -112,11 +113,11 @@ class Checkpoints:
         return self._opened_for_saving and self._manager.is_saving_in_progress()
 
     def give_up(self) -> int | None:
-        """The newest good step. Notes that no finite step followed the step that was saved or restored last."""
+        """The newest healthy step. Notes that no finite step followed the step that was saved or restored last."""
         self.wait()
-        self._verdicts.reject()
-        self._verdicts.write(self._steps())
-        return self.newest_good()
+        self._health.reject()
+        self._health.write(self._steps())
+        return self.newest_healthy()
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any], keep: int | None = None) -> None:
         """Copies `state` (a pytree of arrays) to the host, then writes it in the background, with `extra` (small JSON).
@@ -140,9 +141,9 @@ class Checkpoints:
             self._empty_trash()
         for old in left:
             manager.delete(old)
-        self._kept_too.steps = {self.newest_good(), keep}
+        self._kept_too.steps = {self.newest_healthy(), keep}
         self._at = step
-        self._verdicts.ask(step)
+        self._health.watch(step)
         self._saved = [name for name, _ in compatible.named(state)]
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run))
         try:
@@ -157,11 +158,11 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            self._verdicts.unknown.discard(self._at)
+            self._health.unknown.discard(self._at)
             self._manager.reload()  # the manager has forgotten the steps that this save would have replaced
             raise self._not_written(error) from error
-        if self._verdicts.unwritten:
-            self._verdicts.write(self._steps())
+        if self._health.unwritten:
+            self._health.write(self._steps())
 
     def close(self) -> None:
         """Waits as `wait` does, then ends the background threads and deletes what is left of deleted steps."""
@@ -186,16 +187,16 @@ class Checkpoints:
                 f"{self.directory}: there is no checkpoint {step}\n"
                 f"  fix   {f'use one of {_listed(steps)}' if steps else 'give the workdir of a run that has saved one'}"
             )
-        found = self._not_bad(steps[::-1]) if step is None else [step]
-        if steps and not found:
+        candidates = self._without_unhealthy(steps[::-1]) if step is None else [step]
+        if steps and not candidates:
             raise InputError(
                 f"{self.directory}: no finite step followed any checkpoint ({_listed(steps)})\n"
                 f"  fix   --step={steps[-1]} uses it nevertheless; or give another workdir"
             )
-        legible = [one for one in found[:1] if jax.process_index() == 0 and not self._damage(one, ("run",))]
+        legible = [first for first in candidates[:1] if jax.process_index() == 0 and not self._damage(first, ("run",))]
         for first in from_first(legible):
             self._described(first)
-        return found
+        return candidates
 
     def choose(self, step: int | None = None, abstract_state: Any = None) -> Chosen | None:
         """The newest undamaged checkpoint, or `step`; None if there is none. Its arrays are not read.
@@ -224,47 +225,52 @@ class Checkpoints:
         return Chosen(chosen, folder, run["extra"])
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
-        """The step, the state and the extra of the checkpoint that `choose` finds; None if there is none.
+        """The step, the state and the extra of the checkpoint that `choose` finds, read as by `read`; None without one.
 
-        abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding that it is to have.
         Raises InputError as `choose` does.
         """
-        found = self.choose(step, abstract_state)
-        if not found:
-            return None
-        state = orbax_folder.read(found.folder / "state", abstract_state)
-        self._at = found.step
-        if not from_first(self._verdicts.on(found.step)):
-            self._verdicts.ask(found.step)
-        return found.step, state, found.extra
+        chosen = self.choose(step, abstract_state)
+        return (chosen.step, self.read(chosen, abstract_state), chosen.extra) if chosen else None
+
+    def read(self, chosen: Chosen, abstract_state: Any) -> Any:
+        """The state of a checkpoint that was chosen for it; later steps decide whether the checkpoint is healthy.
+
+        abstract_state: the tree of jax.ShapeDtypeStruct to restore, each with the sharding that it is to have.
+        """
+        state = orbax_folder.read_arrays(chosen.folder / "state", abstract_state)
+        self._at = chosen.step
+        if not from_first(self._health.is_healthy(chosen.step)):
+            self._health.watch(chosen.step)
+        return state
 
     def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
-        """The step and the parameters of a checkpoint, which may hold a whole state or {"params": parameters}.
+        """The step and the parameters of the checkpoint that `choose` finds, read as by `read_weights`."""
+        chosen = self.choose(step)
+        return (chosen.step, self.read_weights(chosen, abstract_params)) if chosen else None
 
-        The checkpoint is chosen, checked and placed as by `restore`. The parameters are cast to the dtypes of
-        `abstract_params`. The rest of the state is not read.
+    def read_weights(self, chosen: Chosen, abstract_params: Any) -> Any:
+        """The parameters of a checkpoint, which may hold a whole state or {"params": parameters}.
+
+        They are placed and cast as `abstract_params` says. The rest of the state is not read. Raises InputError if the
+        checkpoint has other parameters.
         """
-        found = self.choose(step)
-        if not found:
-            return None
-        saved = orbax_folder.tree(found.folder / "state")
         wanted = {"params": abstract_params}
-        compatible.compare(
-            {name: tree for name, tree in saved.items() if name in wanted}, wanted, f"{found.folder}", True
-        )
-        return found.step, orbax_folder.read(found.folder / "state", wanted)["params"]
+        saved = {name: tree for name, tree in orbax_folder.tree(chosen.folder / "state").items() if name in wanted}
+        compatible.compare(saved, wanted, f"{chosen.folder}", casts=True)
+        return orbax_folder.read_arrays(chosen.folder / "state", wanted)["params"]
 
     def _steps(self) -> list[int]:
-        return sorted(found.step for found in _NAMES.find_all(self.directory))
+        return sorted(folder.step for folder in _NAMES.find_all(self.directory))
 
-    def _not_bad(self, steps: Sequence[int]) -> list[int]:
-        bad = [step for step in steps if self._verdicts.on(step) is False] if jax.process_index() == 0 else []
-        bad = from_first(bad)
-        if bad:
-            self._report(
-                f"checkpoint {_listed(bad[::-1])} in {self.directory}: not used, because no finite step followed"
-            )
-        return [step for step in steps if step not in bad]
+    def _without_unhealthy(self, steps: Sequence[int]) -> list[int]:
+        unhealthy: list[int] = []
+        if jax.process_index() == 0:
+            unhealthy = [step for step in steps if self._health.is_healthy(step) is False]
+        unhealthy = from_first(unhealthy)
+        if unhealthy:
+            listed = _listed(unhealthy[::-1])
+            self._report(f"checkpoint {listed} in {self.directory}: not used, because no finite step followed")
+        return [step for step in steps if step not in unhealthy]
 
     def _not_written(self, error: Exception) -> RunFailed:
         kept = [step for step in self._steps() if step != self._at] if jax.process_index() == 0 else []
@@ -317,22 +323,21 @@ class Checkpoints:
     def _first_undamaged(self, candidates: Sequence[int]) -> int:
         """The first of `candidates` that agrees with its manifest; the first process decides. Raises InputError."""
         damages: dict[int, str] = {}
-        chosen = -1
         for step in candidates if jax.process_index() == 0 else ():
             damage = self._damage(step, _ITEMS)
             if not damage:
-                chosen = self._undamaged = step
+                self._undamaged = step
                 break
             damages[step] = damage
             self._report(f"checkpoint {step} in {self.directory} is damaged ({damage}) and is not used")
-        chosen, found = from_first([chosen, list(damages.items())])
-        if chosen < 0:
-            lines = "\n".join(f"  {step}: {damage}" for step, damage in found)
-            raise InputError(
-                f"{self.directory}: damaged, and no other checkpoint to use\n{lines}\n"
-                "  fix   restore another step, or start in another --workdir"
-            )
-        return chosen
+        damaged = from_first(list(damages.items()))
+        if len(damaged) < len(candidates):
+            return candidates[len(damaged)]
+        lines = "\n".join(f"  {step}: {damage}" for step, damage in damaged)
+        raise InputError(
+            f"{self.directory}: damaged, and no other checkpoint to use\n{lines}\n"
+            "  fix   restore another step, or start in another --workdir"
+        )
 
     def _damage(self, step: int, items: Sequence[str]) -> str:
         return "" if step == self._undamaged else files.damage(self.directory / str(step), items)

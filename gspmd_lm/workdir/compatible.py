@@ -42,8 +42,8 @@ _DEFAULTS = {
 
 def facts(model: Model) -> dict[str, Any]:
     """The fields of a model that decide its weights, as plain values."""
-    found = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
-    return found | {"balance": model.balance if model.balance == "bias" else "none"}  # a loss adds no weights
+    values = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
+    return values | {"balance": model.balance if model.balance == "bias" else "none"}  # a loss adds no weights
 
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
@@ -92,9 +92,9 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False) -> None:
         ],
     }
     lines = [f"{place}: the checkpoint holds another state than this run's (another optimizer?)"]
-    for kind, found in problems.items():
-        lines += [f"  {kind}: {line}" for line in found[:SHOWN]]
-        lines += [f"  {kind}: {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    for kind, lines_of_kind in problems.items():
+        lines += [f"  {kind}: {line}" for line in lines_of_kind[:SHOWN]]
+        lines += [f"  {kind}: {len(lines_of_kind) - SHOWN} more"] if len(lines_of_kind) > SHOWN else []
     if any(problems.values()):
         raise InputError("\n".join([*lines, "  fix   use the config it was saved with, or another --workdir"]))
 

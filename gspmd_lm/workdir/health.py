@@ -1,4 +1,4 @@
-"""Verdicts on checkpoints: a checkpoint is good if a finite step followed it. Its folder holds its verdict."""
+"""The health of checkpoints: one is healthy if a finite step followed it. Its folder holds this verdict."""
 
 import json
 from collections.abc import Collection
@@ -13,30 +13,30 @@ from gspmd_lm.files import json_object
 VERDICT = "verdict.json"  # in the folder of a step
 
 
-class Verdicts:
-    """The verdicts on the steps in a directory: on disk, not written yet, or still to be given by this process."""
+class Health:
+    """Which steps in a directory are healthy: as written on disk, not written yet, or still to be seen here."""
 
     def __init__(self, directory: epath.Path):
         self.directory = directory
         self.unknown: set[int] = set()  # steps saved or restored here that no finite step has followed yet
         self.unwritten: dict[int, bool] = {}
 
-    def ask(self, step: int) -> None:
-        """Lets the steps that follow `step` decide about it."""
+    def watch(self, step: int) -> None:
+        """Lets the steps that follow `step` decide whether it is healthy."""
         self.unknown.add(step)
 
     def confirm(self, finite_step: int) -> None:
-        """Notes that `finite_step` was finite, so that the steps before it are good."""
-        good = {step for step in self.unknown if step < finite_step}
-        self.unknown -= good
-        self.unwritten |= dict.fromkeys(good, True)
+        """Notes that `finite_step` was finite, so that the steps before it are healthy."""
+        healthy = {step for step in self.unknown if step < finite_step}
+        self.unknown -= healthy
+        self.unwritten |= dict.fromkeys(healthy, True)
 
     def reject(self) -> None:
         """Notes that no finite step followed the step that was saved or restored last."""
         self.unwritten |= dict.fromkeys(self.unknown, False)
         self.unknown.clear()
 
-    def on(self, step: int) -> bool | None:
+    def is_healthy(self, step: int) -> bool | None:
         """Whether a finite step followed `step`; None if that is not known or the verdict is damaged."""
         if step in self.unwritten:
             return self.unwritten[step]
@@ -47,7 +47,7 @@ class Verdicts:
 
     def write(self, committed: Collection[int]) -> None:
         """Writes the verdicts on `committed` steps, the ones whose folders exist."""
-        for step, good in self.unwritten.items() if jax.process_index() == 0 else ():
+        for step, healthy in self.unwritten.items() if jax.process_index() == 0 else ():
             if step in committed:  # its folder was not rotated away
-                files.replace(self.directory / str(step) / VERDICT, json.dumps({"good": good}))
+                files.replace(self.directory / str(step) / VERDICT, json.dumps({"good": healthy}))
         self.unwritten.clear()

@@ -1,15 +1,18 @@
-"""What runs have left in their workdirs: metrics, samples, settings, and what they were made with."""
+"""What a run leaves in its workdir: the files that describe it, which are written and read here, and what it logged."""
 
 import dataclasses
+import datetime
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from gspmd_lm import files
-from gspmd_lm.config import core_yaml, paths
+from gspmd_lm import config as configs
+from gspmd_lm import files, versions
+from gspmd_lm.config import Config, core_yaml, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 from gspmd_lm.workdir import layout, log
@@ -17,8 +20,40 @@ from gspmd_lm.workdir import layout, log
 LAST = 10  # speeds are medians over so many of the last logged rows
 
 
+def write_description(
+    workdir: epath.Path,
+    config: Config,
+    rules: str,
+    tokenizer: Path | None,
+    *,
+    mesh: Mapping[str, int],
+    rows: str,
+    device: str,
+) -> None:
+    """Writes what is enough to repeat a run: config and rules as resolved, versions, and a tokenizer that it trained.
+
+    rules: the text of the rules file. rows: what the run is trained on. device: the kind of its devices.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    if tokenizer:
+        files.replace(workdir / layout.TOKENIZER, tokenizer.read_bytes())
+    files.replace(workdir / layout.CONFIG, core_yaml.dump(configs.to_dict(config)))
+    files.replace(workdir / layout.RULES, rules)
+    packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
+    about = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": versions.command(),
+        "host": versions.host(),
+        "commit": versions.commit(),
+        "mesh": dict(mesh),
+        "rows": rows,
+        "versions": versions.installed(packages) | {"device": device},
+    }
+    files.replace(workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
+
+
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunHistory:
     """One run. Rows are as metrics.jsonl has them: of training, and of evaluation."""
 
     name: str
@@ -62,8 +97,8 @@ class Run:
 
     def speed(self, key: str) -> float | None:
         """The median of the values that were logged last."""
-        found = [row[key] for row in self.rows if row.get(key) is not None]
-        return statistics.median(found[-LAST:]) if found else None
+        values = [row[key] for row in self.rows if row.get(key) is not None]
+        return statistics.median(values[-LAST:]) if values else None
 
     def points(self, key: str) -> list[tuple[float, float]]:
         """(step, value) for each row that has the value; of evaluation for a key such as eval_loss."""
@@ -71,7 +106,7 @@ class Run:
         return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
-def read(folders: Sequence[str]) -> list[Run]:
+def read_runs(folders: Sequence[str]) -> list[RunHistory]:
     """The runs in folders: each is a workdir, or holds workdirs.
 
     What cannot be read of a run is left out, and its `damage` says so. Raises InputError for a folder without runs, or
@@ -80,13 +115,13 @@ def read(folders: Sequence[str]) -> list[Run]:
     workdirs: dict[str, epath.Path] = {}
     for folder in folders:
         path = epath.Path(folder) if files.is_remote(folder) else epath.Path(folder).expanduser()
-        found = _workdirs(path)
-        if not found:
+        workdirs_here = _workdirs(path)
+        if not workdirs_here:
             what = f"no {layout.METRICS} in it" if path.exists() else "there is no such folder"
             raise InputError(
                 f"{folder}: {what}\n  fix   give the --workdir of a run that has taken a step, or a folder of runs"
             )
-        workdirs |= {str(workdir): workdir for workdir in found}
+        workdirs |= {str(workdir): workdir for workdir in workdirs_here}
     names = [workdir.name for workdir in workdirs.values()]
     runs = [_read(workdir, workdir.name if names.count(workdir.name) == 1 else str(workdir))
             for workdir in workdirs.values()]  # fmt: skip
@@ -101,12 +136,12 @@ def _workdirs(path: epath.Path) -> list[epath.Path]:
     return [one for one in sorted(path.iterdir()) if (one / layout.METRICS).exists()] if path.is_dir() else []
 
 
-def _read(workdir: epath.Path, name: str) -> Run:
+def _read(workdir: epath.Path, name: str) -> RunHistory:
     damage: list[str] = []
 
     def rows_of(name: str) -> list[dict[str, Any]]:
         try:
-            rows, damaged = log.read(workdir / name)
+            rows, damaged = log.read_rows(workdir / name)
         except OSError as error:
             rows, damaged = [], f"cannot be read ({files.reason(error)})"
         damage.extend([f"{workdir / name}: {damaged}"] if damaged else [])
@@ -116,17 +151,17 @@ def _read(workdir: epath.Path, name: str) -> Run:
         """What a file says; `missing` if there is no such file, or if it is not what it should be."""
         path = workdir / name
         try:
-            found = parse(paths.read_text(path), str(path)) if path.exists() else missing
+            value = parse(paths.read_text(path), str(path)) if path.exists() else missing
         except InputError as error:
             damage.append(" ".join(map(str.strip, str(error).partition("\n  fix")[0].splitlines())))
             return missing
-        if not isinstance(found, type(missing)):
-            damage.append(f"{path}: is a {type(found).__name__}, and is left out")
+        if not isinstance(value, type(missing)):
+            damage.append(f"{path}: is a {type(value).__name__}, and is left out")
             return missing
-        return found
+        return value
 
     rows = rows_of(layout.METRICS)
-    run = Run(
+    run = RunHistory(
         name=name,
         workdir=str(workdir),
         rows=[row for row in rows if "loss" in row],
@@ -141,16 +176,16 @@ def _read(workdir: epath.Path, name: str) -> Run:
     return dataclasses.replace(run, damage="\n".join(damage))
 
 
-def settings(run: Run) -> dict[str, str]:
+def settings(run: RunHistory) -> dict[str, str]:
     """The settings of a run, each as `section.key`, and its rules."""
-    found = {f"{section}.{key}": json.dumps(value) for section, values in run.config.items()
+    stated = {f"{section}.{key}": json.dumps(value) for section, values in run.config.items()
              if isinstance(values, dict) for key, value in values.items()}  # fmt: skip
-    return found | {"rules": run.rules.partition("\n")[0].lstrip("# ")}
+    return stated | {"rules": run.rules.partition("\n")[0].lstrip("# ")}
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+def differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
     """The settings that are not the same in all runs, with the value in each."""
     each = [settings(run) for run in runs]
     keys = dict.fromkeys(key for one in each for key in one)
-    found = {key: [one.get(key, "-") for one in each] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    values_of_key = {key: [one.get(key, "-") for one in each] for key in keys}
+    return {key: values for key, values in values_of_key.items() if len(set(values)) > 1}

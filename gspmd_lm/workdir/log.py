@@ -41,8 +41,8 @@ class Log:
 
         Lines that cannot be read are left out, and `say` reports them.
         """
-        self.metrics = _Rows(workdir / METRICS, start_step, say)
-        self.samples = _Rows(workdir / SAMPLES, start_step, say)
+        self.metrics = _JsonLines(workdir / METRICS, start_step, say)
+        self.samples = _JsonLines(workdir / SAMPLES, start_step, say)
         online = [tracker for tracker in train.trackers if tracker != "tensorboard"]
         if online and self.metrics.dropped:
             say(f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
@@ -68,7 +68,7 @@ class Log:
             tracker.close()
 
 
-class _Rows:
+class _JsonLines:
     """A file with a JSON object on each line, which has a step."""
 
     def __init__(self, path: epath.Path, start_step: int, say: Callable[[str], None]):
@@ -101,7 +101,7 @@ class _Rows:
                 file.write(row)
 
 
-def read(path: epath.Path) -> tuple[list[dict[str, Any]], str]:
+def read_rows(path: epath.Path) -> tuple[list[dict[str, Any]], str]:
     """The rows of a file of this log, and a sentence about lines that cannot be read.
 
     A last line without an end is passed over, because a run may be writing it. Numbers that are not finite are None.

@@ -56,7 +56,7 @@ def names(folder: epath.Path) -> set[str]:
     return {name for name, _, kind in (key.decode().rpartition("/") for key in stored) if kind == ".zarray"}
 
 
-def read(folder: epath.Path, wanted: Any) -> Any:
+def read_arrays(folder: epath.Path, wanted: Any) -> Any:
     """The arrays of a folder that have a place in `wanted`, which fits what the folder holds.
 
     They are requested in the tree that was saved, because Orbax compares the two trees with their empty branches.
@@ -69,8 +69,8 @@ def read(folder: epath.Path, wanted: Any) -> Any:
         asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[compatible.name_of(path)], asked)
         restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
         args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
-        found = dict(compatible.named(reader.restore(folder, args=args)))
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[compatible.name_of(path)], wanted)
+        restored = dict(compatible.named(reader.restore(folder, args=args)))
+    return jax.tree_util.tree_map_with_path(lambda path, _: restored[compatible.name_of(path)], wanted)
 
 
 def writer() -> ocp.PyTreeCheckpointHandler:

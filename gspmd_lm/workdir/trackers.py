@@ -29,7 +29,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def check(trackers: Sequence[str]) -> None:
+def check_installed(trackers: Sequence[str]) -> None:
     """Raises InputError where the package of a tracker is not installed."""
     for tracker in trackers:
         package = _PACKAGES[tracker]
@@ -40,7 +40,7 @@ def check(trackers: Sequence[str]) -> None:
             )
 
 
-def load(tracker: str) -> Any:
+def import_tracker(tracker: str) -> Any:
     """The imported package of a tracker. Some imports take seconds. Raises InputError where an import fails.
 
     tensorboardX would import torch, if torch is installed, only to name one of its types. Here it does not find torch.
@@ -71,25 +71,25 @@ def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, 
     if not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{path}: not an object of texts\n  fix   {fix}")
     known = dict(names)
-    found: list[Tracker] = []
+    started: list[Tracker] = []
     for tracker in train.trackers:
         if tracker == "tensorboard":
-            found.append(_TensorBoard(str(workdir / "tensorboard"), start_step + 1))
+            started.append(_TensorBoard(str(workdir / "tensorboard"), start_step + 1))
         elif tracker == "wandb":
             names.setdefault(tracker, secrets.token_hex(4))
-            found.append(_wandb(workdir, names[tracker], train, config))
+            started.append(_wandb(workdir, names[tracker], train, config))
         else:
             begun = _trackio(workdir, names.get(tracker), train, config)
             names[tracker] = begun.run.name
-            found.append(begun)
+            started.append(begun)
     if names != known:
         files.replace(path, json.dumps(names) + "\n")
-    return found
+    return started
 
 
 class _TensorBoard:
     def __init__(self, directory: str, purge_step: int):
-        self.writer = load("tensorboard").SummaryWriter(directory, purge_step=purge_step)
+        self.writer = import_tracker("tensorboard").SummaryWriter(directory, purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -121,7 +121,7 @@ class _Online:
 def _wandb(workdir: epath.Path, identity: str, train: Train, config: dict[str, Any]) -> _Online:
     """A run of W&B. Its files are in the workdir, if that is on this machine."""
     return _Online(
-        load("wandb").init(
+        import_tracker("wandb").init(
             project=train.project,
             group=train.group or None,
             tags=train.tags,
@@ -137,7 +137,7 @@ def _wandb(workdir: epath.Path, identity: str, train: Train, config: dict[str, A
 def _trackio(workdir: epath.Path, name: str | None, train: Train, config: dict[str, Any]) -> _Online:
     """A run of trackio, which knows runs by their names."""
     return _Online(
-        load("trackio").init(
+        import_tracker("trackio").init(
             project=train.project,
             group=train.group or None,
             name=name or workdir.name,

@@ -381,7 +381,7 @@ def test_a_workdir_that_cannot_be_made(run, tmp_path, monkeypatch):
 def before_data(monkeypatch, tmp_path):
     """Fails where rows are asked for: what is wrong with the place of a run is to be told before."""
     monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loader, "open", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr(loader, "open_loaders", lambda *_: pytest.fail("the data was read"))
 
 
 @pytest.mark.usefixtures("before_data")

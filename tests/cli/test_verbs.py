@@ -12,7 +12,7 @@ import yaml
 
 from gspmd_lm import cli, config, errors, session
 from gspmd_lm.cli import conversion
-from gspmd_lm.convert import beside, export
+from gspmd_lm.convert import export, sidecars
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.model.transformer import init
 from gspmd_lm.runtime import compiler, processes
@@ -42,7 +42,7 @@ def verb(capsys):
 def folder(tmp_path_factory):
     """A folder as transformers writes it."""
     path = tmp_path_factory.mktemp("hub") / "little"
-    export.write(path, MODEL, jax.tree.map(np.asarray, nn.unbox(init(MODEL, jax.random.key(0)))))
+    export.write_folder(path, MODEL, jax.tree.map(np.asarray, nn.unbox(init(MODEL, jax.random.key(0)))))
     return path
 
 
@@ -224,10 +224,10 @@ def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one
         (tmp_path / "first" / name).touch()
     (tmp_path / "second" / "mine.json").touch()
     (tmp_path / "second" / "chat_template.jinja").touch()
-    assert beside.of_run(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
+    assert sidecars.exported(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
         "generation_config.json": tmp_path / "first" / "generation_config.json",
         "chat_template.jinja": tmp_path / "second" / "chat_template.jinja",
         "tokenizer.json": tmp_path / "second" / "mine.json",
     }
     with pytest.raises(errors.InputError, match="no such file"):
-        beside.of_run(None, str(tmp_path / "gone.json"))
+        sidecars.exported(None, str(tmp_path / "gone.json"))

@@ -18,12 +18,12 @@ EXACT = "model.matmul_precision=highest"
 
 
 def read(golden, folder, *overrides, dtype="float32"):
-    return pretrained.read(golden.folder(folder, dtype), [EXACT, *overrides])
+    return pretrained.open_folder(golden.folder(folder, dtype), [EXACT, *overrides])
 
 
 def on_one_device(found):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return found.load(jax.tree.map(lambda place: one, found.places))
+    return found.load(jax.tree.map(lambda place: one, found.locations))
 
 
 def placement(model, layout):
@@ -60,5 +60,5 @@ def compiled(model, params, batch, placed=None, gradients=False):
 
 def tensors(folder):
     """The tensors of a folder by name, whole."""
-    found = safetensors.stored(folder)
+    found = safetensors.stored_tensors(folder)
     return {name: np.array(at.read(at.shape, [slice(None)] * len(at.shape))) for name, at in found.items()}

@@ -321,7 +321,7 @@ def save(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]
     kind = safetensors.WEIGHT_DTYPES[dtype]
     kinds = {name: "F32" if name.endswith(FLOAT32) else kind for name in weights}
     (folder / "config.json").write_text(json.dumps(config))
-    head = safetensors.start({name: (kinds[name], array.shape) for name, array in weights.items()})
+    head = safetensors.header_bytes({name: (kinds[name], array.shape) for name, array in weights.items()})
     data = (array.astype(safetensors.DTYPES[kinds[name]]).tobytes() for name, array in weights.items())
     (folder / safetensors.SINGLE).write_bytes(head + b"".join(data))
     return folder
@@ -368,7 +368,7 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
     empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields))
     empty.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    shapes = {tensor: where.shape for tensor, where in sorted(safetensors.stored(folder).items())}
+    shapes = {tensor: where.shape for tensor, where in sorted(safetensors.stored_tensors(folder).items())}
     weights = {tensor: weight(tensor, shape, salt, kind) for tensor, shape in shapes.items()}
     return loaded(save(folder, config, weights))[0], config, weights
 

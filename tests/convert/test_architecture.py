@@ -8,8 +8,8 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.convert import architecture, multimodal
+from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT
-from gspmd_lm.convert.source import Source
 from gspmd_lm.errors import InputError
 from tests.convert.published_configs import DEFAULTS, LLAMA31, PUBLISHED
 
@@ -29,8 +29,8 @@ def sizes_alone(raw):
 
 
 def model_of(raw):
-    row = architecture.family(raw, "config.json")
-    values = architecture.settings(row, raw, "config.json")
+    row = architecture.family_of(raw, "config.json")
+    values = architecture.model_settings(row, raw, "config.json")
     return config.from_dict(
         {"name": "x", "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, "config.json"
     ).model
@@ -233,37 +233,37 @@ def test_a_family_that_is_not_known():
 
 def test_files_without_a_config(tmp_path):
     with pytest.raises(InputError, match=r"no config.json\n  fix   give a folder"):
-        architecture.load(tmp_path)
+        architecture.read_config_json(tmp_path)
     with pytest.raises(InputError, match="no such folder"):
-        architecture.load(tmp_path / "x")
+        architecture.read_config_json(tmp_path / "x")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config.json: not valid JSON"):
-        architecture.load(tmp_path)
+        architecture.read_config_json(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object but a list"):
-        architecture.load(tmp_path)
+        architecture.read_config_json(tmp_path)
 
 
 def test_no_field_is_both_read_and_called_irrelevant():
     for row in FAMILIES:
         for raw, _ in PUBLISHED.values():
             if raw["model_type"] == row.model_type:
-                source = architecture.Source(raw)
+                reader = ConfigReader(raw)
                 values = {}
-                for part in row.parts:
-                    part.read(source, values)
-                assert not source.read & (IRRELEVANT | set(row.irrelevant)), row.name
-                assert json.dumps(sorted(source.read))
+                for codec in row.codecs:
+                    codec.read(reader, values)
+                assert not reader.names_read & (IRRELEVANT | set(row.irrelevant)), row.name
+                assert json.dumps(sorted(reader.names_read))
 
 
 @pytest.mark.parametrize("name", [*{raw["model_type"]: name for name, (raw, _) in PUBLISHED.items()}.values()])
 def test_any_field_may_hold_a_value_of_any_type(name):
     """Such a file is read or refused; `model_of` raises nothing but InputError."""
     raw, _ = PUBLISHED[name]
-    source, values = Source({}), {}
-    for part in architecture.family(raw, "x").parts:
-        part.read(source, values)
-    fields = {**raw, **dict.fromkeys(sorted(source.read | {"model_type", "architectures"}))}
+    reader, values = ConfigReader({}), {}
+    for codec in architecture.family_of(raw, "x").codecs:
+        codec.read(reader, values)
+    fields = {**raw, **dict.fromkeys(sorted(reader.names_read | {"model_type", "architectures"}))}
     for field, held in fields.items():
         inner = [raw[field] | {key: value} for key in held for value in OTHERS] if isinstance(held, dict) else []
         for value in (*OTHERS, *inner):

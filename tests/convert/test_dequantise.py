@@ -135,7 +135,7 @@ def folders(tmp_path, case, make, about, change=lambda tensors: None):
 def test_weights_are_those_of_the_floats_bit_for_bit(tmp_path, monkeypatch, case, make, about, said):
     monkeypatch.setattr(pretrained, "BLOCK_BYTES", 1000)  # a few rows at a time
     as_floats = ["model.weight_dtype=float32"]
-    quantised, plain = (pretrained.read(folder, as_floats) for folder in folders(tmp_path, case, make, about))
+    quantised, plain = (pretrained.open_folder(folder, as_floats) for folder in folders(tmp_path, case, make, about))
     assert quantised.notes == [f"14 quantised tensors ({said}) are read as the floats that they stand for"]
     assert quantised.left_out == 0 and "quantization_config" not in quantised.like
     assert quantised.config.model.compute_dtype == "bfloat16"
@@ -174,7 +174,7 @@ def test_other_ways_to_quantise_are_refused_with_a_way_out(tmp_path, about, said
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": about}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError) as error:
-        pretrained.read(folder)
+        pretrained.open_folder(folder)
     assert f"{folder / 'config.json'}: quantization_config: " in str(error.value) and said in str(error.value)
     assert "\n  fix   " in str(error.value)
 
@@ -198,7 +198,7 @@ NAME = "model.layers.0.mlp.up_proj"
 def test_parts_that_do_not_fit_are_named(tmp_path, make, about, change, said):
     quantised, _ = folders(tmp_path, "llama", make, about, change)
     with pytest.raises(InputError) as error:
-        pretrained.read(quantised)
+        pretrained.open_folder(quantised)
     assert said in str(error.value)
 
 
@@ -207,7 +207,7 @@ def test_experts_in_one_float8_tensor_have_blocks_each(tmp_path):
     scale = rng_of("scales").random((3, 3, 3)).astype(np.float32)
     write(tmp_path / "a", {}, {"experts.up": weight, "experts.up_scale_inv": scale})
     about = FP8 | {"weight_block_size": [16, 24]}
-    (found,) = dequantise.tensors(safetensors.stored(tmp_path / "a"), about, "a").values()
+    (found,) = dequantise.dequantised(safetensors.stored_tensors(tmp_path / "a"), about, "a").values()
     each = np.stack([np.kron(one, np.ones((16, 24), np.float32))[:40, :50] for one in scale])
     wanted = weight.astype(np.float32) * each
     assert found.shape == wanted.shape

@@ -57,7 +57,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     (loss, logits), gradients = ours.compiled(model, ours.on_one_device(found), batch, gradients=True)
     logits_are_those_of(golden, logits)
     assert abs(float(loss) - golden.about["loss"]) < 1e-5 * golden.about["loss"]
-    export.write(tmp_path / "gradients", model, jax.device_get(gradients), found.like)
+    export.write_folder(tmp_path / "gradients", model, jax.device_get(gradients), found.like)
     written = ours.tensors(tmp_path / "gradients")
     assert written.keys() == golden.tensors.keys()
     nothing = 1e-6 * np.linalg.norm(golden.norms)  # a key's bias without rope moves no softmax: its gradient is noise
@@ -105,7 +105,7 @@ def test_there_and_back_is_bit_exact(name, dtype, tmp_path):
     model = found.config.model
     assert model.weight_dtype == ("bfloat16" if dtype == "bfloat16" else "float32")
     params = jax.device_get(ours.on_one_device(found))
-    export.write(tmp_path / "out", model, params, found.like)
+    export.write_folder(tmp_path / "out", model, params, found.like)
     before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     for tensor, want in before.items():
@@ -147,8 +147,8 @@ def test_a_sharded_model_is_written_in_several_files(tmp_path):
     params = found.load(ours.shardings(found, ours.placement(found.config.model, "fsdp2_tp4")))
     (tmp_path / "tokenizer.json").write_text("{}")
     out = tmp_path / "deep" / "out"
-    beside = {"tokenizer.json": tmp_path / "tokenizer.json"}
-    export.write(out, found.config.model, params, beside=beside, file_bytes=40_000)
+    sidecars = {"tokenizer.json": tmp_path / "tokenizer.json"}
+    export.write_folder(out, found.config.model, params, sidecars=sidecars, file_bytes=40_000)
     files = sorted(path.name for path in out.iterdir())
     assert "model-00001-of-00003.safetensors" in files and "model.safetensors.index.json" in files
     assert "tokenizer.json" in files
@@ -172,7 +172,7 @@ def test_a_shard_reads_its_own_bytes(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Stored, "read", counted)
     device = jax.devices()[5]
-    for place, where in zip(jax.tree.leaves(found.places), jax.tree.leaves(sharded), strict=True):
+    for place, where in zip(jax.tree.leaves(found.locations), jax.tree.leaves(sharded), strict=True):
         index = where.devices_indices_map(place.shape)[device]
         index = tuple(slice(*at.indices(size)[:2]) for at, size in zip(index, place.shape, strict=True))
         taken.clear()

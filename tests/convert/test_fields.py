@@ -68,12 +68,12 @@ def test_every_field_of_transformers_is_known(row):
 @pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.model_type)
 def test_a_missing_field_means_what_it_means_to_transformers(row):
     raw = config_class(row)().to_dict() | {"dtype": None}
-    whole = architecture.settings(row, raw, "x")
+    whole = architecture.model_settings(row, raw, "x")
     sizes = {"num_key_value_heads"}  # what it is, the shapes of tensors tell
     for name in raw.keys() - sizes:
         less = {field: value for field, value in raw.items() if field != name}
         try:
-            assert architecture.settings(row, less, "x") == whole, name
+            assert architecture.model_settings(row, less, "x") == whole, name
         except InputError as error:
             assert "missing" in str(error), error
 
@@ -124,7 +124,7 @@ def changes(raw, names):
 
 def settings(row, raw, ignored=()):
     try:
-        return architecture.settings(row, raw, "x", ignored)
+        return architecture.model_settings(row, raw, "x", ignored)
     except InputError:
         return None
 
@@ -181,7 +181,7 @@ def case(request, tmp_path_factory):
 def test_no_change_of_a_field_that_is_read_is_missed(case):
     """Nor of the positions' fields, in the form of transformers 5 and in the older one."""
     row, newer, _, distance = case
-    older = newer | architecture.fields(row, model_of(row, newer))
+    older = newer | architecture.config_json_of(row, model_of(row, newer))
     if row.model_type not in ("olmo3", "qwen3_next"):  # which are new, and say their layers in the new form alone
         new = ("rope_parameters",) if row.model_type == "gemma3n_text" else ("rope_parameters", "layer_types")
         older = {name: value for name, value in older.items() if name not in new}
@@ -229,5 +229,10 @@ def test_no_field_that_we_do_not_read_moves_anything(case):
 def model_of(row, raw):
     from gspmd_lm import config
 
-    plain = {"name": "x", "model": architecture.settings(row, raw, "x"), "data": {"seq": 1}, "train": {"steps": 1}}
+    plain = {
+        "name": "x",
+        "model": architecture.model_settings(row, raw, "x"),
+        "data": {"seq": 1},
+        "train": {"steps": 1},
+    }
     return config.from_dict(plain, "x").model

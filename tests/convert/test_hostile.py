@@ -20,9 +20,9 @@ import safetensors as reference
 from hypothesis import strategies as st
 
 from gspmd_lm.convert import pretrained, safetensors
+from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, REFUSED
-from gspmd_lm.convert.fields import Same
-from gspmd_lm.convert.source import Source
+from gspmd_lm.convert.fields import Renamed
 from gspmd_lm.errors import InputError
 from tests.convert import references
 
@@ -186,10 +186,10 @@ def folder_of(case):
 def fields_of(case):
     """The names of fields that a family's config.json may have."""
     row = next(row for row in FAMILIES if row.model_type == references.CASES[case][0])
-    source, values = Source({}), {}
-    for part in (*row.parts, *EVERY_FAMILY):
-        part.read(source, values)
-    return sorted(source.read | REFUSED.keys() | set(row.irrelevant) | {"x", *sorted(IRRELEVANT)[::8]})
+    reader, values = ConfigReader({}), {}
+    for codec in (*row.codecs, *EVERY_FAMILY):
+        codec.read(reader, values)
+    return sorted(reader.names_read | REFUSED.keys() | set(row.irrelevant) | {"x", *sorted(IRRELEVANT)[::8]})
 
 
 @st.composite
@@ -207,17 +207,17 @@ def check_config(example):
     folder, original = folder_of(case)
     (folder / "config.json").write_bytes(text)
     try:
-        found = pretrained.read(folder)
+        found = pretrained.open_folder(folder)
     except InputError as error:
         assert written(original).encode() != text, error
         return
     raw = plain(text)
     kept = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     assert dict(found.like) == kept | {"torch_dtype": "float32"}
-    for part in found.family.parts:
-        if isinstance(part, Same):
-            given = [raw[name] for name in part.names.split() if raw.get(name) is not None]
-            assert all(getattr(found.config.model, part.setting) == value for value in given), part
+    for codec in found.family.codecs:
+        if isinstance(codec, Renamed):
+            given = [raw[name] for name in codec.names.split() if raw.get(name) is not None]
+            assert all(getattr(found.config.model, codec.setting) == value for value in given), codec
 
 
 @st.composite
@@ -314,7 +314,7 @@ def check_file(example):
     except reference.SafetensorError:
         theirs = None
     try:
-        found = safetensors.header(path)
+        found = safetensors.read_header(path)
     except InputError as error:
         assert str(error).startswith(f"{path}: ") and "\n  fix   " in str(error)
         assert not is_right, error
@@ -341,7 +341,9 @@ def several():
     places = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     tensors = dict(whole)
     for file, held in places.items():
-        head = safetensors.start({name: (tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in held})
+        head = safetensors.header_bytes(
+            {name: (tensors[name]["dtype"], tuple(tensors[name]["shape"])) for name in held}
+        )
         (folder / file).write_bytes(head + b"".join(bytes(tensors[name]["data"]) for name in held))
     return folder, places
 
@@ -369,7 +371,7 @@ def check_index(text):
     folder, places = several()
     (folder / safetensors.INDEX).write_bytes(text)
     try:
-        found = pretrained.read(folder).files
+        found = pretrained.open_folder(folder).files
     except InputError:
         return
     assert {name: where.path.name for name, where in found.items()} == plain(text)["weight_map"]

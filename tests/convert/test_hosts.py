@@ -22,13 +22,13 @@ from gspmd_lm.convert import export, pretrained
 from gspmd_lm.convert.safetensors import Stored
 from tests.convert import ours
 folder = Path(sys.argv[3])
-found = pretrained.read(folder / "in", ["model.padded_vocab=104"])
+found = pretrained.open_folder(folder / "in", ["model.padded_vocab=104"])
 taken, read = [], Stored.read
 Stored.read = lambda self, view, index: taken.append(read(self, view, index)) or taken[-1]
 params = found.load(ours.shardings(found, ours.placement(found.config.model, "fsdp2_tp4")))
 print("read", sum(part.nbytes for part in taken))
 export.GATHERED_BYTES = 1500  # several pieces for each array, and a rest
-export.write(folder / "out", found.config.model, params, found.like, file_bytes=40_000)
+export.write_folder(folder / "out", found.config.model, params, found.like, file_bytes=40_000)
 print("files", len(list((folder / "out").iterdir())))
 """
 

@@ -18,7 +18,7 @@ def test_every_order_of_dimensions_is_copied(shape, dtype):
         theirs = np.asfortranarray(values.transpose(order)).transpose(np.argsort(order))
         for source in (values, theirs):
             into = np.zeros([shape[axis] for axis in order], dtype).transpose(np.argsort(order))
-            layout.copy(into, source)
+            layout.copy_transposed(into, source)
             assert into.tobytes() == values.tobytes()
 
 

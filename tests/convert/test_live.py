@@ -60,7 +60,7 @@ def test_all_gradients(case, computed, tmp_path):
     real = golden.batch["segment_ids"] > 0
     np.testing.assert_allclose(np.asarray(our_logits)[real], logits[real], rtol=0, atol=1e-4)
     assert float(our_loss) == pytest.approx(loss, rel=1e-5)
-    export.write(tmp_path / "gradients", found.config.model, jax.device_get(ours_grads), found.like)
+    export.write_folder(tmp_path / "gradients", found.config.model, jax.device_get(ours_grads), found.like)
     written = ours.tensors(tmp_path / "gradients")
     by_disk = references.on_disk(model, weights, gradients)
     nothing = 1e-6 * np.linalg.norm([np.linalg.norm(gradient) for gradient in by_disk.values()])
@@ -84,7 +84,7 @@ def test_transformers_loads_what_we_write(case, computed, kept, tmp_path):
     golden, _, _, _ = case
     found = ours.read(golden, tmp_path / "in")
     params = jax.device_get(ours.on_one_device(found))
-    export.write(tmp_path / "out", found.config.model, params, found.like if kept else None)
+    export.write_folder(tmp_path / "out", found.config.model, params, found.like if kept else None)
     model, report = references.loaded(tmp_path / "out")
     assert not any(report.values()), report
     logits, _, _ = references.forward(model, golden.about["config"]["vocab_size"])

@@ -100,7 +100,7 @@ def test_every_part_is_of_a_family():
 def test_a_quantised_or_broken_whole_is_refused():
     text = multimodal.text_config(MISTRAL_SMALL | {"quantization_config": {"quant_method": "fp8"}}, "x")
     with pytest.raises(InputError, match="quantization_config: the weights are quantised"):
-        architecture.settings(architecture.family(text, "x"), text, "x")
+        architecture.model_settings(architecture.family_of(text, "x"), text, "x")
     with pytest.raises(InputError, match="text_config: is not an object"):
         multimodal.text_config(MISTRAL_SMALL | {"text_config": [1]}, "x")
 
@@ -126,14 +126,14 @@ def test_the_text_part_is_read_and_written_as_a_model_of_text(case, kind, rename
     text = {field: value for field, value in golden.about["config"].items() if field != "architectures"}
     inner = text if kind == "qwen2_5_vl" else {"text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
     references.save(tmp_path / "whole", inner | {"model_type": kind, "vision_config": {"depth": 2}}, whole)
-    found = ours.pretrained.read(tmp_path / "whole", [ours.EXACT])
+    found = ours.pretrained.open_folder(tmp_path / "whole", [ours.EXACT])
     assert (found.config.model, found.left_out) == (plain.config.model, 1)
     params = jax.device_get(ours.on_one_device(found))
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(ours.on_one_device(plain)))
-    export.write(tmp_path / "out", found.config.model, params, found.like)
+    export.write_folder(tmp_path / "out", found.config.model, params, found.like)
     after = ours.tensors(tmp_path / "out")
     assert after.keys() == weights.keys() and all(np.array_equal(after[name], weights[name]) for name in weights)
-    written = architecture.load(tmp_path / "out")
+    written = architecture.read_config_json(tmp_path / "out")
     assert (written["model_type"], written["architectures"]) == (text["model_type"], [plain.family.architecture])
 
 
@@ -143,7 +143,7 @@ def test_a_tensor_of_no_known_part_is_told(tmp_path):
     weights = ours.tensors(tmp_path / "plain") | {"speech_tower.conv.weight": np.ones((3,), np.float32)}
     references.save(tmp_path / "whole", {"model_type": "mistral3", "text_config": golden.about["config"]}, weights)
     with pytest.raises(InputError, match=r"unexpected   speech_tower.conv.weight"):
-        ours.pretrained.read(tmp_path / "whole")
+        ours.pretrained.open_folder(tmp_path / "whole")
 
 
 def test_a_text_part_of_another_family_is_refused(tmp_path):
@@ -163,12 +163,12 @@ def test_keys_that_a_layer_shares_are_left_out(tmp_path):
               if ".layers.3.self_attn.k_" in name or ".layers.3.self_attn.v_" in name}  # fmt: skip
     assert len(unread) == 6 and not unread.keys() & weights.keys()
     references.save(tmp_path / "more", golden.about["config"], weights | unread)
-    found = ours.pretrained.read(tmp_path / "more", [ours.EXACT])
+    found = ours.pretrained.open_folder(tmp_path / "more", [ours.EXACT])
     assert (found.config.model, found.left_out) == (plain.config.model, len(unread))
     beyond = {"model.layers.8.self_attn.k_norm.weight": np.ones((8,), np.float32)}
     references.save(tmp_path / "wrong", golden.about["config"], weights | beyond)
     with pytest.raises(InputError, match=r"unexpected   model.layers.8.self_attn.k_norm.weight"):
-        ours.pretrained.read(tmp_path / "wrong")
+        ours.pretrained.open_folder(tmp_path / "wrong")
 
 
 def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
@@ -180,12 +180,12 @@ def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
     later["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)
     raw = golden.about["config"] | {"num_nextn_predict_layers": 1}
     references.save(tmp_path / "whole", raw, weights | later)
-    found = ours.pretrained.read(tmp_path / "whole", [ours.EXACT])
+    found = ours.pretrained.open_folder(tmp_path / "whole", [ours.EXACT])
     assert (found.config.model, found.left_out) == (plain.config.model, len(later))
     assert found.like["num_nextn_predict_layers"] == 0  # what an export writes has none
     references.save(tmp_path / "whole", raw | {"num_nextn_predict_layers": 0}, weights | later)
     with pytest.raises(InputError, match=r"unexpected   model.layers.3.eh_proj.weight"):
-        ours.pretrained.read(tmp_path / "whole")
+        ours.pretrained.open_folder(tmp_path / "whole")
 
 
 _TEXT = references._LLAMA | {"num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8, "max_position_embeddings": 96}
@@ -229,7 +229,7 @@ def test_text_has_the_logits_of_the_whole_model(kind, tmp_path):
     for name, array in whole.named_parameters():
         array.data = torch.from_numpy(references.weight(name, tuple(array.shape), 0))
     whole.save_pretrained(tmp_path / "whole")
-    found = ours.pretrained.read(tmp_path / "whole", [ours.EXACT])
+    found = ours.pretrained.open_folder(tmp_path / "whole", [ours.EXACT])
     assert found.left_out > 3
     tokens = references.batch(96)["tokens"][:2]
     batch = {"tokens": tokens, "positions": np.tile(np.arange(references.SEQ, dtype=np.int32), (2, 1))}
@@ -237,7 +237,7 @@ def test_text_has_the_logits_of_the_whole_model(kind, tmp_path):
     with torch.no_grad():
         want = whole(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
     np.testing.assert_allclose(ours.compiled(found.config.model, params, batch), want, rtol=0, atol=1e-4)
-    export.write(tmp_path / "out", found.config.model, jax.device_get(params), found.like)
+    export.write_folder(tmp_path / "out", found.config.model, jax.device_get(params), found.like)
     text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert type(text).__name__ == found.family.architecture
     with torch.no_grad():

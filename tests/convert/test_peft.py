@@ -54,7 +54,7 @@ def test_adapters_change_each_tensor_as_merging_does(name, targets, overrides, m
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "model.safetensors")
     matrices = ours.tensors(tmp_path / "adapter")
     merged, plain = lora.merged(params, model)
-    export.write(tmp_path / "merged", plain, merged, found.like)
+    export.write_folder(tmp_path / "merged", plain, merged, found.like)
     before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "merged")
     changed = set()
     for tensor, weight in before.items():
@@ -85,7 +85,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"experts \(w_up, w_down\) cannot be .* PEFT[^`]*without --adapter, which merges"
     ):
-        peft.described(tmp_path / "adapter", mixture)
+        peft.family_and_model(tmp_path / "adapter", mixture)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_adapters_of_experts_are_merged_into_what_is_written(name, tensors, tmp_
     found = ours.read(references.load(name), tmp_path / name)
     model, params = adapted(found, ("w_gate", "w_down"))
     merged, plain = lora.merged(params, model)
-    export.write(tmp_path / "merged", plain, merged, found.like)
+    export.write_folder(tmp_path / "merged", plain, merged, found.like)
     before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "merged")
     layers = params["layers"]  # layer 1 is the second of one stack, or the first of the second stack
     mlp, at = (layers["mlp"], 1) if name == "mixtral" else (layers["block_1"]["mlp"], 0)

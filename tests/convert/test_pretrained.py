@@ -29,25 +29,25 @@ def folder(tmp_path):
 
 def refused(folder, *overrides):
     with pytest.raises(InputError) as error:
-        pretrained.read(folder, overrides)
+        pretrained.open_folder(folder, overrides)
     return str(error.value)
 
 
 def test_what_is_read(folder):
     path = folder("llama", dtype="float16")
-    found = pretrained.read(path, ["model.padded_vocab=128", "data.batch=4"])
+    found = pretrained.open_folder(path, ["model.padded_vocab=128", "data.batch=4"])
     assert (found.config.name, found.family.name, found.tokenizer) == ("llama", "Llama", None)
     assert found.config.data.seq == 96 and found.config.data.batch == 4 and found.config.data.tokenizer == "bytes"
     assert found.config.model.padded_vocab == 128
     assert (found.config.model.weight_dtype, found.config.model.compute_dtype) == ("float32", "bfloat16")
     assert found.like["torch_dtype"] == "float16"  # of the files, whatever config.json says
     (path / "tokenizer.json").write_text("{}")
-    assert pretrained.read(path).config.data.tokenizer == str(path / "tokenizer.json")
+    assert pretrained.open_folder(path).config.data.tokenizer == str(path / "tokenizer.json")
 
 
 def test_dtypes(folder):
     def dtypes(dtype):
-        found = pretrained.read(folder("llama", dtype=dtype)).config.model
+        found = pretrained.open_folder(folder("llama", dtype=dtype)).config.model
         return found.weight_dtype, found.compute_dtype
 
     assert dtypes("bfloat16") == ("bfloat16", "bfloat16")
@@ -66,11 +66,11 @@ def test_a_tensor_of_another_dtype(folder, other, wanted):
     for file, held in files.items():
         kinds = {key: ("F32" if file == "a" else "BF16", array.shape) for key, array in held.items()}
         data = b"".join(array.tobytes() for array in held.values())
-        (path / f"{file}.safetensors").write_bytes(safetensors.start(kinds) + data)
+        (path / f"{file}.safetensors").write_bytes(safetensors.header_bytes(kinds) + data)
     places = {f"{file}.safetensors": list(held) for file, held in files.items()}
-    (path / safetensors.INDEX).write_text(safetensors.index(places, 0))
+    (path / safetensors.INDEX).write_text(safetensors.index_text(places, 0))
     (path / safetensors.SINGLE).unlink()
-    assert pretrained.read(path).config.model.weight_dtype == wanted
+    assert pretrained.open_folder(path).config.model.weight_dtype == wanted
 
 
 def test_overrides_are_checked(folder):
@@ -83,7 +83,7 @@ def test_overrides_are_checked(folder):
         path, "model.qk_norm=true"
     )
     assert "layers is not a mapping" in refused(path, "model.layers.x=1")
-    scaled = pretrained.read(path, ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=2.0"])
+    scaled = pretrained.open_folder(path, ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=2.0"])
     assert scaled.config.model.rope_scaling == RopeScaling(kind="linear", factor=2.0)
 
 
@@ -114,7 +114,7 @@ def test_nothing_is_allocated_before_everything_fits(folder, monkeypatch):
     monkeypatch.setattr(safetensors.Stored, "read", lambda *_: pytest.fail("read"))
     monkeypatch.setattr(jax, "device_put", lambda *_, **__: pytest.fail("allocated"))
     refused(folder("llama", {"model.norm.weight": None}))
-    pretrained.read(folder("llama"))
+    pretrained.open_folder(folder("llama"))
 
 
 def test_numbers_of_another_kind(folder):
@@ -129,12 +129,12 @@ def test_numbers_of_another_kind(folder):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "opt"])
 def test_names_without_the_prefix_of_the_base_model(name, folder):
     path = folder(name)
-    family = pretrained.read(path).family
+    family = pretrained.open_folder(path).family
     before = ours.tensors(path)
     bare = {tensor.removeprefix(family.prefix): array for tensor, array in before.items()}
     assert bare.keys() != before.keys()
     references.save(path, json.loads((path / "config.json").read_text()), bare)
-    found = pretrained.read(path)
+    found = pretrained.open_folder(path)
     assert found.files.keys() == before.keys()
 
 
@@ -143,28 +143,28 @@ def test_names_that_are_no_weights(folder):
         "transformer.h.0.attn.bias": np.ones((1, 1, 96, 96), np.float32),
         "h.1.attn.masked_bias": np.float32([0]),
     }
-    assert len(pretrained.read(folder("gpt2", masks)).files) == len(references.load("gpt2").tensors)
+    assert len(pretrained.open_folder(folder("gpt2", masks)).files) == len(references.load("gpt2").tensors)
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
-    pretrained.read(folder("llama", frequencies))
+    pretrained.open_folder(folder("llama", frequencies))
     assert "unexpected   transformer.h.0.attn.bias" in refused(folder("llama", masks))
 
 
 def test_a_tied_table_that_stands_twice(folder):
     table = references.weight("transformer.wte.weight", (97, 32), 0)
     path = folder("gpt2", {"lm_head.weight": table})
-    assert "lm_head.weight" not in pretrained.read(path).files
+    assert "lm_head.weight" not in pretrained.open_folder(path).files
     message = refused(folder("gpt2", {"lm_head.weight": table + 1}))
     assert (
         "unexpected   lm_head.weight: not equal to transformer.wte.weight; set tie_word_embeddings to false" in message
     )
-    found = pretrained.read(folder("gpt2", {"lm_head.weight": table + 1}, {"tie_word_embeddings": False}))
+    found = pretrained.open_folder(folder("gpt2", {"lm_head.weight": table + 1}, {"tie_word_embeddings": False}))
     assert not found.config.model.tied_embeddings and "lm_head.weight" in found.files
 
 
 def test_weights_are_cast_while_they_are_read(folder):
-    found = pretrained.read(folder("llama"))
+    found = pretrained.open_folder(folder("llama"))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    places, plain = found.places, jax.device_get(ours.on_one_device(found))
+    places, plain = found.locations, jax.device_get(ours.on_one_device(found))
     dtypes = jax.tree.map(lambda place: jax.numpy.bfloat16 if place.letters == "DNH" else place.dtype, places)
     cast = jax.device_get(found.load(jax.tree.map(lambda place: one, places), dtypes))
     jax.tree.map(lambda x, kept, dtype: np.testing.assert_array_equal(x, kept.astype(dtype)), cast, plain, dtypes)
@@ -172,19 +172,19 @@ def test_weights_are_cast_while_they_are_read(folder):
 
 
 def test_export_refuses_what_it_cannot_do(folder, tmp_path):
-    found = pretrained.read(folder("llama"))
+    found = pretrained.open_folder(folder("llama"))
     params = ours.on_one_device(found)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     with pytest.raises(InputError, match="full: holds something already"):
-        export.write(tmp_path / "full", found.config.model, params)
+        export.write_folder(tmp_path / "full", found.config.model, params)
     with pytest.raises(InputError, match="dtype: 'int8' must be one of float32, float16, bfloat16"):
-        export.write(tmp_path / "out", found.config.model, params, dtype="int8")
+        export.write_folder(tmp_path / "out", found.config.model, params, dtype="int8")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_export_leaves_nothing_that_looks_whole(folder, tmp_path, monkeypatch):
-    found = pretrained.read(folder("llama"))
+    found = pretrained.open_folder(folder("llama"))
     params = jax.device_get(ours.on_one_device(found))
 
     def killed(*_):
@@ -192,17 +192,17 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(folder, tmp_path, monke
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(export, "_pieces", killed)
-        export.write(tmp_path / "out", found.config.model, params)
+        export.write_folder(tmp_path / "out", found.config.model, params)
     assert not (tmp_path / "out").exists()
-    export.write(tmp_path / "out", found.config.model, params)  # the next one begins anew
+    export.write_folder(tmp_path / "out", found.config.model, params)  # the next one begins anew
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "out"]
 
 
 def test_export_in_another_dtype(folder, tmp_path):
-    found = pretrained.read(folder("llama"))
-    export.write(tmp_path / "out", found.config.model, ours.on_one_device(found), found.like, "bfloat16")
+    found = pretrained.open_folder(folder("llama"))
+    export.write_folder(tmp_path / "out", found.config.model, ours.on_one_device(found), found.like, "bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    again = pretrained.read(tmp_path / "out")
+    again = pretrained.open_folder(tmp_path / "out")
     assert again.config.model.weight_dtype == "bfloat16"
     before, after = ours.tensors(tmp_path / "llama"), ours.tensors(tmp_path / "out")
     assert all(np.array_equal(after[name], before[name].astype(after[name].dtype)) for name in before)

@@ -13,7 +13,7 @@ NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 
 
 def file_of(**tensors):
-    head = safetensors.start({name: ("F32", array.shape) for name, array in tensors.items()})
+    head = safetensors.header_bytes({name: ("F32", array.shape) for name, array in tensors.items()})
     return head + b"".join(array.tobytes() for array in tensors.values())
 
 
@@ -30,7 +30,7 @@ def several(folder, places, **files):
 
 
 def test_slices_and_rows(folder):
-    a = safetensors.stored(folder)["a"]
+    a = safetensors.stored_tensors(folder)["a"]
     np.testing.assert_array_equal(a.read((4, 6), (slice(1, 3), slice(2, 6))), NUMBERS[1:3, 2:6])
     np.testing.assert_array_equal(
         a.read((4, 2, 3), (np.array([3, 0]), slice(1, 2), slice(0, 3))), NUMBERS[[3, 0], None, 3:]
@@ -39,7 +39,7 @@ def test_slices_and_rows(folder):
 
 
 def test_a_slice_is_not_copied(folder):
-    part = safetensors.stored(folder)["a"].read((4, 6), (slice(1, 3), slice(2, 6)))
+    part = safetensors.stored_tensors(folder)["a"].read((4, 6), (slice(1, 3), slice(2, 6)))
     assert isinstance(part, np.memmap) and not part.flags.owndata
 
 
@@ -47,19 +47,19 @@ def test_the_reference_implementation_reads_the_same(folder):
     found = reference.load_file(folder / "model.safetensors")
     np.testing.assert_array_equal(found["a"], NUMBERS)
     reference.save_file({"b": NUMBERS.T.copy()}, folder / "model.safetensors")
-    b = safetensors.stored(folder)["b"]
+    b = safetensors.stored_tensors(folder)["b"]
     np.testing.assert_array_equal(b.read((6, 4), (slice(None),) * 2), NUMBERS.T)
 
 
 def test_files_are_filled_in_order():
     sizes = {"a": 5, "b": 5, "c": 1, "d": 12, "e": 3}
-    assert safetensors.plan(sizes, 10) == {
+    assert safetensors.split_into_files(sizes, 10) == {
         "model-00001-of-00004.safetensors": ["a", "b"],
         "model-00002-of-00004.safetensors": ["c"],
         "model-00003-of-00004.safetensors": ["d"],
         "model-00004-of-00004.safetensors": ["e"],
     }
-    assert safetensors.plan(sizes, 100) == {"model.safetensors": list(sizes)}
+    assert safetensors.split_into_files(sizes, 100) == {"model.safetensors": list(sizes)}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_damaged_file(folder, damage, said):
     path = folder / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{said}.*fix .*fetch it again"):
-        safetensors.stored(folder)
+        safetensors.stored_tensors(folder)
 
 
 @pytest.mark.parametrize(
@@ -137,25 +137,25 @@ def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
     text = text.replace(old, new).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{said}.*fix .*fetch it again"):
-        safetensors.stored(folder)
+        safetensors.stored_tensors(folder)
 
 
 def test_an_index_names_a_file_that_is_not_there(tmp_path):
     several(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}, one=file_of(a=NUMBERS))
     with pytest.raises(InputError, match=r"index.json: two.safetensors is not in the folder\n  fix   fetch"):
-        safetensors.stored(tmp_path)
+        safetensors.stored_tensors(tmp_path)
 
 
 def test_an_index_leads_out_of_the_folder(tmp_path):
     several(tmp_path, {"a": "../one.safetensors"})
     with pytest.raises(InputError, match=r"\.\./one\.safetensors is not a file name"):
-        safetensors.stored(tmp_path)
+        safetensors.stored_tensors(tmp_path)
 
 
 def test_an_index_that_does_not_fit_its_files(tmp_path):
     several(tmp_path, {"a": "one.safetensors", "c": "one.safetensors"}, one=file_of(a=NUMBERS, b=NUMBERS))
     with pytest.raises(InputError, match=r"(?s)file that the index names: c\n.*not in the index: b"):
-        safetensors.stored(tmp_path)
+        safetensors.stored_tensors(tmp_path)
 
 
 def test_an_index_that_names_a_tensor_twice(tmp_path):
@@ -163,13 +163,13 @@ def test_an_index_that_names_a_tensor_twice(tmp_path):
     twice = '{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}'
     (tmp_path / safetensors.INDEX).write_text(twice)
     with pytest.raises(InputError, match=r"index\.json: not valid JSON: the key 'a' appears twice"):
-        safetensors.stored(tmp_path)
+        safetensors.stored_tensors(tmp_path)
 
 
 def test_one_file_comes_before_an_index(folder):
     """As transformers has it."""
     several(folder, {"c": "one.safetensors"}, one=file_of(c=NUMBERS))
-    assert safetensors.stored(folder).keys() == {"a", "b"}
+    assert safetensors.stored_tensors(folder).keys() == {"a", "b"}
 
 
 def test_numbers_of_less_than_a_byte(folder):
@@ -179,23 +179,23 @@ def test_numbers_of_less_than_a_byte(folder):
         text = json.dumps(entry).encode()
         (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"12")
         if fits:
-            assert safetensors.stored(folder)["a"].shape == (4,)
+            assert safetensors.stored_tensors(folder)["a"].shape == (4,)
         else:
             with pytest.raises(InputError, match=r"model\.safetensors: .* does not end up at a byte boundary"):
-                safetensors.stored(folder)
+                safetensors.stored_tensors(folder)
 
 
 def test_an_index_without_a_map(tmp_path):
     (tmp_path / safetensors.INDEX).write_text('{"weight_map": ["a"]}')
     with pytest.raises(InputError, match="has no weight_map"):
-        safetensors.stored(tmp_path)
+        safetensors.stored_tensors(tmp_path)
 
 
 def test_a_folder_without_weights(tmp_path):
     with pytest.raises(InputError, match=r"no weights: neither model.safetensors nor"):
-        safetensors.stored(tmp_path)
+        safetensors.stored_tensors(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(InputError, match=r"it has pytorch_model.bin, which are not read\n  fix .*save_pretrained"):
-        safetensors.stored(tmp_path)
+        safetensors.stored_tensors(tmp_path)
     with pytest.raises(InputError, match="no such folder"):
-        safetensors.stored(tmp_path / "nowhere")
+        safetensors.stored_tensors(tmp_path / "nowhere")

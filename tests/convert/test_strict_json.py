@@ -10,10 +10,10 @@ from gspmd_lm.errors import InputError
 
 def test_what_is_plain_is_read():
     text = '{"a": [1, -2, 0, 2.5, -0.0, 1e3, true, null, "\\ud83d\\ude00", "é"], "b": {"a": {}}}'
-    found = strict_json.parse(text, Path("x"))
+    found = strict_json.parse_object(text, Path("x"))
     assert found == {"a": [1, -2, 0, 2.5, 0.0, 1000.0, True, None, "😀", "é"], "b": {"a": {}}}
     deepest = "[" * (strict_json.DEEPEST - 2) + "]" * (strict_json.DEEPEST - 2)
-    assert strict_json.parse(f'{{"a": {deepest}}}', Path("x"))
+    assert strict_json.parse_object(f'{{"a": {deepest}}}', Path("x"))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_what_is_plain_is_read():
 )
 def test_what_is_not_is_refused(text, said):
     with pytest.raises(InputError) as error:
-        strict_json.parse(text, Path("a/b.json"))
+        strict_json.parse_object(text, Path("a/b.json"))
     assert str(error.value).startswith(f"a/b.json: {said}")
     assert str(error.value).endswith("\n  fix   the file is damaged or incomplete: fetch it again")
 

@@ -69,7 +69,7 @@ def test_what_is_off_is_passed_over_and_what_is_on_is_not():
 def test_dropout_belongs_to_training_and_is_told():
     for family in PUBLISHED:
         raw, _ = PUBLISHED[family]
-        row, rates = architecture.family(raw, "x"), {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0.25}
+        row, rates = architecture.family_of(raw, "x"), {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0.25}
         assert model_of(raw | rates) == model_of(raw)
         (note,) = architecture.notes(
             row, {"x_pdrop": 0.5, "summary_first_dropout": 0.5, "bias_dropout_fusion": True} | sizes_alone(raw) | rates
@@ -100,10 +100,12 @@ def test_what_is_not_set_is_passed_over_and_what_is_set_is_not():
 
 def test_a_field_is_ignored_where_that_is_said():
     raw = LLAMA31 | {"some feature": 1, "other": [1]}
-    row = architecture.family(raw, "x")
-    assert architecture.settings(row, raw, "x", ["some feature", "other"]) == architecture.settings(row, LLAMA31, "x")
+    row = architecture.family_of(raw, "x")
+    assert architecture.model_settings(row, raw, "x", ["some feature", "other"]) == architecture.model_settings(
+        row, LLAMA31, "x"
+    )
     with pytest.raises(InputError, match=r"1 problem\n  some feature: 1 is .*\n  fix   --ignore='some feature'  if"):
-        architecture.settings(row, raw, "x", ["other"])
+        architecture.model_settings(row, raw, "x", ["other"])
     architecture.check_ignored(row, raw, "x", ["some feature", "other"])
     for name, said in {
         "hidden_size": "--ignore=hidden_size: the meaning of this field is known\n  fix   drop it",
@@ -118,17 +120,17 @@ def test_a_field_is_ignored_where_that_is_said():
 def test_what_changes_the_computation_cannot_be_ignored(name):
     raw, _ = PUBLISHED["gpt2"]
     raw = raw | {name: {"0": 1}}
-    row = architecture.family(raw, "x")
+    row = architecture.family_of(raw, "x")
     assert "--ignore" not in refused(raw)
     with pytest.raises(InputError, match="meaning of this field is known"):
         architecture.check_ignored(row, raw, "x", [name])
     with pytest.raises(InputError):
-        architecture.settings(row, raw, "x", [name])
+        architecture.model_settings(row, raw, "x", [name])
 
 
 def test_an_ignored_field_is_kept_on_export():
     raw = LLAMA31 | {"some_feature": 1}
-    row = architecture.family(raw, "x")
+    row = architecture.family_of(raw, "x")
     assert row is FAMILIES[0] and architecture.describe(model_of(LLAMA31), raw) == (row, raw)
     _, changed = architecture.describe(model_of(LLAMA31 | {"rope_theta": 7.0}), raw)
     assert changed["some_feature"] == 1 and changed["rope_theta"] == 7.0

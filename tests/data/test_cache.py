@@ -27,10 +27,10 @@ def texts(folder):
     """A source of 60 documents, 20 of which are copies of others."""
     lines = [json.dumps({"text": f"document {i % 40} " * (1 + i % 40)}) for i in range(60)]
     (folder / "a.jsonl").write_text("\n".join(lines))
-    return sources.open(Data(source=str(folder / "a.jsonl")))
+    return sources.open_source(Data(source=str(folder / "a.jsonl")))
 
 
-ENTRY = cache.entry(["train", "held_out"])
+ENTRY = cache.file_names(["train", "held_out"])
 
 
 class Counting(tokenizer.Bytes):
@@ -48,7 +48,7 @@ def _split(stream):
 
 
 def test_every_document_is_on_one_side_and_copies_are_together(texts):
-    cached = cache.open(texts, Counting(), 0.25)
+    cached = cache.open_cache(texts, Counting(), 0.25)
     train, held_out = (_split(part.stream) for part in (cached.train[0], cached.held_out))
     ends = b"\0"  # 256 as one byte
     assert sorted(train + held_out) == sorted(document + ends for document in texts.documents())
@@ -58,38 +58,42 @@ def test_every_document_is_on_one_side_and_copies_are_together(texts):
 
 
 def test_growing_the_source_keeps_most_documents_on_their_side(texts, folder):
-    held = set(_split(cache.open(texts, Counting(), 0.25).held_out.stream))
+    held = set(_split(cache.open_cache(texts, Counting(), 0.25).held_out.stream))
     with (folder / "a.jsonl").open("a") as file:
         file.writelines('\n{"text": "new %d"}' % i for i in range(4))  # noqa: UP031
     grown = set(
-        _split(cache.open(sources.open(Data(source=str(folder / "a.jsonl"))), Counting(), 0.25).held_out.stream)
+        _split(
+            cache.open_cache(
+                sources.open_source(Data(source=str(folder / "a.jsonl"))), Counting(), 0.25
+            ).held_out.stream
+        )
     )
     assert len(held - grown) <= 1 + 4
 
 
 def test_a_small_share_holds_one_document_and_none_holds_none(texts):
-    assert cache.open(texts, Counting(), 0.001).held_out.ends >= 1
-    assert cache.open(texts, Counting(), 0.0).held_out.ends == 0
+    assert cache.open_cache(texts, Counting(), 0.001).held_out.ends >= 1
+    assert cache.open_cache(texts, Counting(), 0.0).held_out.ends == 0
 
 
 def test_the_second_time_nothing_is_tokenized(texts):
     first, second = Counting(), Counting()
-    one, two = cache.open(texts, first, 0.1), cache.open(texts, second, 0.1)
+    one, two = cache.open_cache(texts, first, 0.1), cache.open_cache(texts, second, 0.1)
     assert (first.documents, second.documents) == (60, 0) and one.folder == two.folder
     assert (one.train[0].stream == two.train[0].stream).all()
-    assert cache.open(texts, second, 0.2).folder != one.folder and second.documents == 60
+    assert cache.open_cache(texts, second, 0.2).folder != one.folder and second.documents == 60
 
 
 def test_the_folder_is_chosen_when_it_is_needed(texts, folder, monkeypatch):
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "elsewhere"))
-    assert cache.open(texts, Counting(), 0.1).folder.is_relative_to(folder / "elsewhere" / "data")
+    assert cache.open_cache(texts, Counting(), 0.1).folder.is_relative_to(folder / "elsewhere" / "data")
     monkeypatch.delenv("GSPMD_LM_CACHE")
     assert cache_folder("data").parts[-2:] == ("gspmd_lm", "data")
 
 
 @pytest.mark.parametrize("stop_after", [1, 3])
 def test_a_stopped_build_goes_on_where_it_was(texts, monkeypatch, stop_after):
-    whole = cache.open(texts, Counting(), 0.25)
+    whole = cache.open_cache(texts, Counting(), 0.25)
     monkeypatch.setattr(cache, "SEGMENT_BYTES", 1000)
     monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")
     reports = []
@@ -102,12 +106,12 @@ def test_a_stopped_build_goes_on_where_it_was(texts, monkeypatch, stop_after):
 
     first, second = Counting(), Counting()
     with pytest.raises(KeyboardInterrupt):
-        cache.open(texts, first, 0.25, stop)
+        cache.open_cache(texts, first, 0.25, stop)
     assert not [path for path in cache_folder("data").iterdir() if path.is_dir() and path.suffix != ".partial"]
     for path in cache_folder("data").glob("*.partial/*.tokens"):
         with path.open("ab") as file:  # as a kill in the middle of a write would leave it
             file.write(b"\x07" * 33)
-    resumed = cache.open(texts, second, 0.25, lambda *report: reports.append(report))
+    resumed = cache.open_cache(texts, second, 0.25, lambda *report: reports.append(report))
     assert 0 < first.documents < 60 and first.documents + second.documents == 60
     for a, b in ((whole.train[0], resumed.train[0]), (whole.held_out, resumed.held_out)):
         assert (a.stream == b.stream).all() and len(a.stream) == len(b.stream) and a.ends == b.ends
@@ -122,7 +126,7 @@ BUILD = textwrap.dedent("""
     from gspmd_lm.data import cache, sources, tokenizer
     cache.SEGMENT_BYTES = 2000
     mode, path = sys.argv[1:]
-    source = sources.open(Data(source=path))
+    source = sources.open_source(Data(source=path))
     input("ready\\n")
     built = 0
     def progress(what, done_bytes, total_bytes):
@@ -131,7 +135,7 @@ BUILD = textwrap.dedent("""
         if mode == "die" and built == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
-    cached = cache.open(source, tokenizer.load("bytes"), 0.25, progress)
+    cached = cache.open_cache(source, tokenizer.load_tokenizer("bytes"), 0.25, progress)
     print(built, len(cached.train[0].stream), len(cached.held_out.stream))
 """)
 
@@ -148,7 +152,7 @@ def test_a_killed_build_leaves_no_lock_and_nothing_that_looks_complete(texts):
     assert dying.returncode == -signal.SIGKILL
     assert [path.suffix for path in cache_folder("data").iterdir() if path.is_dir()] == [".partial"]
     tokens = Counting()
-    cached = cache.open(texts, tokens, 0.25)
+    cached = cache.open_cache(texts, tokens, 0.25)
     assert 0 < tokens.documents < 60
     assert len(cached.train[0].stream) + len(cached.held_out.stream) == 60 + sum(map(len, texts.documents()))
 
@@ -167,7 +171,7 @@ def test_of_two_processes_one_builds(texts):
 
 
 def test_a_damaged_cache_is_built_again(texts):
-    cached = cache.open(texts, Counting(), 0.25)
+    cached = cache.open_cache(texts, Counting(), 0.25)
     expected = cached.train[0].stream.copy()
     for damage in ("cut", "gone", "garbled"):
         if damage == "cut":
@@ -177,7 +181,7 @@ def test_a_damaged_cache_is_built_again(texts):
         else:
             (cached.folder / "progress.json").write_text("{")
         tokens = Counting()
-        assert (cache.open(texts, tokens, 0.25).train[0].stream == expected).all() and tokens.documents == 60
+        assert (cache.open_cache(texts, tokens, 0.25).train[0].stream == expected).all() and tokens.documents == 60
 
 
 def flip(path, bit):
@@ -188,14 +192,14 @@ def flip(path, bit):
 
 def test_a_flipped_bit_is_said_and_the_tokens_are_made_anew(texts, caplog):
     draw = random.Random(0)
-    cached = cache.open(texts, Counting(), 0.25)
+    cached = cache.open_cache(texts, Counting(), 0.25)
     expected = [cached.train[0].stream.copy(), cached.held_out.stream.copy()]
     for _ in range(30):
         path = cached.folder / draw.choice(ENTRY)
         flip(path, draw.randrange(8 * path.stat().st_size))
         tokens = Counting()
         caplog.clear()
-        again = cache.open(texts, tokens, 0.25)  # said though nobody asked for progress, and once
+        again = cache.open_cache(texts, tokens, 0.25)  # said though nobody asked for progress, and once
         (said,) = caplog.messages
         assert tokens.documents == 60 and f"{cached.folder}: damaged ({path.name}: its sha256 has changed)" in said
         pairs = zip(expected, (again.train[0].stream, again.held_out.stream), strict=True)
@@ -204,7 +208,7 @@ def test_a_flipped_bit_is_said_and_the_tokens_are_made_anew(texts, caplog):
 
 @pytest.mark.parametrize("name", ENTRY)
 def test_damage_to_a_build_that_was_stopped_starts_it_over(texts, monkeypatch, caplog, name):
-    whole = cache.open(texts, Counting(), 0.25)
+    whole = cache.open_cache(texts, Counting(), 0.25)
     monkeypatch.setattr(cache, "SEGMENT_BYTES", 1000)
     monkeypatch.setenv("GSPMD_LM_CACHE", os.environ["GSPMD_LM_CACHE"] + "2")
 
@@ -213,30 +217,30 @@ def test_damage_to_a_build_that_was_stopped_starts_it_over(texts, monkeypatch, c
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.open(texts, Counting(), 0.25, stop)
+        cache.open_cache(texts, Counting(), 0.25, stop)
     (partial,) = cache_folder("data").glob("*.partial")
     flip(partial / name, 800)
     tokens = Counting()
-    again = cache.open(texts, tokens, 0.25)
+    again = cache.open_cache(texts, tokens, 0.25)
     assert tokens.documents == 60 and f"{partial}: damaged" in caplog.text
     assert (again.train[0].stream == whole.train[0].stream).all()
 
 
 def test_one_document_cannot_be_split(folder):
     (folder / "a.txt").write_text("all in one")
-    source = sources.open(Data(source=str(folder / "a.txt")))
+    source = sources.open_source(Data(source=str(folder / "a.txt")))
     with pytest.raises(InputError, match=r"has 1 distinct documents: none would be left .*\n  fix   lower"):
-        cache.open(source, Counting(), 0.02)
-    assert cache.open(source, Counting(), 0.0).train[0].ends == 1
+        cache.open_cache(source, Counting(), 0.02)
+    assert cache.open_cache(source, Counting(), 0.0).train[0].ends == 1
 
 
 def test_a_source_that_changes_meanwhile(folder, monkeypatch):
     for name in "abc":
         (folder / f"{name}.txt").write_text(name)
-    source = sources.open(Data(source=f"{folder}/*.txt"))
+    source = sources.open_source(Data(source=f"{folder}/*.txt"))
     monkeypatch.setattr(cache, "SEGMENT_BYTES", 1)
     with pytest.raises(InputError, match="changed while they were read"):
-        cache.open(source, Counting(), 0.0, lambda *_: (folder / "c.txt").write_text("other"))
+        cache.open_cache(source, Counting(), 0.0, lambda *_: (folder / "c.txt").write_text("other"))
     assert not list(cache_folder("data").glob("*.partial"))
 
 
@@ -244,7 +248,7 @@ def test_a_folder_that_cannot_be_written(texts, folder, monkeypatch):
     (folder / "file").write_text("")
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "file"))
     with pytest.raises(InputError, match=r"cannot be written .*\n  fix   set GSPMD_LM_CACHE"):
-        cache.open(texts, Counting(), 0.1)
+        cache.open_cache(texts, Counting(), 0.1)
 
 
 def test_large_vocabularies_take_four_bytes(texts):
@@ -253,5 +257,5 @@ def test_large_vocabularies_take_four_bytes(texts):
         end = 69_999
         fingerprint = "large"
 
-    cached = cache.open(texts, Large(), 0.1)
+    cached = cache.open_cache(texts, Large(), 0.1)
     assert cached.train[0].stream.dtype == np.uint32 and cached.train[0].stream[-1] == 69_999

@@ -68,10 +68,10 @@ def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, fol
     seen = []
 
     def writer(config, *_):
-        seen.append(tokenizer.load(config.data.tokenizer).vocab_size)
+        seen.append(tokenizer.load_tokenizer(config.data.tokenizer).vocab_size)
         raise InputError("that is enough")
 
-    monkeypatch.setattr(session, "Writer", writer)
+    monkeypatch.setattr(session, "SampleGenerator", writer)
     samples = "--set=train.samples={prompts: [the cat], tokens: 3}", "--set=data.held_out=0.1"
     code, said = run("--rules=fsdp8", "--workdir=W", *FLAGS, *OWN, *samples)
     assert code == 2 and "that is enough" in said and seen == [300]
@@ -88,11 +88,11 @@ def test_a_tokenizer_alone(run, folder, monkeypatch):
     assert code == 0 and "384" in said
     sets = [*SMALL, "data.source=my texts", "data.tokenizer=yours.json", "model.vocab=0"]
     config = api.load_config("tiny", sets)
-    assert loader.open(config)[0].tokens_per_epoch and config.model.vocab == 300
-    assert chat.stop_ids("yours.json") == (tokenizer.load("yours.json").end,)
+    assert loader.open_loaders(config)[0].tokens_per_epoch and config.model.vocab == 300
+    assert chat.stop_ids("yours.json") == (tokenizer.load_tokenizer("yours.json").end,)
     assert parsed == [str(folder / "yours.json")]  # once for the size, the data and the end of a text
     (folder / "yours.json").write_text((folder / "yours.json").read_text().replace("<|endoftext|>", "</s>"))
-    changed = tokenizer.load("yours.json")
+    changed = tokenizer.load_tokenizer("yours.json")
     assert changed.decode([changed.end]) == b"</s>"
 
 

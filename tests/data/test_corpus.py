@@ -32,7 +32,7 @@ def _write(**texts):
 
 
 def _open(source, **settings):
-    return sources.open(Data(source=_tuple(source), **{name: _tuple(value) for name, value in settings.items()}))
+    return sources.open_source(Data(source=_tuple(source), **{name: _tuple(value) for name, value in settings.items()}))
 
 
 def _tuple(value):
@@ -196,7 +196,7 @@ def test_sources_have_fields_of_their_own(folder):
 def test_hashing_tells_how_much_there_is():
     _write(names="t/a.txt t/bb.txt")
     said = []
-    sources.open(Data(source="t"), lambda *report: said.append(report))
+    sources.open_source(Data(source="t"), lambda *report: said.append(report))
     assert said == [("hashing files", 5, 11), ("hashing files", 11, 11)]
 
 
@@ -220,7 +220,7 @@ def test_addresses_are_copied_once(store, monkeypatch):
 
 def test_a_changed_object_is_copied_again(store):
     said = []
-    sources.open(Data(source="memory://corpus/b.txt"), lambda *report: said.append(report))
+    sources.open_source(Data(source="memory://corpus/b.txt"), lambda *report: said.append(report))
     assert said[0] == ("copying files", 5, 5)
     store.pipe("/corpus/b.txt", b"changed")
     assert _read("memory://corpus/b.txt") == ["changed"]

@@ -9,7 +9,7 @@ import pyarrow.ipc
 import pytest
 import zstandard
 
-from gspmd_lm.data import formats
+from gspmd_lm.data import formats, readers
 from gspmd_lm.errors import InputError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -51,8 +51,8 @@ def test_a_flipped_bit_in_compressed_text_is_told(tmp_path):
 def test_a_very_long_line_is_cut_between_words(tmp_path, text):
     documents = _texts(tmp_path / "a.txt", text)
     assert b"".join(documents) == text
-    assert len(documents) >= len(text) // (2 * formats.SECTION_BYTES)
-    assert max(map(len, documents)) <= 3 * formats.SECTION_BYTES
+    assert len(documents) >= len(text) // (2 * readers.SECTION_BYTES)
+    assert max(map(len, documents)) <= 3 * readers.SECTION_BYTES
     if b" " in text:
         assert all(document.endswith((b" ", b"\n")) for document in documents)
     elif text[:1] == "€".encode()[:1]:
@@ -64,7 +64,7 @@ def test_byte_order_marks(tmp_path):
     for codec in ("utf-16", "utf-16-le", "utf-16-be"):
         mark = "" if codec == "utf-16" else "\ufeff"
         assert _texts(tmp_path / "a.txt", f"{mark}grün\n€".encode(codec)) == ["grün\n€".encode()]
-        assert formats.look(tmp_path / "a.txt") == ""
+        assert formats.oddity(tmp_path / "a.txt") == ""
         assert _texts(tmp_path / "a.csv", f"{mark}text\ngrün".encode(codec)) == ["grün".encode()]
     with pytest.raises(InputError, match=r"a\.txt: begins as UTF-16 but is not"):
         _texts(tmp_path / "a.txt", b"\xff\xfe\x00\xd8\x00\xd8")
@@ -158,7 +158,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 def test_the_look_of_a_file(tmp_path):
     def look(name, content):
         (tmp_path / name).write_bytes(content)
-        return formats.look(tmp_path / name)
+        return formats.oddity(tmp_path / name)
 
     assert look("a.txt", "grün".encode() + b"x" * 10) == ""
     assert look("a.txt", "€".encode() * 40_000) == ""  # the beginning ends within a character
@@ -170,4 +170,4 @@ def test_the_look_of_a_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.pdf", "a", "a.gz", "a.docx.gz", "a.parquet.gz", "a.arrow.zst", "a.zip", ".txt"])
 def test_unknown_endings(tmp_path, name):
-    assert formats.of(tmp_path / name) is None
+    assert formats.format_of(tmp_path / name) is None

@@ -36,7 +36,7 @@ def _config(vocab=257, **data):
 
 
 def _open(**data):
-    train, held_out = loader.open(_config(**data))
+    train, held_out = loader.open_loaders(_config(**data))
     assert held_out
     return train, held_out
 
@@ -68,7 +68,7 @@ def test_the_order_is_a_function_of_seed_and_step():
 
 
 def test_the_second_epoch_of_a_seed_is_not_the_first_of_the_next():
-    one, two = (loader.open(_config(source="random:16", seed=seed))[0] for seed in (5, 6))
+    one, two = (loader.open_loaders(_config(source="random:16", seed=seed))[0] for seed in (5, 6))
     second = [one.indices_at(step, range(8)).tolist() for step in (2, 3)]
     assert second != [two.indices_at(step, range(8)).tolist() for step in (0, 1)]
 
@@ -83,7 +83,7 @@ def test_a_part_of_a_batch_is_that_part_of_the_whole():
 
 
 def test_fewer_rows_than_a_batch_repeat_within_it():
-    train, _ = loader.open(_config(source="random:3", held_out=0))
+    train, _ = loader.open_loaders(_config(source="random:3", held_out=0))
     assert sorted(train.indices_at(0, range(8))[:6]) == [0, 0, 1, 1, 2, 2]
 
 
@@ -111,11 +111,11 @@ def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch):
         return {device: index for device, index in original(self, shape).items() if device.id >= 4}
 
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_one_process)
-    places = loader._local_places(shardings, {name: (8,) if name == "row" else (8, 32) for name in NAMES})
-    assert places.tolist() == [4, 5, 6, 7]
-    local, whole = train.rows_at(0, places), train.rows_at(0, slice(None))
+    rows = loader._local_rows(shardings, {name: (8,) if name == "row" else (8, 32) for name in NAMES})
+    assert rows.tolist() == [4, 5, 6, 7]
+    local, whole = train.rows_at(0, rows), train.rows_at(0, slice(None))
     index = (slice(6, 8), slice(16, 32))
-    assert (loader._part(local["tokens"], places, index) == whole["tokens"][index]).all()
+    assert (loader._part(local["tokens"], rows, index) == whole["tokens"][index]).all()
 
 
 def test_evaluation_reads_each_row_once_and_fills_up_with_padding():
@@ -147,7 +147,7 @@ def test_random_rows():
     assert set(every.reshape(-1).tolist()) == set(range(11)) and (every != other).any()
     assert len(train.rows) == len(held_out.rows) == 20 and train.tokens_per_epoch == 20 * 32
     assert train.fingerprint != held_out.fingerprint
-    assert loader.open(_config(source="random:20", held_out=0))[1] is None
+    assert loader.open_loaders(_config(source="random:20", held_out=0))[1] is None
 
 
 def test_the_thread_ends_and_its_errors_are_raised_here(monkeypatch):
@@ -203,7 +203,7 @@ def test_bad_input(folder, data, vocab, message):
     (folder / "small.txt").write_text("small")
     (folder / "b.txt").write_text("b" * 1000)
     with pytest.raises(InputError, match=message):
-        loader.open(_config(vocab=vocab, **data))
+        loader.open_loaders(_config(vocab=vocab, **data))
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def _answers(opened, talk):
 
 
 def test_conversations_teach_what_the_assistant_says(conversations):
-    train, held_out = loader.open(_config(vocab=300, **conversations))
+    train, held_out = loader.open_loaders(_config(vocab=300, **conversations))
     talk = chat.Chat("chatty")
     assert held_out
     sides = [_answers(opened, talk) for opened in (train, held_out)]
@@ -232,12 +232,13 @@ def test_conversations_teach_what_the_assistant_says(conversations):
     segments = train.rows_at(0, slice(None))["segment_ids"]
     assert segments.max() > 2 and "cut into rows" not in train.description
     assert (
-        "conversations cut into rows" in loader.open(_config(vocab=300, **conversations | {"seq": 48}))[0].description
+        "conversations cut into rows"
+        in loader.open_loaders(_config(vocab=300, **conversations | {"seq": 48}))[0].description
     )
 
 
 def test_conversations_may_stand_in_any_file_of_records(conversations, folder):
-    whole, _ = loader.open(_config(vocab=300, **conversations))
+    whole, _ = loader.open_loaders(_config(vocab=300, **conversations))
     lines = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
     tables = [
         pyarrow.Table.from_pylist([{"id": line["id"], "talk": line["messages"]} for line in some])
@@ -249,11 +250,11 @@ def test_conversations_may_stand_in_any_file_of_records(conversations, folder):
         writer.write_table(tables[1])
     (folder / "d.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, lines[150:])).encode()))
     source = ["a.json", *({"path": path, "messages_field": "talk"} for path in ("b.parquet", "c.arrow")), "d.jsonl.gz"]
-    parts, _ = loader.open(_config(vocab=300, **conversations | {"source": source}))
+    parts, _ = loader.open_loaders(_config(vocab=300, **conversations | {"source": source}))
     assert (parts.rows.stream == whole.rows.stream).all() and parts.tokens_per_epoch == whole.tokens_per_epoch
     weighted = [{"path": "a.json", "weight": 1}, {"path": "b.parquet", "weight": 2, "messages_field": "talk"}]
     apart = [{"path": "c.arrow", "messages_field": "talk"}]
-    mixed, held_out = loader.open(_config(vocab=300, **conversations | {"source": weighted, "held_out": apart}))
+    mixed, held_out = loader.open_loaders(_config(vocab=300, **conversations | {"source": weighted, "held_out": apart}))
     assert mixed.shares == (3333, 6667) and held_out
     assert f"{mixed.tokens_per_epoch:,} of them the assistant's" in mixed.description
 
@@ -262,15 +263,15 @@ def test_conversations_are_encoded_once_per_template(conversations, folder, monk
     encoded = []
     encode_all = chat.Chat.encode_all
     monkeypatch.setattr(chat.Chat, "encode_all", lambda self, some: encoded.extend(some) or encode_all(self, some))
-    first, again = (loader.open(_config(vocab=300, **conversations))[0] for _ in range(2))
+    first, again = (loader.open_loaders(_config(vocab=300, **conversations))[0] for _ in range(2))
     assert len(encoded) == 200 and first.fingerprint == again.fingerprint
     (folder / "chatty" / "chat_template.jinja").write_text(CHATML.replace("You help.", "Help."))
-    assert loader.open(_config(vocab=300, **conversations))[0].fingerprint != first.fingerprint
+    assert loader.open_loaders(_config(vocab=300, **conversations))[0].fingerprint != first.fingerprint
     assert len(encoded) == 400
 
 
 def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeypatch):
-    whole, _ = loader.open(_config(vocab=300, **conversations))
+    whole, _ = loader.open_loaders(_config(vocab=300, **conversations))
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "other"))
     monkeypatch.setattr(cache, "SEGMENT_BYTES", 2000)
 
@@ -279,8 +280,8 @@ def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeyp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        loader.open(_config(vocab=300, **conversations), stop)
-    resumed, _ = loader.open(_config(vocab=300, **conversations))
+        loader.open_loaders(_config(vocab=300, **conversations), stop)
+    resumed, _ = loader.open_loaders(_config(vocab=300, **conversations))
     assert resumed.tokens_per_epoch == whole.tokens_per_epoch and (resumed.rows.stream == whole.rows.stream).all()
 
 
@@ -309,11 +310,11 @@ def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeyp
 def test_bad_conversations(conversations, folder, name, text, settings, message):
     (folder / name).write_text(text)
     with pytest.raises(InputError, match=message):
-        loader.open(_config(vocab=300, **conversations | {"source": name, "held_out": 0} | settings))
+        loader.open_loaders(_config(vocab=300, **conversations | {"source": name, "held_out": 0} | settings))
 
 
 def test_a_padded_vocabulary_does_not_make_room_for_tokens():
     model = MODEL | {"vocab": 200, "padded_vocab": 512}
     padded = config.from_dict({"name": "x", "model": model, "train": {"steps": 1}, "data": {"seq": 32}}, "x")
     with pytest.raises(InputError, match=r"embedding: 512.*\n  fix   --set model\.vocab=0"):
-        loader.open(padded)
+        loader.open_loaders(padded)

@@ -38,7 +38,7 @@ def _letters(rows):
 
 
 def test_rows_are_drawn_by_weight():
-    mixed, none = loader.open(_config(_entry("a", 3), _entry("b", 1)))
+    mixed, none = loader.open_loaders(_config(_entry("a", 3), _entry("b", 1)))
     assert none is None and mixed.shares == (7500, 2500)
     steps = range(0, 3 * loader.BLOCK // 8, 25)
     drawn = collections.Counter(letter for step in steps for letter in _letters(mixed.rows_at(step, slice(None))))
@@ -51,7 +51,7 @@ def test_rows_are_drawn_by_weight():
 
 
 def test_each_source_has_epochs_of_its_own():
-    mixed, _ = loader.open(_config(_entry("a", 3), _entry("b", 1)))
+    mixed, _ = loader.open_loaders(_config(_entry("a", 3), _entry("b", 1)))
     sizes = [len(part) for part in mixed.rows.parts]
     order = np.concatenate([mixed.indices_at(step, range(8)) for step in range(2 * loader.BLOCK // 8)])
     for own, first, size in ((order[order < sizes[0]], 0, sizes[0]), (order[order >= sizes[0]], *sizes)):
@@ -61,7 +61,7 @@ def test_each_source_has_epochs_of_its_own():
 
 def test_each_block_and_each_epoch_of_a_source_has_an_order_of_its_own(monkeypatch):
     monkeypatch.setattr(loader, "BLOCK", 8)
-    mixed, _ = loader.open(_config(_entry("a", 1), _entry("b", 1)))
+    mixed, _ = loader.open_loaders(_config(_entry("a", 1), _entry("b", 1)))
     size = len(mixed.rows.parts[0])
     blocks = [mixed.indices_at(step, range(8)) for step in range(2 * size)]
     assert mixed.shares == (4, 4) and {(block < size).sum() for block in blocks} == {4}
@@ -72,7 +72,7 @@ def test_each_block_and_each_epoch_of_a_source_has_an_order_of_its_own(monkeypat
 
 def test_the_order_of_a_mixture_is_a_function_of_seed_and_step():
     entries = _entry("a", 1), _entry("b", 1)
-    one, again, other = (loader.open(_config(*entries, seed=seed))[0] for seed in (5, 5, 6))
+    one, again, other = (loader.open_loaders(_config(*entries, seed=seed))[0] for seed in (5, 5, 6))
     for step in (1_000_003, 7, 0):  # in any order of asking
         whole = one.rows_at(step, slice(None))
         assert (one.indices_at(step, range(8)) == again.indices_at(step, range(8))).all()
@@ -98,15 +98,15 @@ def test_joined_rows_are_the_rows_of_their_parts():
 
 
 def test_a_change_of_weights_is_another_order_of_the_same_tokens(monkeypatch):
-    one, _ = loader.open(_config(_entry("a", 1), _entry("b", 1)))
+    one, _ = loader.open_loaders(_config(_entry("a", 1), _entry("b", 1)))
     monkeypatch.setattr(cache, "_build", lambda *_: pytest.fail("tokenized again"))
-    two, _ = loader.open(_config(_entry("a", 1), _entry("b", 3)))
+    two, _ = loader.open_loaders(_config(_entry("a", 1), _entry("b", 3)))
     assert one.fingerprint != two.fingerprint and len(one.rows) == len(two.rows)
 
 
 def test_sources_without_weights_are_one():
-    loader.open(_config(_entry("a", 1), _entry("b", 1)))  # has a cache of its own
-    joined, _ = loader.open(_config(_entry("a"), _entry("b")))
+    loader.open_loaders(_config(_entry("a", 1), _entry("b", 1)))  # has a cache of its own
+    joined, _ = loader.open_loaders(_config(_entry("a"), _entry("b")))
     assert joined.shares == () and isinstance(joined.rows, packing.Rows)
     order = np.concatenate([joined.indices_at(step, range(8)) for step in range(-(-len(joined.rows) // 8))])
     assert sorted(order[: len(joined.rows)]) == list(range(len(joined.rows)))
@@ -114,7 +114,7 @@ def test_sources_without_weights_are_one():
 
 
 def test_what_is_said_of_a_mixture():
-    mixed, _ = loader.open(_config(_entry("a", 3), _entry("b", 1)))
+    mixed, _ = loader.open_loaders(_config(_entry("a", 3), _entry("b", 1)))
     rows = [len(part) for part in mixed.rows.parts]
     first, *parts = mixed.description.splitlines()
     assert first.startswith(f"training: {sum(rows):,} rows, ") and len(parts) == 2
@@ -127,7 +127,7 @@ def test_the_share_that_is_held_out_is_of_all_sources_and_equal_documents_stay_t
     with (folder / "b.jsonl").open("a") as file:
         file.write("\n" + "\n".join(lines))  # all of a stands in b too
     data = _config(_entry("a", 1), _entry("b", 1), held_out=0.2).data
-    cached = cache.open(sources.open(data), tokenizer.load("bytes"), data.held_out_share)
+    cached = cache.open_cache(sources.open_source(data), tokenizer.load_tokenizer("bytes"), data.held_out_share)
     sides = [_documents(split.stream) for split in (*cached.train, cached.held_out)]
     held_out = set(sides[2])
     assert len(held_out) == 48 and not held_out & {*sides[0], *sides[1]}
@@ -139,11 +139,11 @@ def _documents(stream):
 
 
 def test_a_source_of_its_own_for_evaluation(folder):
-    train, held_out = loader.open(_config(_entry("a"), held_out=[_entry("v")]))
+    train, held_out = loader.open_loaders(_config(_entry("a"), held_out=[_entry("v")]))
     assert held_out and not held_out.repeat
     everything = held_out.rows.read(range(len(held_out.rows)))["tokens"]
     assert (everything == ord("v")).any() and not (everything == ord("a")).any()
-    alone, _ = loader.open(_config(_entry("a")))
+    alone, _ = loader.open_loaders(_config(_entry("a")))
     assert (train.rows.stream == alone.rows.stream).all()
     assert train.fingerprint != alone.fingerprint
     assert "v.jsonl" in held_out.description
@@ -154,7 +154,7 @@ def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatc
     with (folder / "a.jsonl").open("a") as file:
         file.write("\n" + "\n".join(copied))
     config_ = _config(_entry("a"), held_out=[_entry("v")])
-    train, held_out = loader.open(config_)
+    train, held_out = loader.open_loaders(config_)
     documents = _documents(train.rows.stream)
     assert len(documents) == 40 and not any(b"v" in document for document in documents)
     assert held_out and len(_documents(held_out.rows.stream)) == 30
@@ -168,8 +168,8 @@ def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatc
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        loader.open(config_, stop)
-    again, _ = loader.open(config_)
+        loader.open_loaders(config_, stop)
+    again, _ = loader.open_loaders(config_)
     assert (again.rows.stream == train.rows.stream).all() and again.description == train.description
 
 
@@ -195,7 +195,7 @@ def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatc
 def test_bad_mixtures(folder, entries, data, message):
     (folder / "short.txt").write_text("short")
     with pytest.raises(InputError, match=message):
-        loader.open(_config(*entries, **data))
+        loader.open_loaders(_config(*entries, **data))
 
 
 def test_what_is_written_is_read_again():

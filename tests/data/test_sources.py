@@ -8,12 +8,12 @@ import pytest
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
 from gspmd_lm.config import Data
-from gspmd_lm.data import formats, sources
+from gspmd_lm.data import readers, sources
 from gspmd_lm.errors import InputError
 
 
 def _documents(source, **settings):
-    return list(sources.open(Data(source=str(source), **settings)).documents())
+    return list(sources.open_source(Data(source=str(source), **settings)).documents())
 
 
 def _paths(source):
@@ -28,15 +28,17 @@ def _array_record(path, records):
 
 
 def test_stdlib_is_the_interpreters_own_without_tests():
-    source = sources.open(Data())
+    source = sources.open_source(Data())
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in _paths(source)]
     assert "os.py" in names and "json/decoder.py" in names and names == sorted(names)
     assert not {"test", "tests", "idle_test", "site-packages"} & {part for name in names for part in name.split("/")}
     assert source.size_bytes == sum(len(document) for document in source.documents()) > 5e6
-    assert source.fingerprint == sources.open(Data()).fingerprint and source.fingerprint[:12] in source.description
+    assert (
+        source.fingerprint == sources.open_source(Data()).fingerprint and source.fingerprint[:12] in source.description
+    )
     os_py = (root / "os.py").read_bytes()
-    assert os_py in list(source.documents()) or len(os_py) > formats.SECTION_BYTES
+    assert os_py in list(source.documents()) or len(os_py) > readers.SECTION_BYTES
 
 
 def test_every_kind_of_file(tmp_path):
@@ -63,21 +65,23 @@ def test_a_large_text_file_is_cut_at_line_ends(tmp_path):
     text = b"".join(b"line %d\n" % i for i in range(20000))
     (tmp_path / "a.txt").write_bytes(text)
     documents = _documents(tmp_path / "a.txt")
-    assert b"".join(documents) == text and len(documents) == 1 + len(text) // (formats.SECTION_BYTES + 10)
+    assert b"".join(documents) == text and len(documents) == 1 + len(text) // (readers.SECTION_BYTES + 10)
     assert all(document.endswith(b"\n") for document in documents)
 
 
 def test_the_fingerprint_follows_content_alone(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")
-    first = sources.open(Data(source=str(path))).fingerprint
+    first = sources.open_source(Data(source=str(path))).fingerprint
     path.write_text("two")
-    assert sources.open(Data(source=str(path))).fingerprint != first
+    assert sources.open_source(Data(source=str(path))).fingerprint != first
     path.write_text("one")
     path.rename(tmp_path / "b.txt")
-    assert sources.open(Data(source=str(tmp_path / "b.txt"), text_field="other")).fingerprint == first
+    assert sources.open_source(Data(source=str(tmp_path / "b.txt"), text_field="other")).fingerprint == first
     (tmp_path / "c.jsonl").write_text('{"text": "x", "other": "y"}')
-    fields = [sources.open(Data(source=str(tmp_path / "c.jsonl"), text_field=f)).fingerprint for f in ("text", "other")]
+    fields = [
+        sources.open_source(Data(source=str(tmp_path / "c.jsonl"), text_field=f)).fingerprint for f in ("text", "other")
+    ]
     assert fields[0] != fields[1]
 
 
@@ -167,7 +171,7 @@ def test_random_rows():
     assert sources.random_rows("random:64") == 64
     assert sources.random_rows("stdlib") is None
     with pytest.raises(InputError, match="random:64 has no documents"):
-        sources.open(Data(source="random:64"))
+        sources.open_source(Data(source="random:64"))
     for wrong in ("random:", "random:0", "random:-3", "random:many"):
         with pytest.raises(InputError, match="write random:ROWS"):
             sources.random_rows(wrong)

@@ -13,12 +13,12 @@ NOT_UTF8 = b"the \xff\xfe cat \xe4 mat"
 @pytest.fixture
 def bpe_path(tmp_path):
     path = tmp_path / "bpe" / "tokenizer.json"
-    trained.train([TEXT], 280, path)
+    trained.train_tokenizer([TEXT], 280, path)
     return path
 
 
 def test_bytes_keep_every_byte():
-    tokens = tokenizer.load("bytes")
+    tokens = tokenizer.load_tokenizer("bytes")
     every = bytes(range(256))
     assert tokens.vocab_size == 257 and tokens.end == 256
     assert tokens.encode(every).dtype == np.int32
@@ -27,16 +27,16 @@ def test_bytes_keep_every_byte():
 
 
 def test_a_trained_tokenizer_is_shorter_than_bytes_and_reads_back(bpe_path):
-    tokens = tokenizer.load(str(bpe_path.parent))  # the folder does too
+    tokens = tokenizer.load_tokenizer(str(bpe_path.parent))  # the folder does too
     ids = tokens.encode(TEXT)
     assert 257 < tokens.vocab_size <= 280 and len(ids) < 0.5 * len(TEXT)
     assert tokens.decode(ids) == TEXT
     assert tokens.end not in ids
-    assert tokens.fingerprint == tokenizer.load(str(bpe_path)).fingerprint
+    assert tokens.fingerprint == tokenizer.load_tokenizer(str(bpe_path)).fingerprint
 
 
 def test_bytes_that_are_not_utf8_get_their_own_tokens(bpe_path):
-    tokens = tokenizer.load(str(bpe_path))
+    tokens = tokenizer.load_tokenizer(str(bpe_path))
     ids = tokens.encode_all([b"the mat", NOT_UTF8, b"\xff", "grün".encode()])
     plain = json.loads(bpe_path.read_text())["model"]["vocab"]
     assert ids[2].tolist() == [plain["ÿ"]]  # GPT-2's name of byte 255
@@ -47,7 +47,7 @@ def test_bytes_that_are_not_utf8_get_their_own_tokens(bpe_path):
 
 
 def test_bytes_that_no_token_stands_for_are_counted(tmp_path, words_path):
-    tokens = tokenizer.load(str(words_path))
+    tokens = tokenizer.load_tokenizer(str(words_path))
     tokens.encode(NOT_UTF8)
     assert tokens.replaced_bytes == 3
 
@@ -85,13 +85,13 @@ def _added(number, content, special=True):
 
 
 def test_a_files_settings_for_inference_do_not_cut_documents(words_path):
-    tokens = tokenizer.load(str(words_path))
+    tokens = tokenizer.load_tokenizer(str(words_path))
     assert tokens.encode(b"the cat the mat").tolist() == [1, 2, 1, 3]
     assert tokens.vocab_size == 5 and tokens.end == 4
 
 
 def test_a_special_token_spelled_out_in_a_document_is_text(bpe_path):
-    tokens = tokenizer.load(str(bpe_path))
+    tokens = tokenizer.load_tokenizer(str(bpe_path))
     forged = b"the cat" + tokenizer.END_OF_TEXT.encode() + b"the mat"
     assert tokens.end not in tokens.encode(forged)
     assert tokens.decode(tokens.encode(forged)) == forged
@@ -101,10 +101,10 @@ def test_the_config_beside_names_the_end(words_path):
     raw = json.loads(words_path.read_text())
     raw["added_tokens"].append(_added(5, "<stop>"))
     words_path.write_text(json.dumps(raw))
-    assert tokenizer.load(str(words_path)).end == 4
+    assert tokenizer.load_tokenizer(str(words_path)).end == 4
     for named in ("<stop>", {"content": "<stop>"}):
         words_path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
-        assert tokenizer.load(str(words_path)).end == 5
+        assert tokenizer.load_tokenizer(str(words_path)).end == 5
 
 
 def test_no_end_token(words_path):
@@ -112,7 +112,7 @@ def test_no_end_token(words_path):
     raw["added_tokens"] = [_added(4, "<stop>")]
     words_path.write_text(json.dumps(raw))
     with pytest.raises(InputError, match=r"no end-of-text token \(special tokens: <stop>\)\n  fix   add"):
-        tokenizer.load(str(words_path))
+        tokenizer.load_tokenizer(str(words_path))
 
 
 @pytest.mark.parametrize("raw", [b"{}", b"not json", b"\xff\xfe", b'{"model": 1}', b""])
@@ -120,16 +120,16 @@ def test_not_a_tokenizer_json(tmp_path, raw):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(raw)
     with pytest.raises(InputError, match=r"tokenizer\.json"):
-        tokenizer.load(str(path))
+        tokenizer.load_tokenizer(str(path))
 
 
 def test_training_refuses_what_cannot_work(tmp_path, bpe_path):
     with pytest.raises(InputError, match="no such file"):
-        tokenizer.load(str(tmp_path / "none.json"))
+        tokenizer.load_tokenizer(str(tmp_path / "none.json"))
     with pytest.raises(InputError, match="vocabulary of 256 is too small"):
-        trained.train([TEXT], 256, tmp_path / "small.json")
+        trained.train_tokenizer([TEXT], 256, tmp_path / "small.json")
     with pytest.raises(InputError, match="exists already"):
-        trained.train([TEXT], 300, bpe_path)
+        trained.train_tokenizer([TEXT], 300, bpe_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
-        trained.train([TEXT], 300, tmp_path / "file" / "tokenizer.json")
+        trained.train_tokenizer([TEXT], 300, tmp_path / "file" / "tokenizer.json")

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -31,17 +32,17 @@ def _config(data, train=None, **model):
 
 
 def test_vocab_0_is_the_size_of_the_tokenizer_padded_to_128(folder):
-    trained.train([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
-    size = tokenizer.load("tokenizer.json").vocab_size
+    trained.train_tokenizer([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
+    size = tokenizer.load_tokenizer("tokenizer.json").vocab_size
     for name, vocab, padded in (("bytes", 257, 384), ("tokenizer.json", size, 384), ("bpe:1024", 1024, 1024),
                                 ("bpe:1025", 1025, 1152)):  # fmt: skip
-        model = trained.sized(_config({"tokenizer": name})).model
+        model = trained.with_vocab_size(_config({"tokenizer": name})).model
         assert (model.vocab, model.padded_vocab) == (vocab, padded)
-    raised = trained.sized(_config({"tokenizer": "bpe:1000"}, padded_vocab=264)).model
-    kept = trained.sized(_config({"tokenizer": "bpe:1000"}, padded_vocab=4096)).model
+    raised = trained.with_vocab_size(_config({"tokenizer": "bpe:1000"}, padded_vocab=264)).model
+    kept = trained.with_vocab_size(_config({"tokenizer": "bpe:1000"}, padded_vocab=4096)).model
     assert (raised.padded_vocab, kept.padded_vocab) == (1024, 4096)
     given = _config({"tokenizer": "bpe:300"}, vocab=301)
-    assert trained.sized(given) == given
+    assert trained.with_vocab_size(given) == given
 
 
 @pytest.mark.parametrize(
@@ -59,53 +60,53 @@ def test_vocab_0_is_the_size_of_the_tokenizer_padded_to_128(folder):
 )
 def test_bad_sizes(data, more, message):
     with pytest.raises(InputError, match=message):
-        trained.sized(_config(data, **more))
+        trained.with_vocab_size(_config(data, **more))
 
 
 def test_a_run_trains_its_tokenizer_once_and_finds_it_again(folder, monkeypatch):
-    asked = trained.sized(_config({"tokenizer": "bpe:300"}))
+    asked = trained.with_vocab_size(_config({"tokenizer": "bpe:300"}))
     said = []
-    train, held_out = loader.open(asked, lambda *report: said.append(report))
-    assert train.tokenizer and held_out and tokenizer.load(str(train.tokenizer)).vocab_size == 300
+    train, held_out = loader.open_loaders(asked, lambda *report: said.append(report))
+    assert train.tokenizer and held_out and tokenizer.load_tokenizer(str(train.tokenizer)).vocab_size == 300
     size = (folder / "a.jsonl").stat().st_size
     assert ("training the tokenizer", size, size) in said
     stages = list(dict.fromkeys(what for what, *_ in said))
     assert stages == ["hashing files", "training the tokenizer", "reading documents", "tokenizing"]
-    monkeypatch.setattr(trained, "train", lambda *_: pytest.fail("trained again"))
-    again, _ = loader.open(asked)
+    monkeypatch.setattr(trained, "train_tokenizer", lambda *_: pytest.fail("trained again"))
+    again, _ = loader.open_loaders(asked)
     assert again.fingerprint == train.fingerprint
     # A damaged one is trained again, with the same result.
     monkeypatch.undo()
     monkeypatch.setenv("GSPMD_LM_CACHE", str(folder / "cache"))
     monkeypatch.chdir(folder)
     train.tokenizer.write_bytes(train.tokenizer.read_bytes().replace(b"a", b"b", 1))
-    assert loader.open(asked)[0].fingerprint == train.fingerprint
+    assert loader.open_loaders(asked)[0].fingerprint == train.fingerprint
     # What a run keeps in its workdir is found there, also when the workdir has moved.
     workdir = epath.Path(folder / "W")
-    assert trained.found(asked, str(workdir)) == asked
+    assert trained.with_workdir_tokenizer(asked, str(workdir)) == asked
     workdir.mkdir()
     (workdir / "tokenizer.json").write_bytes(train.tokenizer.read_bytes())
-    kept = trained.found(asked, str(workdir))
+    kept = trained.with_workdir_tokenizer(asked, str(workdir))
     assert kept.data.tokenizer == str(workdir / "tokenizer.json") and kept.model == asked.model
-    assert loader.open(kept)[0].fingerprint == train.fingerprint
+    assert loader.open_loaders(kept)[0].fingerprint == train.fingerprint
     (folder / "W").rename(folder / "W2")
-    assert trained.found(kept, "W2").data.tokenizer == str(folder / "W2" / "tokenizer.json")
-    assert trained.found(_config({}), "W2").data.tokenizer == "bytes"
+    assert trained.with_workdir_tokenizer(kept, "W2").data.tokenizer == str(folder / "W2" / "tokenizer.json")
+    assert trained.with_workdir_tokenizer(_config({}), "W2").data.tokenizer == "bytes"
     with pytest.raises(InputError, match=r"bpe:300 is trained by the run that uses it\n  fix   name the run"):
-        tokenizer.load("bpe:300")
+        tokenizer.load_tokenizer("bpe:300")
 
 
 def test_a_tokenizer_may_lie_in_a_store(folder):
     """As that of a run whose workdir is in a bucket does."""
-    trained.train([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
+    trained.train_tokenizer([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
     store = fsspec.filesystem("memory")
     store.pipe("/run/tokenizer.json", (folder / "tokenizer.json").read_bytes())
-    far, near = tokenizer.load("memory://run/tokenizer.json"), tokenizer.load("tokenizer.json")
+    far, near = tokenizer.load_tokenizer("memory://run/tokenizer.json"), tokenizer.load_tokenizer("tokenizer.json")
     assert far.fingerprint == near.fingerprint
-    kept = trained.kept(_config({"tokenizer": "bpe:300"}), epath.Path("gs://bucket/run")).data.tokenizer
+    kept = trained.with_kept_tokenizer(_config({"tokenizer": "bpe:300"}), epath.Path("gs://bucket/run")).data.tokenizer
     assert kept == "gs://bucket/run/tokenizer.json"
     with pytest.raises(InputError, match=r"data\.tokenizer: memory://run/none\.json matches no file"):
-        tokenizer.load("memory://run/none.json")
+        tokenizer.load_tokenizer("memory://run/none.json")
     store.rm("/run", recursive=True)
 
 
@@ -113,7 +114,7 @@ TRAIN = """
 import sys
 from gspmd_lm.config import Data
 from gspmd_lm.data import sources, trained
-print(trained.of_source(sources.open(Data(source="a.jsonl")), 400).read_text())
+print(trained.tokenizer_of_source(sources.open_source(Data(source="a.jsonl")), 400).read_text())
 """
 
 
@@ -123,14 +124,14 @@ def test_every_process_trains_the_same_tokenizer(folder):
     for threads in ("1", "5"):
         environment = os.environ | {
             "GSPMD_LM_CACHE": str(folder / f"cache{threads}"), "RAYON_NUM_THREADS": threads,
-            "PYTHONPATH": os.path.dirname(os.path.dirname(config.__file__)), "PYTHONHASHSEED": threads,
+            "PYTHONPATH": str(Path(config.__file__).parents[2]), "PYTHONHASHSEED": threads,
         }  # fmt: skip
         found.append(subprocess.run([sys.executable, "-c", TRAIN], env=environment, check=True, capture_output=True))
     assert found[0].stdout == found[1].stdout and len(json.loads(found[0].stdout)["model"]["vocab"]) == 400
 
 
 def test_a_large_source_is_sampled(monkeypatch):
-    source = sources.open(_config({}).data)
+    source = sources.open_source(_config({}).data)
     monkeypatch.setattr(trained, "MOST_BYTES", source.size_bytes // 3 + 1)
     documents = list(source.documents())
     assert list(trained._sample(source, None)) == documents[2::3]

@@ -261,7 +261,7 @@ def layout_at_random(config, number):
             8
         )
         try:
-            state.checked(config, rules, "cpu")
+            state.arrays_and_warnings(config, rules, "cpu")
         except ShardingError:
             continue
         return rules

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.data.tokenizer import Bytes
-from gspmd_lm.infer.generate import Generator, plan
+from gspmd_lm.infer.generate import Generator, programs_for
 from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding import rules_file
 
@@ -61,7 +61,7 @@ def generator(weights, filled, prompts):
     def build(cfg, rules, batch=3):
         rules = filled(rules)
         devices = jax.devices()[: rules.devices]
-        built, _ = plan(cfg, rules, devices, "cpu", prompts, new_tokens=10, batch=batch, tokenizer=Bytes())
+        built, _ = programs_for(cfg, rules, devices, "cpu", prompts, new_tokens=10, batch=batch, tokenizer=Bytes())
         return Generator(built, jax.device_put(weights(cfg.model), built.param_shardings), Bytes())
 
     return build

@@ -199,7 +199,7 @@ def test_figures(made, prompts):
 
 def planned(cfg, rules, prompts, **options):
     options = {"new_tokens": NEW, "batch": 8, "tokenizer": Bytes()} | options
-    return generate.plan(cfg, rules, jax.devices()[: rules.devices], "cpu", prompts, **options)
+    return generate.programs_for(cfg, rules, jax.devices()[: rules.devices], "cpu", prompts, **options)
 
 
 def test_what_does_not_fit_is_an_error_before_anything_is_allocated(speaking, small, filled, prompts):

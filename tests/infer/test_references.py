@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from gspmd_lm.data.tokenizer import Bytes
-from gspmd_lm.infer.generate import Generator, plan
+from gspmd_lm.infer.generate import Generator, programs_for
 from gspmd_lm.sharding import rules_file
 from tests.convert import ours, references
 
@@ -19,7 +19,7 @@ def test_same_tokens_as_transformers(name, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)
     prompts, new, one = golden.about["prompts"], references.NEW_TOKENS, rules_file.load("single")
-    built, _ = plan(found.config, one, jax.devices()[:1], "cpu", prompts, new_tokens=new, batch=len(prompts))
+    built, _ = programs_for(found.config, one, jax.devices()[:1], "cpu", prompts, new_tokens=new, batch=len(prompts))
     results = Generator(built, ours.on_one_device(found), Bytes()).results(prompts, new_tokens=new, ends=())
     assert [result.tokens for result in results] == golden.about["tokens"]
     assert [result.smallest_gap for result in results] == pytest.approx(golden.about["gaps"], abs=1e-4)

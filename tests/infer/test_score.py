@@ -23,7 +23,7 @@ def scorer(speaking, filled, weights):
 
     def build(rules, tokens=16):
         cfg, rules = speaking(unembedding_bias=True, logit_softcap=4.0), filled(rules)
-        built, warnings = score.build(cfg, rules, jax.devices()[: rules.devices], "cpu", 4, tokens)
+        built, warnings = score.build_scoring(cfg, rules, jax.devices()[: rules.devices], "cpu", 4, tokens)
         assert warnings == []
         shardings = jax.tree.map(lambda like: like.sharding, built.abstract_params)
         return score.Scorer(built, jax.device_put(weights(cfg.model), shardings), Bytes())
@@ -106,13 +106,13 @@ def test_every_token_of_a_text_is_scored_once(one, log_probabilities):
 def test_files_of_continuations(tmp_path, one):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"prompt": "ab ", "continuation": "c", "id": 1}\n{"prompt": "", "continuation": "de"}\n')
-    found = score.read(path, Bytes(), 32)
+    found = score.read_continuations(path, Bytes(), 32)
     assert [line.request for line in found] == [
         score.Request([*b"ab c"], 2),  # the space belongs to the continuation
         score.Request([256, *b"de"], 2),
     ]
     out = io.StringIO()
-    score.write(found, one.scores([line.request for line in found]), out)
+    score.write_scores(found, one.scores([line.request for line in found]), out)
     rows = [json.loads(line) for line in out.getvalue().splitlines()]
     assert list(rows[0]) == ["prompt", "continuation", "id", "log_likelihood", "tokens", "greedy"]
     assert rows[1]["tokens"] == 2 and rows[1]["log_likelihood"] < 0
@@ -120,7 +120,7 @@ def test_files_of_continuations(tmp_path, one):
     path.write_text('{"prompt": "a"}\n{"prompt": "a", "continuation": ""}\n' + json.dumps(
         {"prompt": "a" * 30, "continuation": "bcde"}))  # fmt: skip
     with pytest.raises(InputError) as caught:
-        score.read(path, Bytes(), 32)
+        score.read_continuations(path, Bytes(), 32)
     assert str(caught.value).split("\n")[:-1] == [
         f"{path}:1: no text in continuation",
         f"{path}:2: continuation is empty",
@@ -130,4 +130,4 @@ def test_files_of_continuations(tmp_path, one):
 
 def test_a_layout_that_does_not_fit_is_an_error(speaking, filled):
     with pytest.raises(ShardingError, match="kv_heads=2 does not divide over tensor=8"):
-        score.build(speaking(kv_heads=2), filled("tp8"), jax.devices(), "cpu", 4, 16)
+        score.build_scoring(speaking(kv_heads=2), filled("tp8"), jax.devices(), "cpu", 4, 16)

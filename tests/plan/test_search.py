@@ -288,8 +288,8 @@ def test_a_written_plan_gives_the_losses_of_one_device(small, batch_of, tmp_path
         path.write_text(core_yaml.dump(dict(raw)))
         rules = rules_file.load(str(path))
         rules = rules.fill(1 if rules.devices == 1 else 4)
-        arrays, _ = state.checked(config, rules, "cpu")
-        built = step.build(config, rules, arrays, jax.devices()[: rules.devices])
+        arrays, _ = state.arrays_and_warnings(config, rules, "cpu")
+        built = step.build_step(config, rules, arrays, jax.devices()[: rules.devices])
         train, run = built.lower_train().compile(), built.lower_init().compile()()
         for n in range(3):
             run, metrics = train(run, batch_of(built, n))

@@ -38,7 +38,7 @@ def test_each_passes_the_check_of_a_file_that_was_written(config, found, tmp_pat
         path = tmp_path / "layout.yaml"
         path.write_text(core_yaml.dump(raw))
         rules = rules_file.load(str(path)).fill(8)
-        state.checked(config, rules, "cpu")
+        state.arrays_and_warnings(config, rules, "cpu")
         assert set(raw) <= CHOSEN
 
 
@@ -47,7 +47,7 @@ def test_each_of_a_model_of_ones_own_passes_the_check(mixer, space_of):
     assert {"width": "fsdp", "patch": "fsdp"} in [raw.get("weights") for raw in found]
     assert any(raw["rules"].get("mixed") == "tensor" for raw in found)
     for raw in found:
-        state.checked(mixer, rules_file.from_dict(raw, "plan", vocabulary=mixer.vocabulary).fill(8), "cpu")
+        state.arrays_and_warnings(mixer, rules_file.from_dict(raw, "plan", vocabulary=mixer.vocabulary).fill(8), "cpu")
 
 
 def test_what_is_split_is_asked_of_the_model(space_of, llama):
@@ -76,7 +76,7 @@ def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monk
     assert any("expert" in raw["mesh"] and "context" in raw["mesh"] for raw in found)
     assert not any(raw.get("microbatches", 1) > 1 for raw in found)  # experts are balanced over the whole batch
     for raw in found[::97]:
-        state.checked(config, rules_file.from_dict(raw, "plan").fill(4), "cpu")
+        state.arrays_and_warnings(config, rules_file.from_dict(raw, "plan").fill(4), "cpu")
 
 
 def test_a_sequence_is_split_only_where_its_pieces_can_be_dealt(small, space_of, monkeypatch):

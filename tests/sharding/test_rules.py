@@ -151,7 +151,7 @@ def resolved(read, shapes_once):  # noqa: F811
 
     def checked(case):
         tiny, layout = config.load("tiny", case.overrides), read(case.text, case.mesh, case.sets).fill(case.devices)
-        return state.checked(tiny, layout, case.platform)[1]
+        return state.arrays_and_warnings(tiny, layout, case.platform)[1]
 
     def resolved(case):
         if case not in _outcomes:

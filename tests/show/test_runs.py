@@ -55,8 +55,10 @@ def runs(tmp_path_factory):
 
 
 def test_a_folder_of_runs_is_read_and_so_is_a_run(runs, tmp_path):
-    both = history.read([str(runs)])
-    assert [run.name for run in both] == ["a", "b"] == [run.name for run in history.read([f"{runs}/a", f"{runs}/b"])]
+    both = history.read_runs([str(runs)])
+    assert (
+        [run.name for run in both] == ["a", "b"] == [run.name for run in history.read_runs([f"{runs}/a", f"{runs}/b"])]
+    )
     first, second = both
     assert first.damage.endswith("a/metrics.jsonl: line 8 cannot be read and is left out")
     assert (first.step, first.best["step"], first.step_tokens) == (31, 20, 512)
@@ -65,7 +67,7 @@ def test_a_folder_of_runs_is_read_and_so_is_a_run(runs, tmp_path):
     assert second.best is None and not second.damage
     assert history.differences(both) == {"data.batch": ["8", "16"]}
     again = shutil.copytree(runs / "a", tmp_path / "elsewhere" / "a")
-    assert [run.name for run in history.read([str(runs / "a"), str(again)])] == [str(runs / "a"), str(again)]
+    assert [run.name for run in history.read_runs([str(runs / "a"), str(again)])] == [str(runs / "a"), str(again)]
     for folder, what in (
         ("nowhere", "there is no such folder"), ("elsewhere/a/not", "no such folder"),
         ("empty", "no metrics.jsonl in it"), ("rows", "metrics.jsonl: has no rows of training or evaluation"),
@@ -75,7 +77,7 @@ def test_a_folder_of_runs_is_read_and_so_is_a_run(runs, tmp_path):
         if folder == "rows":
             (tmp_path / folder / "metrics.jsonl").touch()
         with pytest.raises(InputError, match=rf"(?s){what}\n  fix   "):
-            history.read([str(tmp_path / folder)])
+            history.read_runs([str(tmp_path / folder)])
 
 
 # File, what stands in it, and what is said about it; "" where nothing is lost.
@@ -123,7 +125,7 @@ def test_a_damaged_file_hides_neither_its_run_nor_others(tmp_path, name, content
     for run in ("bad", "good"):
         write(tmp_path / run, [row(1), row(2)])
     (tmp_path / "bad" / name).write_bytes(content)
-    bad, good = found = history.read([str(tmp_path)])
+    bad, good = found = history.read_runs([str(tmp_path)])
     assert (good.name, good.step, good.damage) == ("good", 2, "")
     assert said in bad.damage and (said or not bad.damage)
     console = Console(file=io.StringIO(), width=120)
@@ -141,7 +143,7 @@ def test_a_folder_in_the_place_of_a_file(tmp_path):
     for name in ("metrics.jsonl", "versions.json"):
         (tmp_path / "bad" / name).unlink()
         (tmp_path / "bad" / name).mkdir()
-    bad, good = history.read([str(tmp_path)])
+    bad, good = history.read_runs([str(tmp_path)])
     assert "metrics.jsonl: cannot be read (Is a directory)" in bad.damage and good.step == 1
     assert "versions.json: cannot be read (Is a directory)" in bad.damage
 
@@ -149,7 +151,7 @@ def test_a_folder_in_the_place_of_a_file(tmp_path):
 def test_speeds_are_of_the_last_rows_and_the_last_step_may_be_an_evaluation(tmp_path):
     rows = [row(step, step_time_s=float(step)) for step in range(1, 3 * history.LAST)]
     write(tmp_path / "a", [*rows, {"step": 99, "eval_loss": 3.0}])
-    (run,) = history.read([str(tmp_path)])
+    (run,) = history.read_runs([str(tmp_path)])
     last = range(2 * history.LAST, 3 * history.LAST)
     assert run.speed("step_time_s") == sum(last) / len(last)
     assert run.step == 99
@@ -158,7 +160,7 @@ def test_speeds_are_of_the_last_rows_and_the_last_step_may_be_an_evaluation(tmp_
 def test_a_setting_that_only_the_last_run_has_otherwise_is_a_difference(tmp_path):
     for name, batch in (("a", 8), ("b", 8), ("c", 16)):
         write(tmp_path / name, [row(1)], f"data: {{batch: {batch}, seq: 64}}\n")
-    assert history.differences(history.read([str(tmp_path)])) == {"data.batch": ["8", "8", "16"]}
+    assert history.differences(history.read_runs([str(tmp_path)])) == {"data.batch": ["8", "8", "16"]}
 
 
 def test_the_table(runs):

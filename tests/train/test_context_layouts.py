@@ -125,7 +125,7 @@ def test_what_a_form_cannot_do_is_refused_with_row_and_fix(name, settings):
     form, model, words = REFUSED[name]
     rules = rules_of(form, {"data": 2, "context": 4}, {"batch": "data"})
     with pytest.raises(InputError) as raised:
-        state.checked(settings(**model), rules, "cpu")
+        state.arrays_and_warnings(settings(**model), rules, "cpu")
     assert f"context: {words}\n  rule  here.yaml: context: {form}\n  fix   --set rules.context=gather" in str(
         raised.value
     )
@@ -134,17 +134,19 @@ def test_what_a_form_cannot_do_is_refused_with_row_and_fix(name, settings):
 def test_linear_attention_needs_whole_rows(settings):
     linear = LinearAttention(key_heads=4, value_heads=8, head_dim=4)
     with pytest.raises(InputError, match=r"model\.linear_attention: a state goes from token to token"):
-        state.checked(settings(linear_attention=linear), rules_of("gather", {"context": 8}, {}), "cpu")
+        state.arrays_and_warnings(settings(linear_attention=linear), rules_of("gather", {"context": 8}, {}), "cpu")
 
 
 def test_rows_that_cannot_be_dealt(settings):
     """A ring has no other order. Keys can be gathered in any, but then the last device has most of the work."""
     config = settings()
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq=20))
-    (warning,) = state.checked(config, rules_of("gather", {"data": 2, "context": 4}, {"batch": "data"}), "cpu")[1]
+    (warning,) = state.arrays_and_warnings(
+        config, rules_of("gather", {"data": 2, "context": 4}, {"batch": "data"}), "cpu"
+    )[1]
     assert "data.seq=20 does not divide into 2 pieces for each of context=4" in str(warning)
     with pytest.raises(InputError, match=r"ring: data.seq=20 does not divide(.|\n)*make data.seq a multiple of 8"):
-        state.checked(config, rules_of("ring", {"data": 2, "context": 4}, {"batch": "data"}), "cpu")
+        state.arrays_and_warnings(config, rules_of("ring", {"data": 2, "context": 4}, {"batch": "data"}), "cpu")
 
 
 def test_a_kernel_that_cannot_do_a_form_is_refused(settings):
@@ -152,11 +154,11 @@ def test_a_kernel_that_cannot_do_a_form_is_refused(settings):
     model = {"packing": "stream", "compute_dtype": "bfloat16", "head_dim": 8}
     rules = rules_of("gather", mesh, rows, attention=kernels)
     with pytest.raises(InputError, match=r"cudnn cannot do context: gather(.|\n)*fix   .*or --set rules.context=ring"):
-        state.checked(settings(**model), rules, "gpu")
+        state.arrays_and_warnings(settings(**model), rules, "gpu")
     with pytest.raises(InputError, match=r"splash cannot do pieces of 4 tokens of data\.seq: 32"):
-        state.checked(settings(**model), rules, "tpu")
+        state.arrays_and_warnings(settings(**model), rules, "tpu")
     for form in ("ring", "ulysses"):
-        state.checked(settings(**model), rules_of(form, mesh, rows, attention={"gpu": "cudnn"}), "gpu")
+        state.arrays_and_warnings(settings(**model), rules_of(form, mesh, rows, attention={"gpu": "cudnn"}), "gpu")
     single = rules_of("ring", mesh, {**rows, "seq": None, "q.seq": "context"})
     with pytest.raises(InputError, match="ring needs a sequence that is split alike"):
-        state.checked(settings(), single, "cpu")
+        state.arrays_and_warnings(settings(), single, "cpu")

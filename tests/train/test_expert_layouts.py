@@ -166,13 +166,13 @@ def test_fsdp_alone_moves_no_token(computed):
 )  # fmt: skip
 def test_rules_that_do_not_fit_experts_are_refused(small, rules, model, message, fix):
     with pytest.raises(ShardingError) as error:
-        state.checked(small(**{**SIZES, **model}), rules_file.from_dict(rules, "here.yaml"), "cpu")
+        state.arrays_and_warnings(small(**{**SIZES, **model}), rules_file.from_dict(rules, "here.yaml"), "cpu")
     assert message in str(error.value) and fix in str(error.value) and "here.yaml" in str(error.value)
 
 
 def test_a_config_that_drops_tokens_is_warned_of(small):
     rules = rules_file.load("single")
-    _, warnings = state.checked(small(**SIZES, capacity_factor=1.25), rules, "cpu")
+    _, warnings = state.arrays_and_warnings(small(**SIZES, capacity_factor=1.25), rules, "cpu")
     assert "drops the tokens that an expert gets beyond 1.25 times the mean" in "\n".join(map(str, warnings))
 
 

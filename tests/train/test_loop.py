@@ -26,8 +26,9 @@ from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.runtime import compiler, startup
 from gspmd_lm.runtime.agreement import Agreement
 from gspmd_lm.train.loop import Run
-from gspmd_lm.train.programs import Programs
+from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Clock
+from gspmd_lm.train.stopping import SkippedSteps
 from gspmd_lm.workdir.checkpoint import Checkpoints
 from tests.quick import QUICK
 
@@ -48,8 +49,8 @@ def run(small, built):
         step, compiled = programs[key]
         console = Console(file=io.StringIO(), width=1000)
         return Run(
-            Programs(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),
-            open_rows=lambda: loader.open(config),
+            TrainPrograms(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),
+            open_rows=lambda: loader.open_loaders(config),
             workdir=epath.Path(workdir),
             console=console,
             profile=profile,
@@ -99,7 +100,7 @@ def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(
     monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
     monkeypatch.setattr(compiler, "compile", lambda *given: options.append(given[1]) or compile_(*given))
     step = built(config, layout)
-    state = Programs(step, CPU, print).initial_state()()
+    state = TrainPrograms(step, CPU, print).initial_state()()
     assert len(traced) == 1
     assert options == [{"xla_backend_optimization_level": 1}]
     same(state, step.lower_init().compile({"xla_backend_optimization_level": 3})())  # as users have it
@@ -257,8 +258,8 @@ def diverged(run, small, tmp_path_factory):
     return workdir, str(failed.value), sound
 
 
-def test_divergence_does_not_rotate_the_good_checkpoints_away(diverged):
-    """Step 5 is finite and throws the weights to infinity, so that 4 is good; steps 6 to 10 are skipped."""
+def test_divergence_does_not_rotate_the_healthy_checkpoints_away(diverged):
+    """Step 5 is finite and throws the weights to infinity, so that 4 is healthy; steps 6 to 10 are skipped."""
     workdir, said, _ = diverged
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["4", "5"]
     assert "step 10: the loss or gradient of the last 5 steps" in said and "goes on from checkpoint 4," in said
@@ -266,7 +267,7 @@ def test_divergence_does_not_rotate_the_good_checkpoints_away(diverged):
     assert last["step"] <= 10 + 2 and last["skipped_in_a_row"] >= 5  # the steps in flight, though log_every is 100
 
 
-def test_a_start_after_divergence_goes_on_from_the_newest_good_checkpoint(run, diverged, tmp_path):
+def test_a_start_after_divergence_goes_on_from_the_newest_healthy_checkpoint(run, diverged, tmp_path):
     workdir, _, sound = diverged
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     again = run(tmp_path, "dp8", sound)
@@ -318,7 +319,7 @@ def test_a_step_can_be_gone_back_to_on_purpose(run, diverged, tmp_path):
         run(tmp_path, "dp8", sound).train(9, step=2)
 
 
-def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run, diverged, tmp_path, monkeypatch):
+def test_a_signal_among_skipped_steps_does_not_save_over_the_healthy_checkpoint(run, diverged, tmp_path, monkeypatch):
     workdir, _, sound = diverged
     config = dataclasses.replace(
         sound,
@@ -330,14 +331,14 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_good_checkpoint(run
     run(tmp_path, "dp8", config).train(30)
     monkeypatch.undo()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
-    with pytest.raises(RunFailed, match="goes on from checkpoint 4,"):  # the streak goes on where it was
+    with pytest.raises(RunFailed, match="goes on from checkpoint 4,"):  # skipped steps are counted on
         run(tmp_path, "dp8", config).train(30)
 
 
 def test_nothing_to_do_changes_nothing(run, straight, tmp_path, monkeypatch):
     workdir, _ = straight
     contents = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    for owner, name in ((Programs, "_program"), (Run, "_write_description")):
+    for owner, name in ((TrainPrograms, "_program"), (Run, "_write_description")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("nothing is to be compiled or written"))
     idle = run(workdir)
     idle.open_rows = lambda: pytest.fail("nothing is to be read")
@@ -496,5 +497,16 @@ def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, ea
     run(tmp_path, config=worsening).train(30)
     again, kept, at = ending_of(tmp_path)
     assert at == last and again.keys() - {last - 1} == evaluated.keys()  # --steps ended there
-    assert set(kept) - {last - 1} == set(checkpoints)  # it is known to be good
+    assert set(kept) - {last - 1} == set(checkpoints)  # it is known to be healthy
     assert max(abs(again[step] - evaluated[step]) for step in evaluated) < 1e-4
+
+
+def test_the_best_evaluation_is_of_a_step_that_was_saved(run, worsening, early, tmp_path, monkeypatch):
+    evaluated, (best, _), _ = ending_of(early[0])
+    earlier = min((step for step in evaluated if step < best), key=evaluated.get, default=None)
+    monkeypatch.setattr(SkippedSteps, "skipped_before", lambda self, step: int(step == best))
+    resumed = run(tmp_path, config=worsening)
+    resumed.train(best + 1)
+    assert f"checkpoint {best} is not saved: the last 1 steps changed nothing" in resumed.console.file.getvalue()
+    with resumed.checkpoints() as checkpoints:
+        assert checkpoints.choose().extra["best"]["step"] == earlier

@@ -26,11 +26,11 @@ from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import ADAPTERS
 from gspmd_lm.sharding.shapes import pairs
-from gspmd_lm.train import source as sources
+from gspmd_lm.train import init_from as sources
 from gspmd_lm.train import state as states
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.metrics import flops_per_token
-from gspmd_lm.train.programs import Programs
+from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.workdir import checkpoint
 from tests.courses import agree, drawn
 
@@ -155,8 +155,8 @@ def run(small, built):
         step = dataclasses.replace(step, config=config)
         console = Console(file=io.StringIO())
         return Run(
-            Programs(step, CPU, functools.partial(console.print, soft_wrap=True), compiled=compiled),
-            open_rows=lambda: loader.open(config),
+            TrainPrograms(step, CPU, functools.partial(console.print, soft_wrap=True), compiled=compiled),
+            open_rows=lambda: loader.open_loaders(config),
             workdir=epath.Path(workdir),
             console=console,
         )

@@ -9,7 +9,7 @@ from gspmd_lm.config import Samples
 from gspmd_lm.data import tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate
-from gspmd_lm.infer.samples import Writer
+from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.infer.sampling import Sampling
 
 PROMPTS = ("Once upon", "x", "two words")
@@ -31,14 +31,14 @@ def test_layouts_write_the_same_and_what_generation_writes(asked, built):
     for layout in ("tp8", "none"):
         step = built(config, layout)
         params = jax.jit(step._init, out_shardings=step.state_shardings)().params
-        writer = Writer(config, step.rules, list(step.mesh.devices.flat), "cpu")
+        writer = SampleGenerator(config, step.rules, list(step.mesh.devices.flat), "cpu")
         texts.append(writer(params))
         assert writer(params) == texts[-1]
         assert jax.tree.all(jax.tree.map(lambda x: not x.is_deleted(), params))
     assert texts[0] == texts[1] and [prompt for prompt, _ in texts[0]] == list(PROMPTS)
     assert len({text for _, text in texts[0]}) == 3
 
-    tokens = tokenizer.load("bytes")
+    tokens = tokenizer.load_tokenizer("bytes")
     prompts = [tokens.encode_prompt(prompt).tolist() for prompt in PROMPTS]
     generator = generate.Generator(writer.programs, params, tokens)
     found = generator.results(prompts, new_tokens=6, sampling=Sampling(0.8))
@@ -49,7 +49,7 @@ def test_weights_are_cast_where_they_are(asked, built):
     config = asked(compute_dtype="bfloat16")
     step = built(config, "fsdp8")
     params = jax.jit(step._init, out_shardings=step.state_shardings)().params
-    writer = Writer(config, step.rules, list(step.mesh.devices.flat), "cpu")
+    writer = SampleGenerator(config, step.rules, list(step.mesh.devices.flat), "cpu")
     cast, wanted = writer.cast(params), writer.programs.abstract_params
     assert jnp.dtype("bfloat16") in {x.dtype for x in jax.tree.leaves(cast)}
     jax.tree.map(
@@ -64,4 +64,4 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_read(asked, buil
     with pytest.raises(
         InputError, match=r"(?s)train\.samples\.prompts 2: 21 tokens and 20 new ones are more than .*=32.*fix"
     ):
-        Writer(config, step.rules, list(step.mesh.devices.flat), "cpu")
+        SampleGenerator(config, step.rules, list(step.mesh.devices.flat), "cpu")

@@ -45,11 +45,11 @@ def test_what_is_accepted_can_be_built_and_what_is_refused_cannot(part, small, m
         config, rules = small(layers=1, data=sizes, **options), rules_file.from_dict(raw, "here.yaml").fill(8)
         refused = built = ""
         try:
-            state.checked(config, rules, "cpu")
+            state.arrays_and_warnings(config, rules, "cpu")
         except InputError as error:
             refused = str(error)
         try:
-            step.build(config, rules, state.arrays(config), jax.devices()).lower_train()
+            step.build_step(config, rules, state.arrays(config), jax.devices()).lower_train()
         except Exception as error:  # whatever it is that goes wrong
             built = str(error)
         assert bool(refused) == bool(built), (raw, sizes, options, refused, built)

@@ -83,15 +83,15 @@ def test_keeps_the_newest_and_every_nth(run):
     assert run.open().restore(abstract(make_state(4)), step=4)[0] == 4
 
 
-def test_the_newest_good_step_is_never_rotated_away(run):
+def test_the_newest_healthy_step_is_never_rotated_away(run):
     checkpoints = run.open(keep=1)
     for step in range(1, 7):
         if step <= 3:
-            checkpoints.confirm(step)  # shows that the steps before it are good
+            checkpoints.confirm(step)  # shows that the steps before it are healthy
         checkpoints.save(step, make_state(step), {})
-    assert checkpoints.newest_good() == 2
+    assert checkpoints.newest_healthy() == 2
     checkpoints.close()
-    assert run.open().steps() == [2, 6] and run.open().newest_good() == 2
+    assert run.open().steps() == [2, 6] and run.open().newest_healthy() == 2
     later = run.open(keep=1)
     later.restore(abstract(make_state(6)))
     later.confirm(7)
@@ -113,13 +113,13 @@ def test_what_only_failed_steps_followed_is_not_chosen_unasked(run):
     assert run.reports == [f"checkpoint 2, 3 in {run.directory}: not used, because no finite step followed"]
     assert again.restore(abstract(make_state(3)), step=3)[0] == 3
     (run.directory / "1" / "verdict.json").write_bytes(b"{\xff")  # damaged: as if it were not known
-    assert again.newest_good() is None and again.choose().step == 1
+    assert again.newest_healthy() is None and again.choose().step == 1
     for step in (2, 3):
         (run.directory / str(step) / "verdict.json").unlink()
     assert again.choose().step == 3
 
 
-def test_where_no_step_is_good_none_is_chosen_and_none_is_replaced_unasked(run):
+def test_where_no_step_is_healthy_none_is_chosen_and_none_is_replaced_unasked(run):
     checkpoints = run.open()
     checkpoints.save(1, make_state(1), {})
     assert checkpoints.give_up() is None

@@ -123,8 +123,8 @@ def test_that_an_online_tracker_keeps_old_points_is_said(online, tmp_path):
 def test_a_tracker_that_cannot_be_imported(tmp_path, monkeypatch):
     (tmp_path / "trackio.py").write_text("import not_installed_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-    trackers.check(("trackio",))
+    trackers.check_installed(("trackio",))
     with pytest.raises(
         InputError, match=r"(?s)trackio cannot be imported: No module named 'not_installed_.*fix   inst"
     ):
-        trackers.load("trackio")
+        trackers.import_tracker("trackio")

@@ -1,4 +1,4 @@
-"""The files beside the weights of a published model: those that are carried along, and those that are written anew."""
+"""The sidecar files of published weights: those that are carried along, and those that are written anew."""
 
 import json
 import re
@@ -25,49 +25,51 @@ _TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
 _LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
 
 
-def found(folder: Path, patterns: Sequence[str] = (*_OF_TEXT, *_TERMS)) -> dict[str, Path]:
+def carried(folder: Path, patterns: Sequence[str] = (*_OF_TEXT, *_TERMS)) -> dict[str, Path]:
     """The files of a folder that are carried along: name within the folder -> path."""
     every = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return {path.relative_to(folder).as_posix(): path for path in sorted(every)}
 
 
-def of_run(original: Path | None, name: str) -> dict[str, Path]:
+def exported(original: Path | None, name: str) -> dict[str, Path]:
     """The files to export with a run's weights: name -> path. Those about text are of its tokenizer, `name`.
 
     original: the folder of the files that came with the weights. Raises InputError if there is no such tokenizer.
     """
-    came = found(original) if original else {}
+    imported = carried(original) if original else {}
     if name == "bytes":
-        return came
+        return imported
     try:
-        path = tokenizer.find(name)
+        path = tokenizer.tokenizer_path(name)
     except InputError:
-        if "tokenizer.json" in came:  # the workdir was moved since
-            return came
+        if "tokenizer.json" in imported:  # the workdir was moved since
+            return imported
         raise
     if original and path.parent.samefile(original):
-        return came
-    kept = found(original, (*_TERMS, GENERATION)) if original else {}
-    return kept | found(path.parent, _OF_TEXT) | {"tokenizer.json": path}
+        return imported
+    kept = carried(original, (*_TERMS, GENERATION)) if original else {}
+    return kept | carried(path.parent, _OF_TEXT) | {"tokenizer.json": path}
 
 
-def new(came: Mapping[str, Path], original: Path | None, name: str, vocab: int) -> tuple[dict[str, bytes], list[int]]:
+def written_anew(
+    imported: Mapping[str, Path], original: Path | None, name: str, vocab: int
+) -> tuple[dict[str, bytes], list[int]]:
     """The files about text that a run's own tokenizer asks for, name -> content, and the ids that end a text.
 
     Nothing is written where the tokenizer came with the weights. Without these files, transformers would not know
     where a text ends.
     """
     moved = name != "bytes" and not Path(name).expanduser().exists()
-    if original and (name == "bytes" or moved or came["tokenizer.json"].parent.samefile(original)):
+    if original and (name == "bytes" or moved or imported["tokenizer.json"].parent.samefile(original)):
         return {}, []
     ends = [end for end in chat.stop_ids(name) if end < vocab]
-    said = _settings(came[GENERATION]) if GENERATION in came else {}
-    known = said.get("eos_token_id")
+    settings = _settings(imported[GENERATION]) if GENERATION in imported else {}
+    known = settings.get("eos_token_id")
     written = {}
     if any(end not in (known if isinstance(known, list) else [known]) for end in ends):
-        written[GENERATION] = as_json(said | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
-    tokens = tokenizer.load(name)
-    if isinstance(tokens, tokenizer.HuggingFace) and TOKENIZER_CONFIG not in came:
+        written[GENERATION] = as_json(settings | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
+    tokens = tokenizer.load_tokenizer(name)
+    if isinstance(tokens, tokenizer.HuggingFace) and TOKENIZER_CONFIG not in imported:
         end = next(text for text, number in tokens.special.items() if number == tokens.end)
         written[TOKENIZER_CONFIG] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
     return written, ends
@@ -82,14 +84,14 @@ def as_json(value: Any) -> bytes:
     return f"{json.dumps(value, indent=2)}\n".encode()
 
 
-def card(run: config.Config, family: str, parameters: int, dtype: str, step: int, came: Mapping[str, Path]) -> str:
+def card(run: config.Config, family: str, parameters: int, dtype: str, step: int, imported: Mapping[str, Path]) -> str:
     """The model card of an export: what was done to the weights, and under which terms they came.
 
-    run: its config, which names LoRA if adapters were merged. step: of the checkpoint. came: the files that came with
-    the weights.
+    run: its config, which names LoRA if adapters were merged. step: of the checkpoint. imported: the files that came
+    with the weights.
     """
-    former = came.get(FORMER_CARD, came.get(CARD))
-    terms = [name for name in came if name not in (CARD, FORMER_CARD) and any(map(Path(name).match, _TERMS))]
+    former = imported.get(FORMER_CARD, imported.get(CARD))
+    terms = [name for name in imported if name not in (CARD, FORMER_CARD) and any(map(Path(name).match, _TERMS))]
     head = _front_matter(paths.read_text(former)) if former else ""
     licence = _LICENCE.findall(head)
     done = []

@@ -10,15 +10,15 @@ _LONGEST_CUT = 3  # bytes of a character that lacks its last one
 _CONTEXT = 6  # tokens of the prompt that decide how the first new one is spelled (a space before it, or none)
 
 
-class Pieces:
-    """The text of a growing list of tokens, piece by piece. A piece never ends within a character."""
+class Detokenizer:
+    """The text of a growing list of tokens, chunk by chunk. A chunk never ends within a character."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
-        # Only the tokens from `_first` on are decoded again; of their text, `_given` characters were given already.
+        # Only the tokens from `_first` on are decoded again; of their text, `_emitted` characters were emitted already.
         self._ids = [int(i) for i in prompt[-_CONTEXT:]]
         self._first, self._whole = 0, len(self._ids)
-        self._given = len(self._text(self._ids))
+        self._emitted = len(self._text(self._ids))
 
     def add(self, token: int) -> str:
         """The text that the token adds; "" while a character is incomplete."""
@@ -27,23 +27,23 @@ class Pieces:
         whole = text.rstrip(_CUT)
         if len(text) - len(whole) > _LONGEST_CUT:  # these bytes will never be a character
             whole = text[:-_LONGEST_CUT]
-        piece = whole[self._given :]
-        self._given = max(self._given, len(whole))
-        if whole == text and piece:
+        chunk = whole[self._emitted :]
+        self._emitted = max(self._emitted, len(whole))
+        if whole == text and chunk:
             self._first, self._whole = self._whole, len(self._ids)
-            self._given = len(self._text(self._ids[self._first :]))
-        return piece
+            self._emitted = len(self._text(self._ids[self._first :]))
+        return chunk
 
     def rest(self) -> str:
         """The rest of the text when no token follows: U+FFFD for a character that never became whole."""
-        return self._text(self._ids[self._first :])[self._given :]
+        return self._text(self._ids[self._first :])[self._emitted :]
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, special=False).decode("utf-8", "replace")
 
 
 class Stops:
-    """Text up to the first of some strings, which may be spread over pieces. They are not part of it."""
+    """Text up to the first of some strings, which may be spread over chunks. They are not part of it."""
 
     def __init__(self, strings: Sequence[str]):
         """Raises InputError for an empty string, with which every text begins."""
@@ -52,12 +52,12 @@ class Stops:
         self._strings = strings
         self._held = ""
 
-    def add(self, piece: str) -> tuple[str, bool]:
+    def add(self, chunk: str) -> tuple[str, bool]:
         """The text that is certain now, and whether it ends here. Text that may begin a stop string is held back."""
-        self._held += piece
-        found = [at for at in (self._held.find(string) for string in self._strings) if at >= 0]
-        if found:
-            return self._held[: min(found)], True
+        self._held += chunk
+        starts = [at for at in (self._held.find(string) for string in self._strings) if at >= 0]
+        if starts:
+            return self._held[: min(starts)], True
         held = max((_overlap(self._held, string) for string in self._strings), default=0)
         certain = self._held[: len(self._held) - held]
         self._held = self._held[len(certain) :]

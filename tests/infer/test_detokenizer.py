@@ -3,7 +3,7 @@
 import pytest
 
 from gspmd_lm.data import tokenizer, trained
-from gspmd_lm.infer.text import Pieces, Stops
+from gspmd_lm.infer.detokenizer import Detokenizer, Stops
 
 TEXT = "Grüße, 世界! 👩‍🚀 naïve"
 
@@ -11,16 +11,18 @@ TEXT = "Grüße, 世界! 👩‍🚀 naïve"
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """A byte-level tokenizer that has seen little, so that characters are cut into several tokens."""
-    return trained.train([b"some plain words and words"], 270, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
+    return trained.train_tokenizer(
+        [b"some plain words and words"], 270, tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    )
 
 
 @pytest.fixture(params=["bytes", "bpe"])
 def tokens(request):
-    return tokenizer.load("bytes") if request.param == "bytes" else request.getfixturevalue("bpe")
+    return tokenizer.load_tokenizer("bytes") if request.param == "bytes" else request.getfixturevalue("bpe")
 
 
 def pieces_of(tokens, ids, prompt=()):
-    pieces = Pieces(tokens, prompt)
+    pieces = Detokenizer(tokens, prompt)
     return [pieces.add(i) for i in ids] + [pieces.rest()]
 
 
@@ -39,7 +41,7 @@ def test_what_never_becomes_a_character_is_shown_at_the_end(tokens):
 
 
 def test_bytes_that_are_no_characters_do_not_hold_back_what_follows():
-    found = pieces_of(tokenizer.load("bytes"), [0xFF] * 10 + [*b"ok"])
+    found = pieces_of(tokenizer.load_tokenizer("bytes"), [0xFF] * 10 + [*b"ok"])
     assert "".join(found) == "\ufffd" * 10 + "ok"
     assert "".join(found[:10]) == "\ufffd" * 7  # the last three might have become a character
 
@@ -80,4 +82,4 @@ def test_a_prompt_may_spell_out_special_tokens_and_a_document_may_not(bpe):
     assert bpe.encode_prompt(text).tolist() == [*bpe.encode(b"some").tolist(), bpe.end]
     assert bpe.end not in bpe.encode(text.encode()).tolist()
     assert bpe.decode([bpe.end]) == tokenizer.END_OF_TEXT.encode() and bpe.decode([bpe.end], special=False) == b""
-    assert tokenizer.load("bytes").encode_prompt("é").tolist() == [0xC3, 0xA9]
+    assert tokenizer.load_tokenizer("bytes").encode_prompt("é").tolist() == [0xC3, 0xA9]

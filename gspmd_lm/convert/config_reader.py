@@ -1,4 +1,4 @@
-"""A config.json while it is read: its checked values, and its problems."""
+"""Reads fields of a config.json: gives checked values, and collects problems."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ SMALLEST = 2.0**-100  # a smaller number is nearly zero in float32, and one that
 MISSING: Any = object()
 
 
-class Source:
-    """A config.json while it is read. It records which fields were read, their problems, and notes for the user."""
+class ConfigReader:
+    """A config.json that codecs read. It records which fields were read, their problems, and notes for the user."""
 
     def __init__(self, raw: Mapping[str, Any]):
         self.raw = raw
-        self.read: set[str] = set()
+        self.names_read: set[str] = set()
         self.problems: list[str] = []
         self.notes: list[str] = []
 
@@ -24,13 +24,13 @@ class Source:
 
         All `names` mean the same. If several are set and differ, that is a problem.
         """
-        self.read.update(names)
-        given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
-        first = next(iter(given), "")
-        for name, value in given.items():
-            if value != given[first]:
-                self.refuse(name, value, f"contradicts {first}: {shown(given[first])}")
-        return given.get(first, default)
+        self.names_read.update(names)
+        values = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        first = next(iter(values), "")
+        for name, value in values.items():
+            if value != values[first]:
+                self.refuse(name, value, f"contradicts {first}: {shown(values[first])}")
+        return values.get(first, default)
 
     def number(self, names: Sequence[str], default: Any = MISSING, most: float = LARGEST) -> Any:
         """The value as by `get`, a number above zero. It is a problem if there is neither a value nor a default."""
@@ -40,9 +40,9 @@ class Source:
             return 1
         if value is default:
             return value
-        return self.checked(next(name for name in names if self.raw.get(name) is not None), value, most)
+        return self.positive(next(name for name in names if self.raw.get(name) is not None), value, most)
 
-    def checked(self, name: str, value: Any, most: float = LARGEST) -> Any:
+    def positive(self, name: str, value: Any, most: float = LARGEST) -> Any:
         """`value` if it is a number above zero and at most `most`; otherwise 1, and that is a problem."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= SMALLEST:
             self.refuse(name, value, "must be a number above zero")

@@ -17,7 +17,7 @@ from gspmd_lm.workdir import checkpoint, layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class InitFrom:
     """A workdir with whose newest weights a run begins."""
 
     workdir: epath.Path
@@ -31,9 +31,9 @@ class Source:
         model, arrays = self.config.model, state.arrays(self.config)
         shardings = step.placement.shardings("weights", arrays.named_params, arrays.params)
         with checkpoint.of_run(self.workdir, self.config) as checkpoints:
-            found = checkpoints.restore_weights(placed(arrays.params, shardings))
-        assert found is not None, "find() has seen a checkpoint"
-        number, params = found
+            restored = checkpoints.restore_weights(placed(arrays.params, shardings))
+        assert restored is not None, "find() has seen a checkpoint"
+        number, params = restored
         if not model.lora:
             return number, params
 
@@ -44,7 +44,7 @@ class Source:
         return number, merge(lora.weights(params), lora.adapters(params))
 
 
-def find(config: Config) -> Source:
+def find(config: Config) -> InitFrom:
     """The workdir that train.init_from names. No arrays are read.
 
     Raises InputError if it has no checkpoint to use, or if the newest one is of another architecture.
@@ -57,7 +57,7 @@ def find(config: Config) -> Source:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=adapters))
     with checkpoint.of_run(workdir, config) as checkpoints:
         if checkpoints.candidates():
-            return Source(workdir, config)
+            return InitFrom(workdir, config)
     if (workdir / "config.json").exists():
         raise InputError(
             f"{place}: a Hugging Face directory, not a workdir\n"

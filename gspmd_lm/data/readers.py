@@ -1,0 +1,298 @@
+"""Readers of files: the texts or the records in them, one reader for each kind of format."""
+
+import bz2
+import codecs
+import contextlib
+import csv
+import gzip
+import html.parser
+import io
+import lzma
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.files import json_object, json_value
+
+OR_LEAVE_OUT = "\n        or leave the file out: data.source may be a list of files and globs"
+_CHARSET = re.compile(rb"""<meta[^>]*charset\s*=\s*["']?([\w.:-]+)""", re.IGNORECASE)
+# Elements that begin a new line.
+_BLOCKS = set(
+    re.findall(
+        r"\w+",
+        """address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer form
+        h1 h2 h3 h4 h5 h6 header hr li main nav ol option p pre section summary table td th title tr ul""",
+    )
+)
+# A text file above this size becomes several documents, cut at line ends, or within very long lines at spaces. Then
+# parts of one large file can be held out, and no file has to fit in memory.
+SECTION_BYTES = 64 * 1024
+Row = tuple[str, dict[str, Any]]  # the place of a record, such as file:line, and its fields
+
+
+def _zstd(path: Path, mode: str) -> BinaryIO:
+    import pyarrow
+
+    return io.BufferedReader(cast(Any, pyarrow.input_stream(str(path), compression="zstd")))
+
+
+COMPRESSED: dict[str, Callable[[Path, str], Any]] = {
+    ".gz": gzip.open,
+    ".zst": _zstd,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The content of a file, decompressed; without a byte order mark, and in UTF-8 if the mark says UTF-16."""
+    with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+        start = file.peek(4)[:4]
+        if start.startswith(codecs.BOM_UTF8):
+            file.read(len(codecs.BOM_UTF8))
+        elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as Windows writes "Unicode" text
+            try:
+                file = io.BytesIO(file.read().decode("utf-16").encode())
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{path}: begins as UTF-16 but is not ({error.reason} at byte {error.start})\n"
+                    "  fix   save it as UTF-8, or leave it out"
+                ) from error
+        yield file
+
+
+def plain_text(path: Path) -> Iterator[bytes]:
+    """The sections of a text file, each of SECTION_BYTES or a little more."""
+    left = b""
+    with opened(path) as file:
+        while section := left + file.read(SECTION_BYTES):
+            section, left = section + file.readline(SECTION_BYTES), b""
+            if len(section) >= 2 * SECTION_BYTES and not section.endswith(b"\n"):  # in the middle of a very long line
+                section, left = _cut(section)
+            yield section
+
+
+def _cut(text: bytes) -> tuple[bytes, bytes]:
+    """The text up to its last space, and the rest. Without a space it is cut between two characters of UTF-8."""
+    at = text.rfind(b" ", len(text) // 2) + 1
+    if not at:
+        at = next(i for i in range(len(text) - 1, 0, -1) if text[i] & 0xC0 != 0x80 or i < len(text) - 4)
+    return text[:at], text[at:]
+
+
+def html_text(path: Path) -> Iterator[bytes]:
+    """The text that a browser shows of an HTML page."""
+    with opened(path) as file:
+        yield _visible(file.read())
+
+
+def notebook(path: Path) -> Iterator[bytes]:
+    """What stands in the cells of a Jupyter notebook, without outputs."""
+    notebook = _json(path)
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise InputError(f"{path}: not a Jupyter notebook of version 4\n  fix   open and save it, or leave it out")
+    sources = (cell.get("source", "") for cell in cells)
+    texts = ("".join(map(str, source)) if isinstance(source, list) else str(source) for source in sources)
+    yield encoded("\n\n".join(filter(None, texts)))
+
+
+def _json(path: Path) -> Any:
+    with opened(path) as file:
+        raw = file.read()
+    return json_value(raw.decode("utf-8", "surrogateescape"), path, "correct it, or leave it out")
+
+
+def json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The objects of a file with one JSON object on each line."""
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            yield place, json_object(line.decode("utf-8", "surrogateescape"), place, "one object per line")
+
+
+def json_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The objects of a list, or one object. A file of several objects, one on each line, is read too."""
+    try:
+        value = _json(path)
+    except InputError as error:
+        if "Extra data" not in str(error):
+            raise
+        yield from json_lines(path, columns)
+        return
+    records = value if isinstance(value, list) else [value]
+    for number, record in enumerate(records, 1):
+        place = f"{path}: item {number}" if isinstance(value, list) else str(path)
+        if isinstance(record, str) and len(columns) == 1:  # a list of texts
+            record = {columns[0]: record}
+        if not isinstance(record, dict):
+            raise InputError(f"{place}: a {type(record).__name__}\n  fix   give a list of objects, or of texts")
+        yield place, record
+
+
+def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows below the header. The header's separator is the one that makes a column of what is looked for."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default refuses texts of 131 kB
+    with opened(path) as raw, io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="") as file:
+        first = file.readline()
+        separators = ["\t", ","] if ".tsv" in path.suffixes else [",", ";", "\t", "|"]
+
+        def split(by: str) -> list[str]:
+            return next(csv.reader([first], delimiter=by), [])
+
+        by = next((one for one in separators if set(columns) <= set(split(one))), max(separators, key=first.count))
+        header = split(by)
+        rows = csv.reader(file, delimiter=by, strict=True)
+        while True:
+            place = f"{path}:{rows.line_num + 2}"
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                raise InputError(f"{place}: not CSV ({error})\n  fix   correct it, or leave the file out") from error
+            if row is None:
+                return
+            if row and len(row) != len(header):
+                raise InputError(
+                    f"{place}: {len(row)} fields, but the header has {len(header)}\n"
+                    '  fix   put "quotes" around texts that hold separators, or leave the file out'
+                )
+            if row:
+                yield place, dict(zip(header, row, strict=True))
+
+
+def array_records(path: Path) -> Iterator[bytes]:
+    """The records of an ArrayRecord file, each of which is a text."""
+    try:
+        from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  (compiled)
+    except ImportError as error:
+        raise InputError(f"{path}: needs the package array_record\n  fix   pip install array_record") from error
+
+    reader = array_record_module.ArrayRecordReader(str(path))
+    try:
+        count = reader.num_records()
+        for start in range(0, count, 1024):
+            yield from reader.read(start, min(start + 1024, count))
+        reader.close()  # only close() raises for a damaged file, which otherwise seems to have no records
+    except Exception as error:  # the library raises nothing more precise
+        raise InputError(f"{path}: cannot be read as ArrayRecord ({error or 'damaged'})") from error
+
+
+class _Visible(html.parser.HTMLParser):
+    """Collects the text that a browser shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts: list[str] = []
+        self._hidden = self._kept = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self._hidden = self._hidden or tag in ("script", "style")
+        self._kept = self._kept or tag == "pre"
+        if tag in _BLOCKS:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self._hidden = False
+        self._kept = self._kept and tag != "pre"
+        if tag in _BLOCKS:
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
+
+
+def _visible(raw: bytes) -> bytes:
+    """The text that a browser shows of a page, as UTF-8. Bytes that are not UTF-8 stay if the page names no charset."""
+    named = _CHARSET.search(raw[:1024])
+    try:
+        charset = codecs.lookup(named[1].decode("ascii", "replace")).name if named else "utf-8"
+        text = raw.decode(charset, "surrogateescape" if charset == "utf-8" else "replace")
+    except (LookupError, ValueError):  # Python does not know the charset, or it is a codec of something else
+        text = raw.decode("utf-8", "surrogateescape")
+    visible = _Visible()
+    visible.feed(text)
+    visible.close()
+    lines = (line.rstrip() for line in "".join(visible.parts).replace("\u00a0", " ").split("\n"))
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(line[1:] if line[:1] == " " != line[1:2] else line for line in lines))
+    return text.strip("\n").encode("utf-8", "surrogateescape")
+
+
+@contextlib.contextmanager
+def _table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterator[Any]]]]:
+    """The schema of a table in a file, and a function that reads some of its columns (None: all) batch by batch."""
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if path.suffix.lower() == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file.schema_arrow, lambda columns: file.iter_batches(batch_size=1024, columns=columns)
+        return
+    with pyarrow.memory_map(str(path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            mapped.seek(0)
+            file = pyarrow.ipc.open_file(mapped)
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+            schema = file.schema
+        else:  # the stream format, which `datasets` writes
+            mapped.seek(0)
+            batches = pyarrow.ipc.open_stream(mapped)
+            schema = batches.schema
+        yield schema, lambda columns: (batch.select(columns) if columns else batch for batch in batches)
+
+
+def table_texts(path: Path, field: str) -> Iterator[bytes]:
+    """The texts in the column `field` of a Parquet or Arrow file. Raises InputError if it is not a column of texts."""
+    import pyarrow
+
+    with _table(path) as (schema, batches):
+        if field not in schema.names:
+            raise InputError(
+                f"{path}: no column {field}{did_you_mean(field, schema.names)}\n"
+                f"  fix   set data.text_field to one of {', '.join(schema.names)}"
+                + (", or for conversations data.messages_field" if _any_list(schema) else "")
+                + OR_LEAVE_OUT
+            )
+        kind = schema.field(field).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
+            fix = f"for conversations set data.messages_field={field}" if _is_list(kind) else "set data.text_field"
+            raise InputError(f"{path}: column {field} is {kind}, not text\n  fix   {fix}")
+        for batch in batches([field]):
+            yield from (text or b"" for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist())
+
+
+def table_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of a Parquet or Arrow file, each with its place."""
+    number = 0
+    with _table(path) as (_, batches):
+        for batch in batches(None):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", record
+
+
+def _any_list(schema: Any) -> bool:
+    return any(_is_list(kind) for kind in schema.types)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+
+
+def encoded(text: str) -> bytes:
+    """The bytes of a text that was decoded with surrogateescape."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # JSON can spell half a character (a lone surrogate) as an escape
+        return text.encode("utf-8", "surrogatepass")
