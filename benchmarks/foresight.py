@@ -28,12 +28,12 @@ from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain, hlo, memory
-from gspmd_lm.foresight.cost.walk import Walk
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.timing.simulate import Walk
 from gspmd_lm.hardware import target
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.estimate import Pricer
 from gspmd_lm.sharding import rules_file
 
 SPARED = 0.98  # of the memory: what a configuration that was trained must do with

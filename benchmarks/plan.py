@@ -33,9 +33,9 @@ from gspmd_lm.foresight.known_errors import is_several
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
-from gspmd_lm.plan.price import Price, Pricer
+from gspmd_lm.plan.estimate import Price, Pricer
+from gspmd_lm.plan.operations import Traces
 from gspmd_lm.plan.space import Space, describe
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding import rules_file
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.step_times import JAX_FRAMEWORKS, Row
-from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.known_errors import Kind, is_several, kind_of
+from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware import network, target
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.train import state
@@ -50,7 +50,7 @@ class Constant:
 HOPPER = (9, 11)  # what the slowdown of H100 and H200 was fitted to
 _GPUS = (8, 9, 10, 11, 12, 13, 14)
 FITTED = (
-    Constant("HBM share, TPU", f"{prices.HBM_SHARE['tpu']:g}", "fitted, with programs of another trainer",
+    Constant("HBM share, TPU", f"{op_time.HBM_SHARE['tpu']:g}", "fitted, with programs of another trainer",
              (0, 2, 4), (0, 2, 4)),
     Constant("host link, v6e", f"{CHIPS['v6e'].host_link_bytes_per_s / 1e9:g} GB/s",
              "fitted, likewise (scaling book: 32); tpu7x takes it too", (0, 2)),
@@ -60,13 +60,13 @@ FITTED = (
     Constant("slowdown, tpu7x", f"{CHIPS['tpu7x'].matmul_slowdown:g}", "fitted", (7,), (7,)),
     Constant("slowdown, Hopper", f"{CHIPS['h100'].matmul_slowdown:g}",
              "fitted: the clock of H100 and H200 under a power limit", HOPPER, _GPUS),
-    Constant("share of peak, TPU", f"{prices.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
+    Constant("share of peak, TPU", f"{op_time.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
              (), (0, 1, 2, 3)),
-    Constant("share of peak, GPU", f"{prices.MATMUL_SHARE['gpu']:g}", "matmuls on one H200"),
-    Constant("tiles, GPU", f"{prices.GPU_TILE_BYTES} bytes", "DeepGEMM's times by shape", (), _GPUS),
-    Constant("HBM share, GPU", f"{prices.HBM_SHARE['gpu']:g}", "a copy on one H200"),
-    Constant("time between kernels, GPU", f"{prices.LAUNCH_S['gpu'] * 1e6:g} us", "a guess"),
-    Constant("on-chip memory over HBM, TPU", f"{prices.ON_CHIP_SPEED}", "scaling book"),
+    Constant("share of peak, GPU", f"{op_time.MATMUL_SHARE['gpu']:g}", "matmuls on one H200"),
+    Constant("tiles, GPU", f"{op_time.GPU_TILE_BYTES} bytes", "DeepGEMM's times by shape", (), _GPUS),
+    Constant("HBM share, GPU", f"{op_time.HBM_SHARE['gpu']:g}", "a copy on one H200"),
+    Constant("time between kernels, GPU", f"{op_time.LAUNCH_S['gpu'] * 1e6:g} us", "a guess"),
+    Constant("on-chip memory over HBM, TPU", f"{op_time.ON_CHIP_SPEED}", "scaling book"),
     Constant("cuDNN attention", "shares of peak by length", "arXiv 2407.08608", (), _GPUS),
     Constant("splash attention", "cycles", "libtpu's schedules"),
     Constant("FLOPs per cycle, v6e and tpu7x", f"{CHIPS['v6e'].peak_bf16_flops_per_s / CHIPS['v6e'].clock_hz:,.0f}",

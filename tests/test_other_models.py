@@ -11,7 +11,7 @@ import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.estimate import Pricer
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
 from tests import own_models

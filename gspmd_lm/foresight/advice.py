@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.prices import CALL
-from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.op_time import CALL
+from gspmd_lm.foresight.timing.predict import UNKNOWN_TURNS, Prediction
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.supported import faster_kernel
 from gspmd_lm.model.task import Task

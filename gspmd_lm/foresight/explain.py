@@ -9,13 +9,13 @@ from typing import Any
 from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory, table
+from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table
+from gspmd_lm.foresight.bounds import any_model
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Progress, programs, sizes
-from gspmd_lm.foresight.cost import schedule
-from gspmd_lm.foresight.floor import counted as counted_floor
+from gspmd_lm.foresight.graph import Traced
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.timing import predict
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
@@ -100,15 +100,15 @@ def report(
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
-        least = counted_floor.floor(config, rules, arrays, target.chip)
+        least = any_model.floor(config, rules, arrays, target.chip)
         needed = least.flops
     elif phase == "train":
-        least = floor.floor(config, rules, arrays, target.chip, traced)
-        needed = floor.least_flops(config, rules, arrays, traced)
+        least = bounds.floor(config, rules, arrays, target.chip, traced)
+        needed = bounds.least_flops(config, rules, arrays, traced)
     else:
         whole = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
-        least = floor.of_generation(config, rules, arrays, target.chip, traced, whole, of_row, cache_bytes)
+        least = bounds.of_generation(config, rules, arrays, target.chip, traced, whole, of_row, cache_bytes)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     module, found, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:
@@ -122,7 +122,7 @@ def report(
         if target.chip:
             error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
             each = tokens / target.devices
-            predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error, needed), ""
+            predicted, reason = predict.predict(module, target.chip, network, least.flops, each, error, needed), ""
     said = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",

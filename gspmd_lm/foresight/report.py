@@ -8,11 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspmd_lm.foresight.bounds import Floor
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.schedule import Prediction
-from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.predict import Prediction
 
 _NARROW = ("bf16", "f16")
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it

@@ -1,4 +1,4 @@
-"""A layout that a plan looks at, and what a plan finds."""
+"""A layout that a plan looks at, what a plan finds, and a layout as the text of a rules file, which any verb takes."""
 
 import dataclasses
 import functools
@@ -9,9 +9,12 @@ from typing import Any
 
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.plan.price import Price
-from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.plan.estimate import Price
+from gspmd_lm.sharding.rules import Rules, flow
+from gspmd_lm.units import human_bytes, human_seconds
 
+_OWN_LINES = ("rules", "weights", "optimizer")  # sections with one row per line
+FOUND_BY = "found by"
 FAR_ABOVE = 1.2  # the share of the limit above which nothing is compiled while something else may fit
 
 
@@ -96,3 +99,31 @@ class Plan:
     refused: int = 0  # candidates that a check of the rules refused
     nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
     stopped: str = ""  # why the search ended
+
+
+def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:
+    """The YAML of a candidate. Its first line has the idea, the command, the prediction and its known error."""
+    return f"# {candidate.name}, {FOUND_BY}: {command} ({prediction(plan, candidate)})\n{yaml(candidate.raw)}"
+
+
+def prediction(plan: Plan, candidate: Candidate) -> str:
+    """What is expected of a candidate: of its program where it was compiled, else by its price."""
+    peak = human_bytes(candidate.peak_bytes)
+    if plan.target.chip is None:
+        sent = human_bytes(candidate.price.sent_bytes)
+        return f"{sent} sent and about {peak} per device; simulated devices have no times"
+    seconds = human_seconds(candidate.step_time_s)
+    if candidate.report is None or candidate.report.prediction is None:
+        return f"priced at {seconds} a step, {peak} per device, not compiled"
+    return f"predicted: {seconds} a step, {peak} per device; error of predictions: {candidate.report.prediction.error}"
+
+
+def yaml(raw: Mapping[str, Any]) -> str:
+    """Plain values in the form of the files in rules/: a mesh on one line, and a table with a row on each line."""
+    lines: list[str] = []
+    for section, value in raw.items():
+        if section in _OWN_LINES and isinstance(value, Mapping):
+            lines += [f"{section}:"] + [f"  {key}: {flow(entry)}" for key, entry in value.items()] if value else []
+        else:
+            lines.append(f"{section}: {flow(value)}")
+    return "\n".join(lines) + "\n"

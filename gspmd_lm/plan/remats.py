@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from gspmd_lm.model.kernels import attention
-from gspmd_lm.plan.price import Pricer, Sketch
-from gspmd_lm.plan.traces import Trace
+from gspmd_lm.plan.estimate import Pricer, Sketch
+from gspmd_lm.plan.operations import Trace
 from gspmd_lm.sharding.rules import Remat, Rules
 
 # Shares of a device's memory that are filled: estimates of memory are up to a sixth too low or too high.

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.graph import Traced
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.supported import kernel_said
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan import remats
-from gspmd_lm.plan.price import Pricer
-from gspmd_lm.plan.traces import Traces
+from gspmd_lm.plan.estimate import Pricer
+from gspmd_lm.plan.operations import Traces
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules

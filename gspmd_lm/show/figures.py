@@ -4,10 +4,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from gspmd_lm.foresight.cost.schedule import Prediction
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.parts import difference, parts_s
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.timing.predict import Prediction
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 
 ALIKE = 0.01  # the times of two layouts that differ by less are the same

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gspmd_lm.plan import written
+from gspmd_lm.plan import candidate
 from gspmd_lm.plan.advice import Change
 from gspmd_lm.plan.outcome import Outcome, front
 from gspmd_lm.show import page, plan_terminal
@@ -26,7 +26,7 @@ def render(outcomes: Sequence[Outcome], helps: Sequence[Change], command: str) -
     body += _ranking(best, helps) + _memory(best)
     chosen = [line.candidate for line in best.lines() if line.candidate.report][:IN_FULL]
     reports = [one.report for one in chosen if one.report]
-    body += section("h2", "The rules file", "", file_of(written.rules_file(best.plan, best.plan.best, command)))
+    body += section("h2", "The rules file", "", file_of(candidate.rules_file(best.plan, best.plan.best, command)))
     if reports:
         names = "".join(f"{pick(i, one.name)} " for i, one in enumerate(chosen))
         body += f"<p>{names if len(reports) > 1 else ''}</p>" + page.layouts(reports)

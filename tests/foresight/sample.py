@@ -2,12 +2,12 @@
 
 import dataclasses
 
+from gspmd_lm.foresight.bounds import Floor
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.schedule import Prediction, Span
-from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory, Temporary
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.predict import Prediction, Span
 from gspmd_lm.hardware.network import Network
 
 MB, GB = 10**6, 10**9

@@ -7,11 +7,11 @@ from sample import LLAMA, PREDICTION
 
 from gspmd_lm import config as configs
 from gspmd_lm.foresight import advice, hlo
+from gspmd_lm.foresight.bounds import Floor
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS
-from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.predict import UNKNOWN_TURNS
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem

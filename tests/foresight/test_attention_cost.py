@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import attention, prices
+from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware.chips import CHIPS
 
 
@@ -101,7 +101,7 @@ def test_a_window_leaves_few_blocks(part, grid):
 def test_a_kernel_in_a_fusion_is_priced_as_itself():
     alone, fused = splash("fwd_residuals", 8), splash("fwd_residuals", 8, fused=True)
     assert fused.entry.root.opcode == "fusion"
-    prices_s = [prices.price(program, program.entry.root, CHIPS["v6e"]) for program in (alone, fused)]
+    prices_s = [op_time.price(program, program.entry.root, CHIPS["v6e"]) for program in (alone, fused)]
     assert prices_s[0] == prices_s[1] and prices_s[0].kind == "attention"
 
 

@@ -4,7 +4,7 @@
 import pytest
 from saved_programs import program, saved
 
-from gspmd_lm.foresight.cost import flops
+from gspmd_lm.foresight.timing import flops
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu_jax012"])

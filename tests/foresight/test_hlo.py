@@ -7,8 +7,8 @@ from saved_programs import program, saved
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import flops
 from gspmd_lm.foresight.hlo.replica_groups import groups, read
+from gspmd_lm.foresight.timing import flops
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])

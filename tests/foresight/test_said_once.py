@@ -6,11 +6,11 @@ import random
 import types
 
 import pytest
-from test_causes import collectives_of, program, simulated
+from test_attribution import collectives_of, program, simulated
 
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.floor import floor, memory_bytes
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.bounds import floor, memory_bytes
+from gspmd_lm.foresight.graph import Traced
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, ShardingError

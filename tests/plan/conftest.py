@@ -7,9 +7,9 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.estimate import Pricer
+from gspmd_lm.plan.operations import Traces
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

@@ -18,9 +18,10 @@ from gspmd_lm.cli import plan as verb
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan import outcome, search, space, written
+from gspmd_lm.plan import candidate as candidates
+from gspmd_lm.plan import outcome, search, space
 from gspmd_lm.plan.candidate import Candidate, Plan
-from gspmd_lm.plan.price import Price
+from gspmd_lm.plan.estimate import Price
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.show import plan_page, plan_terminal
 
@@ -112,8 +113,8 @@ def test_the_written_file_is_the_layout(found):
     raws = [*RAWS, *space.candidates(config, targets.parse("2@v6e:2x4"))]
     assert len(raws) > 40
     for raw in raws:
-        assert core_yaml.parse(written.yaml(raw), "file") == raw
-    first, *_ = written.rules_file(found.plan, found.plan.best, "python main.py plan --target=h100:8").splitlines()
+        assert core_yaml.parse(candidates.yaml(raw), "file") == raw
+    first, *_ = candidates.rules_file(found.plan, found.plan.best, "python main.py plan --target=h100:8").splitlines()
     assert first.startswith(
         "# fsdp 8, remat block, found by: python main.py plan --target=h100:8 (predicted: 3.2 s a step"
     )

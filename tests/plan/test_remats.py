@@ -7,10 +7,10 @@ import pytest
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import remats
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.estimate import Pricer
+from gspmd_lm.plan.operations import Traces
 from gspmd_lm.plan.remats import Names, tried
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding.rules import Remat
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}

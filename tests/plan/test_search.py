@@ -10,9 +10,9 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan import candidate, remats, search, space, written
+from gspmd_lm.plan import candidate, remats, search, space
+from gspmd_lm.plan.operations import Traces
 from gspmd_lm.plan.search import plan
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
 
@@ -215,7 +215,7 @@ def test_compiler_options_that_help_are_taken(config):
     plain = next(one for one in found.candidates if "compiler_options" not in one.raw)
     assert found.best.name == f"{plain.name}, 3 compiler options"
     assert sum("compiler option" in name for name in helped.asked) == len(space.OPTIONS["gpu"])
-    assert rules_file.from_dict(core_yaml.parse(written.yaml(found.best.raw), "file"), "file").problems == ()
+    assert rules_file.from_dict(core_yaml.parse(candidate.yaml(found.best.raw), "file"), "file").problems == ()
     slowed = Compiler(config, factor=lambda rules: 1.02 if rules.compiler_options else 1.0)
     best = plan(config, targets.parse("h100:4"), reports=slowed).best
     assert best and "compiler_options" not in best.raw

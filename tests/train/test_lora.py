@@ -20,7 +20,7 @@ from gspmd_lm.config import Lora
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import flops
+from gspmd_lm.foresight.timing import flops
 from gspmd_lm.model import lora
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file

@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from gspmd_lm.foresight.collectives.causes import Causes
-from gspmd_lm.foresight.collectives.provenance import Provenance
+from gspmd_lm.foresight.collectives.attribution import Causes
+from gspmd_lm.foresight.collectives.def_use import Provenance
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, tensors
+from gspmd_lm.foresight.graph import Traced
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.names import Name, each, read, state
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.op_names import Name, each, read, state
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.sharding.rules import Rules
 

@@ -8,12 +8,12 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gspmd_lm.foresight.collectives import exchanges
-from gspmd_lm.foresight.collectives.exchanges import Exchange
-from gspmd_lm.foresight.collectives.provenance import Provenance
+from gspmd_lm.foresight.collectives import ops
+from gspmd_lm.foresight.collectives.def_use import Provenance
+from gspmd_lm.foresight.collectives.ops import Exchange
 from gspmd_lm.foresight.hlo import Array, Executed, Instruction, Module, Place
 from gspmd_lm.foresight.hlo.replica_groups import Groups
-from gspmd_lm.foresight.names import each
+from gspmd_lm.foresight.op_names import each
 
 WINDOWED = "windowed "
 REDUCTIONS = ("all-reduce", "reduce-scatter", WINDOWED + "reduce-scatter")
@@ -51,7 +51,7 @@ def tensors(module: Module, origins: Provenance, slices: Sequence[int] = ()) -> 
             continue
         if permutes := windows.get(step.instruction.name):
             yield _of_window(module, step, permutes)
-        for exchange in exchanges.of(module, step.instruction, slices):
+        for exchange in ops.of(module, step.instruction, slices):
             yield from _of_exchange(module, origins, step, exchange)
 
 
@@ -82,7 +82,7 @@ def _ring_of(module: Module, loop: Instruction) -> list[Exchange]:
     """The permutes of a windowed einsum: those in its loop, and the first or last ones beside it."""
 
     def permutes(instructions: Iterable[Instruction]) -> list[Exchange]:
-        return [e for i in instructions for e in exchanges.of(module, i) if e.kind == "collective-permute"]
+        return [e for i in instructions for e in ops.of(module, i) if e.kind == "collective-permute"]
 
     turning = permutes(module.computations[_body(loop)].instructions.values())
     names = {permute.instruction.op_name for permute in turning}
@@ -135,8 +135,8 @@ def _ends(module: Module, start: Instruction) -> set[str]:
     """Names of the instructions with which a movement that `start` begins can end."""
     siblings = module.siblings(start).values()
     if start.opcode == "send":
-        meeting = exchanges.rendezvous(start)
-        received = {i.name for i in siblings if i.opcode == "recv" and exchanges.rendezvous(i) == meeting}
+        meeting = ops.rendezvous(start)
+        received = {i.name for i in siblings if i.opcode == "recv" and ops.rendezvous(i) == meeting}
         return {i.name for i in siblings if i.opcode == "recv-done" and received & set(i.operands)}
     if start.opcode == "fusion":
         chains = set(module.carried(start, "AsyncCollectiveStart"))

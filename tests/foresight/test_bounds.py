@@ -9,8 +9,8 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.floor import counted, floor, least_flops, memory_bytes
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.bounds import any_model, floor, least_flops, memory_bytes
+from gspmd_lm.foresight.graph import Traced
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import IN_BLOCKS
@@ -250,7 +250,7 @@ def test_each_turn_of_a_loop_counts_and_of_branches_the_dearest():
         return jax.lax.cond(y.sum() > 0, lambda y: y @ w @ w, lambda y: y @ w, y)
 
     made = jax.make_jaxpr(program)(np.ones((4, 8)), np.ones((8, 8)))
-    assert counted.flops(made.jaxpr) == (5 + 2) * 2 * 4 * 8 * 8
+    assert any_model.flops(made.jaxpr) == (5 + 2) * 2 * 4 * 8 * 8
 
 
 def test_of_a_mixture_only_the_chosen_experts_count():

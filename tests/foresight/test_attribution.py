@@ -9,10 +9,10 @@ import pytest
 import saved_programs
 from sample import network
 
-from gspmd_lm.foresight import collectives, hlo, names, table
-from gspmd_lm.foresight.collectives.provenance import Provenance
+from gspmd_lm.foresight import collectives, hlo, op_names, table
+from gspmd_lm.foresight.collectives.def_use import Provenance
 from gspmd_lm.foresight.compile import programs
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.graph import Traced
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Row
@@ -299,7 +299,7 @@ def test_what_only_one_device_takes_part_in_is_no_collective():
     ],
 )
 def test_names_of_merged_tensors(op_name, count, expected):
-    assert names.each(op_name, count) == expected
+    assert op_names.each(op_name, count) == expected
 
 
 @pytest.mark.parametrize(
@@ -314,14 +314,14 @@ def test_names_of_merged_tensors(op_name, count, expected):
     ],
 )  # fmt: skip
 def test_what_names_say(op_name, phase, parts):
-    name = names.read(op_name)
+    name = op_names.read(op_name)
     assert (name.phase, (name.modules, name.of, name.sums, (name.table, name.array))) == (phase, parts)
 
 
 def test_arguments_of_the_step():
-    assert names.state("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
-    assert names.state("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
-    assert names.state("jit(_train)/jvp(Decoder)/mul") == ("", "")
+    assert op_names.state("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
+    assert op_names.state("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
+    assert op_names.state("jit(_train)/jvp(Decoder)/mul") == ("", "")
 
 
 def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():

@@ -6,10 +6,10 @@ import functools
 import math
 from collections.abc import Sequence
 
-from gspmd_lm.foresight.collectives import exchanges
-from gspmd_lm.foresight.collectives.exchanges import Exchange
-from gspmd_lm.foresight.cost import prices
+from gspmd_lm.foresight.collectives import ops
+from gspmd_lm.foresight.collectives.ops import Exchange
 from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Computation, Instruction, Module
+from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
 
@@ -100,18 +100,18 @@ class Walk:
         self._synchronous(instruction)
         return None
 
-    def _price(self, instruction: Instruction) -> prices.Price:
+    def _price(self, instruction: Instruction) -> op_time.Price:
         """The price of an instruction's compute. Transfers compute nothing."""
         if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
-            return prices.NOTHING
-        found = prices.price(self.module, instruction, self.chip)
+            return op_time.NOTHING
+        found = op_time.price(self.module, instruction, self.chip)
         if instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
             return dataclasses.replace(found, seconds=0.0)  # its time is that of the exchange
         return found
 
     def _exchanges(self, instruction: Instruction) -> tuple[Exchange, ...]:
         """The collectives that begin with an instruction, among all devices."""
-        return exchanges.of(self.module, instruction, self.network.slices)
+        return ops.of(self.module, instruction, self.network.slices)
 
     def _synchronous(self, instruction: Instruction) -> None:
         """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
@@ -180,12 +180,12 @@ class Walk:
             direction = "copy from host" if from_host else "copy to host"
             seconds = moved * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
             return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
-        seconds = moved / prices.hbm_bytes_per_s(self.chip)
+        seconds = moved / op_time.hbm_bytes_per_s(self.chip)
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
     def _between_slices(self, instruction: Instruction) -> Piece | None:
         """The transfer of an exchange between slices: a send begins it, and the matching receive waits for it."""
-        meeting = exchanges.rendezvous(instruction)
+        meeting = ops.rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._chains.pop(meeting, None)
         for exchange in self.exchanges(instruction):

@@ -4,10 +4,10 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from gspmd_lm.foresight.cost import attention, flops, memory_traffic, prices
-from gspmd_lm.foresight.cost.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.names import read
+from gspmd_lm.foresight.op_names import read
+from gspmd_lm.foresight.timing import attention, flops, memory_traffic, op_time
+from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
 
@@ -130,7 +130,7 @@ def _flops(module: Module) -> float:
         if read(step.instruction.op_name).phase == "recomputation":
             continue
         done = flops.of(module, step.instruction)
-        for call in prices.kernels_of(module, step.instruction):
+        for call in op_time.kernels_of(module, step.instruction):
             done += attention.flops(module, call) or (flops.stated(module, call) or (0.0,))[0]
         total += step.times * done
     return total

@@ -8,18 +8,18 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import attention, flops, prices
-from gspmd_lm.foresight.floor import counted, floor
-from gspmd_lm.foresight.floor.moves import Move
-from gspmd_lm.foresight.names import read
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.bounds import any_model, floor
+from gspmd_lm.foresight.bounds.transfers import Move
+from gspmd_lm.foresight.graph import Traced
+from gspmd_lm.foresight.op_names import read
+from gspmd_lm.foresight.timing import attention, flops, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.plan import links, price, work
-from gspmd_lm.plan.links import Links
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan import estimate, operations, overlap
+from gspmd_lm.plan.estimate import Pricer
+from gspmd_lm.plan.operations import Traces
+from gspmd_lm.plan.overlap import Links
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
@@ -66,13 +66,13 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
     operations = traces.of(rules).work(False).operations
     total = sum(one.flops * (1 + one.backward) * one.times for one in operations)
     of_images = next(one.flops for one in operations if one.flops)  # they have no gradient
-    of_step = counted.flops_of_step(mixer, traces.arrays)
+    of_step = any_model.flops_of_step(mixer, traces.arrays)
     assert total - of_images == of_step
 
 
 def test_what_a_policy_computes_again(llama, monkeypatch):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
-    monkeypatch.setitem(price.FUSED, "tpu", 0.0)  # products alone
+    monkeypatch.setitem(estimate.FUSED, "tpu", 0.0)  # products alone
     pricer = Pricer(llama, targets.parse("v5p:2x2x2"))
 
     def products_s(remat):
@@ -80,7 +80,7 @@ def test_what_a_policy_computes_again(llama, monkeypatch):
 
     def again_s(elements):  # of the matrices of a layer
         chip = CHIPS["v5p"]
-        slower = chip.matmul_slowdown / prices.MATMUL_SHARE["tpu"]
+        slower = chip.matmul_slowdown / op_time.MATMUL_SHARE["tpu"]
         return pytest.approx(2 * T * elements * L * slower / chip.peak_bf16_flops_per_s, rel=1e-6)
 
     once = products_s("none")
@@ -140,10 +140,11 @@ def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(smal
     scores_bytes = 4 * 4 * config.model.heads * 64 * 64 * 4  # float32, of all layers
     assert max(size for size, _ in kept(config, "none").on_device) < scores_bytes
     saved = kept(small(**EXPERTS), {"save": ["hidden"]})
-    names = {next(iter(one.nodes)).name.of for one in saved.again if isinstance(one, work.Operation) and one.grouped}
+    grouped = [one for one in saved.again if isinstance(one, operations.Operation) and one.grouped]
+    names = {next(iter(one.nodes)).name.of for one in grouped}
     assert names == set()  # neither w_gate nor w_up
     everything = kept(small(**EXPERTS), "dots")  # jax keeps what dot_general gives, which grouped kernels are not
-    assert sum(one.grouped for one in everything.again if isinstance(one, work.Operation)) == 2
+    assert sum(one.grouped for one in everything.again if isinstance(one, operations.Operation)) == 2
 
 
 def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, monkeypatch):
@@ -151,12 +152,12 @@ def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, 
     traces = Traces(llama)
 
     def products_s(share, remat):
-        monkeypatch.setitem(price.FUSED, "tpu", share)
+        monkeypatch.setitem(estimate.FUSED, "tpu", share)
         rules = rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)
         return Pricer(llama, targets.parse("v5p:2x2x2"), traces).price(rules).matmul_s
 
     extra_s = {remat: products_s(0.7, remat) - products_s(0.0, remat) for remat in ("none", "block")}
-    hidden_s = B / 8 * T * F * 2 / prices.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
+    hidden_s = B / 8 * T * F * 2 / op_time.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
     assert extra_s["none"] > 3 * 0.7 * hidden_s * L
     assert extra_s["block"] > extra_s["none"]
 
@@ -176,7 +177,7 @@ def test_a_window_is_priced_by_its_scores():
     found = pricer.price(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
     scores = N * H * attention.seen(T, 1024)
     passes = [attention.cudnn_s(2 * n * scores, n > 2, chip, T, H, window=1024) for n in (2, 5)]
-    assert found == pytest.approx(L * (sum(passes) + 2 * prices.LAUNCH_S["gpu"]))
+    assert found == pytest.approx(L * (sum(passes) + 2 * op_time.LAUNCH_S["gpu"]))
 
 
 def test_kept_activations_are_counted_once_and_cost_traffic(priced):
@@ -230,7 +231,7 @@ def test_activations_of_tensor_parallelism_wait_and_weights_hide(priced):
     tensor = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
     splash = {"attention": {"tpu": "splash"}, "remat": "block"}
     waits = priced({"mesh": {"tensor": 8}, "rules": tensor, **splash}, "v5p:2x2x2")
-    waiting = links.ACTIVATIONS_EXPOSED[3][0]  # next to nothing is sent outside of loops
+    waiting = overlap.ACTIVATIONS_EXPOSED[3][0]  # next to nothing is sent outside of loops
     assert waits.exposed_by_axis == {"tensor": pytest.approx(waiting * waits.communication_s, rel=5e-3)}
     hidden = priced({**FSDP, **splash}, "v5p:2x2x2")
     assert sum(hidden.exposed_by_axis.values()) < 0.4 * hidden.communication_s
@@ -254,8 +255,8 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
         return exposed["data"] / sent_s
 
     gradients, weights = Move("gradients", "data", 1e8, 16, True), Move("weights", "data", 1e8, 16, True)
-    assert share(gradients) == pytest.approx(links.NEVER_HIDDEN["tpu"][2])
-    assert share(weights) == pytest.approx(links.SLICES_EXPOSED)
+    assert share(gradients) == pytest.approx(overlap.NEVER_HIDDEN["tpu"][2])
+    assert share(weights) == pytest.approx(overlap.SLICES_EXPOSED)
     once = weights._replace(bytes=1.0, times=1, looped=False)
     assert share(gradients, once) == pytest.approx(1.0)
 

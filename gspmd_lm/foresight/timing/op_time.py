@@ -5,9 +5,9 @@ import itertools
 import math
 import re
 
-from gspmd_lm.foresight.cost import attention, flops, memory_traffic
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.names import read
+from gspmd_lm.foresight.op_names import read
+from gspmd_lm.foresight.timing import attention, flops, memory_traffic
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.units import bits
 

@@ -13,19 +13,18 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight import floor
-from gspmd_lm.foresight.cost import attention, prices
-from gspmd_lm.foresight.floor.moves import Move
-from gspmd_lm.foresight.floor.own import OwnTraffic
-from gspmd_lm.foresight.floor.traffic import Traffic
+from gspmd_lm.foresight import bounds
+from gspmd_lm.foresight.bounds.any_model import OwnTraffic
+from gspmd_lm.foresight.bounds.decoder import Traffic
+from gspmd_lm.foresight.bounds.transfers import Move
+from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.model.kernels.attention import splash_block
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan.links import Links
-from gspmd_lm.plan.traces import Trace, Traces
-from gspmd_lm.plan.work import Kept, Kernel, Operation, Places, Work
+from gspmd_lm.plan.operations import Kept, Kernel, Operation, Places, Trace, Traces, Work
+from gspmd_lm.plan.overlap import Links
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 
@@ -194,24 +193,24 @@ class Pricer:
             if timed.looped:
                 forward_s += times * timed.forward_s
                 backward_s += times * back_s
-        kept_s = KEPT_PASSES[chip.platform] * microbatches * device_bytes / prices.hbm_bytes_per_s(chip)
+        kept_s = KEPT_PASSES[chip.platform] * microbatches * device_bytes / op_time.hbm_bytes_per_s(chip)
         turns = 2 * microbatches * sum(layout.work.loops)
-        turns_s = turns * SMALL_KERNELS[chip.platform] * prices.LAUNCH_S[chip.platform]
+        turns_s = turns * SMALL_KERNELS[chip.platform] * op_time.LAUNCH_S[chip.platform]
         spent["other"] += kept_s + turns_s + layout.update_s
         return spent, (forward_s + kept_s / 2, backward_s + kept_s / 2)
 
     def _timed(self, chip: Chip, rules: Rules, work: Work, pieces: dict[Places, int]) -> Iterable[_Timed]:
-        share = prices.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
-        launch_s = prices.LAUNCH_S[chip.platform]
+        share = op_time.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
+        launch_s = op_time.LAUNCH_S[chip.platform]
         rounded = chip.platform == "tpu" and self.traces.task.matmul_precision == "default"  # float32 to bfloat16
         for operation in work.operations:
             local = [size / self._pieces(rules, places, pieces) for size, places in operation.touched]
-            moving_s = sum(local) / prices.hbm_bytes_per_s(chip)
+            moving_s = sum(local) / op_time.hbm_bytes_per_s(chip)
             if operation.only_casts and chip.platform == "tpu":  # they are fused with the product or gather beside them
                 continue
             if not operation.flops:
                 moved = sum(size * (OFF_CHIP[chip.platform] if size <= ON_CHIP_BYTES else 1.0) for size in local)
-                moving_s = moved / prices.hbm_bytes_per_s(chip)
+                moving_s = moved / op_time.hbm_bytes_per_s(chip)
                 seconds = ELEMENTWISE[chip.platform] * moving_s + launch_s
                 yield _Timed(operation.kind, seconds, operation.backward * seconds, operation.times, operation)
                 if fused_s := FUSED[chip.platform] * moving_s:
@@ -232,7 +231,7 @@ class Pricer:
                 launch_s
                 + max(
                     moving_s,
-                    kernel_bytes / prices.hbm_bytes_per_s(chip),
+                    kernel_bytes / op_time.hbm_bytes_per_s(chip),
                     flops / (share * used * self._tiled(chip, elements, flops, operation) * peak),
                 )
                 for elements, (used, kernel_bytes) in passes[: 1 + round(operation.backward)]
@@ -245,7 +244,7 @@ class Pricer:
     def _tiled(self, chip: Chip, elements: float, flops: float, operation: Operation) -> float:
         """The share of a GPU that a product uses whose result has so many elements."""
         depth_bytes = flops / (2 * elements) * operation.widths[0]
-        return prices.tiled(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
+        return op_time.tiled(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
 
     def _kernel_s(self, chip: Chip, rules: Rules, kernel: Kernel, pieces: dict[Places, int]) -> tuple[float, float]:
         """Seconds of a fused attention kernel, forward and backward."""
@@ -303,10 +302,10 @@ class Pricer:
             work, pieces = trace.work(fused), dict[Places, int]()
             timed = list(self._timed(self.chip, rules, work, pieces)) if self.chip else []
             weight_bytes, gradient_bytes = self._weight_bytes(rules), self._gradient_bytes(rules)
-            sum_bytes = self._gradient_bytes(rules, floor.FLOAT32_BYTES) if rules.microbatches > 1 else 0.0
+            sum_bytes = self._gradient_bytes(rules, bounds.FLOAT32_BYTES) if rules.microbatches > 1 else 0.0
             # Gradients are added up: two are read, and one is written.
-            moved = floor.updated_bytes(rules, self.traces.arrays) + 3 * rules.microbatches * sum_bytes
-            update_s = moved / prices.hbm_bytes_per_s(self.chip) if self.chip else 0.0
+            moved = bounds.updated_bytes(rules, self.traces.arrays) + 3 * rules.microbatches * sum_bytes
+            update_s = moved / op_time.hbm_bytes_per_s(self.chip) if self.chip else 0.0
             self._layouts[key] = _Layout(
                 rules,
                 trace,
@@ -332,17 +331,17 @@ class Pricer:
     def _gradient_bytes(self, rules: Rules, itemsize: int = 0) -> float:
         """What a device holds of the gradients: in the dtype of their weights, unless an `itemsize` is given."""
         trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
-        return sum(floor.held(rules, "optimizer", *pair, itemsize or pair[1].dtype.itemsize) for pair in trained)
+        return sum(bounds.held(rules, "optimizer", *pair, itemsize or pair[1].dtype.itemsize) for pair in trained)
 
     def _weight_bytes(self, rules: Rules) -> float:
         """What a device holds of the weights."""
         weights = pairs(self.traces.arrays.named_params, self.traces.arrays.params)
-        return sum(floor.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
+        return sum(bounds.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
 
     def _optimizer_bytes(self, rules: Rules) -> float:
         """What a device holds of the optimizer's state."""
         optimizer = pairs(self.traces.arrays.named_optimizer, self.traces.arrays.optimizer)
-        return sum(floor.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
+        return sum(bounds.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
 
     def _working_bytes(
         self, rules: Rules, work: Work, pieces: dict[Places, int], weight_bytes: float, gradient_bytes: float

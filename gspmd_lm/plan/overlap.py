@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_lm.foresight.floor.moves import Move
+from gspmd_lm.foresight.bounds.transfers import Move
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Groups, Network
 from gspmd_lm.hardware.target import Target

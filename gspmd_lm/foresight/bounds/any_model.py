@@ -1,15 +1,75 @@
-"""What a split of a model of one's own must move, as far as its parameters, its rules and its products tell.
+"""Lower bounds of a model of one's own, as far as its parameters, its rules and its traced step tell.
 
-`traffic.py` knows the decoder: its attention, experts, look-ups and loss. Here nothing is known but where arrays are
-placed: weights are gathered, their gradients are reduced, and a product that sums over a split axis is reduced. What a
-model moves between two placements of its activations is not counted, but for what `read` and `write` of partial_sums.py
-move.
+`decoder.py` knows the decoder: its attention, experts, look-ups and loss. Nothing is known here but how arrays are
+sharded: weights are gathered, their gradients are reduced, and a matmul that sums over a split axis is reduced. What a
+model moves between two shardings of its activations is not counted, but for what `read` and `write` of partial_sums.py
+move. So `communication_bytes` is None, and `plan` alone asks for what is counted. Activations that are kept for the
+backward pass are not counted among the bytes either, so that the bound stays one.
 """
 
 import collections
+from typing import Any
 
-from gspmd_lm.foresight.floor.moves import Moves, without
-from gspmd_lm.foresight.traced import Node, Product
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.extend import core
+
+from gspmd_lm.foresight import graph
+from gspmd_lm.foresight.bounds import Floor, updated_bytes
+from gspmd_lm.foresight.bounds.transfers import Moves, without
+from gspmd_lm.foresight.graph import Node, Product
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.sharding.shapes import Arrays
+
+
+def floor(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> Floor:
+    """The floor of one train step of `task` under `rules`, filled and checked; `chip` is None for simulated devices.
+
+    FLOPs are shared out evenly over all devices, however few of them the rules use.
+    """
+    flops = flops_of_step(task, arrays) / rules.devices
+    return Floor(
+        compute_s=chip and flops / chip.peak_bf16_flops_per_s,
+        memory_s=chip and updated_bytes(rules, arrays) / chip.hbm_bytes_per_s,
+        communication_bytes=None,
+        communication_by_axis={},
+        flops=flops,
+        dtype=task.compute_dtype,
+    )
+
+
+def flops_of_step(task: Task, arrays: Arrays) -> float:
+    """What the products and convolutions of the loss and its gradients take, as they are traced for one device."""
+
+    def loss(trained: Any, params: Any, batch: Any, key: Any) -> jax.Array:
+        joined = unflatten_dict(flatten_dict(params) | flatten_dict(trained))
+        return task.sums(joined, batch, key if task.random else None).loss
+
+    key = jax.eval_shape(jax.random.key, 0)
+    program = jax.make_jaxpr(jax.grad(loss))(arrays.trained, arrays.params, task.batch(task.rows), key)
+    return flops(program.jaxpr)
+
+
+def flops(jaxpr: Any) -> float:
+    """2 for each multiplication and addition of products and convolutions. A loop of unknown length counts once."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        primitive, params = equation.primitive.name, equation.params
+        total += graph.flops(equation)
+        inner = [flops(one) for one in _jaxprs(params)]
+        if primitive == "cond":
+            total += max(inner)
+        else:
+            total += sum(inner) * (params["length"] if primitive == "scan" else 1)
+    return total
+
+
+def _jaxprs(params: Any) -> list[Any]:
+    leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
+    found = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
+    return [one for one in found if isinstance(one, core.Jaxpr)]
 
 
 class OwnTraffic(Moves):

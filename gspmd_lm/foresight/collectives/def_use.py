@@ -9,9 +9,9 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
-from gspmd_lm.foresight.collectives.exchanges import rendezvous
+from gspmd_lm.foresight.collectives.ops import rendezvous
 from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Place
-from gspmd_lm.foresight.names import state
+from gspmd_lm.foresight.op_names import state
 
 # What has the elements of its operand, or some of them, in another order: besides what `Module.before` passes.
 _SAME = {

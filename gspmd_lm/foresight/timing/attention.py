@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
-from gspmd_lm.foresight.names import read
+from gspmd_lm.foresight.op_names import read
 from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a

@@ -16,8 +16,8 @@ import collections
 import math
 from collections.abc import Iterable
 
-from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES, Cost, Moves, Place, Weight, axes_of, without
-from gspmd_lm.foresight.traced import Node, Product
+from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES, Cost, Moves, Place, Weight, axes_of, without
+from gspmd_lm.foresight.graph import Node, Product
 from gspmd_lm.model.kernels import attention
 
 _INT32_BYTES = 4

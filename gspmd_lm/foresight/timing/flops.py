@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Iterable
 
-from gspmd_lm.foresight.cost import memory_traffic
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
+from gspmd_lm.foresight.timing import memory_traffic
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.units import bits

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES
-from gspmd_lm.foresight.floor.traffic import Traffic
-from gspmd_lm.foresight.traced import Node, Traced
+from gspmd_lm.foresight.bounds.decoder import Traffic
+from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES
+from gspmd_lm.foresight.graph import Node, Traced
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.sharding.rules import Rules

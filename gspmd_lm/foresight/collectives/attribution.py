@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from gspmd_lm.foresight.names import Name
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.graph import Traced
+from gspmd_lm.foresight.op_names import Name
 from gspmd_lm.sharding.rules import TABLES, Rules
 
 
