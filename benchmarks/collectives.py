@@ -72,7 +72,7 @@ def count(text: str) -> list[Collective]:
     module = hlo.parse(text)
     found = []
     for step in module.steps():
-        for exchange in ops.of(module, step.instruction):
+        for exchange in ops.collective_ops(module, step.instruction):
             if not step.counted:
                 loop = step.loops[-1]
                 raise ValueError(f"{step.computation.name}: cannot tell how often the loop {loop.name} turns")
@@ -87,7 +87,7 @@ def count(text: str) -> list[Collective]:
     return found
 
 
-def _output(exchange: ops.Exchange, array: hlo.Array) -> tuple[int, ...]:
+def _output(exchange: ops.CollectiveOp, array: hlo.Array) -> tuple[int, ...]:
     """The dimensions of what a device ends with."""
     shape, n = list(array.dimensions), exchange.group_size
     if exchange.kind in ("all-gather", "reduce-scatter"):

@@ -12,7 +12,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table
 from gspmd_lm.foresight.bounds import any_model
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Progress, programs, sizes
-from gspmd_lm.foresight.graph import Traced
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.timing import predict
@@ -96,15 +96,15 @@ def report(
         recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
-    named, traced = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)), Traced.of(recorded, arrays)
+    named, traced = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)), DataflowGraph.from_recorder(recorded, arrays)
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
-        least = any_model.floor(config, rules, arrays, target.chip)
+        least = any_model.of_training(config, rules, arrays, target.chip)
         needed = least.flops
     elif phase == "train":
-        least = bounds.floor(config, rules, arrays, target.chip, traced)
-        needed = bounds.least_flops(config, rules, arrays, traced)
+        least = bounds.of_training(config, rules, arrays, target.chip, traced)
+        needed = bounds.necessary_flops(config, rules, arrays, traced)
     else:
         whole = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows

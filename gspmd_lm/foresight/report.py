@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.foresight.bounds import Floor
+from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
@@ -45,7 +45,7 @@ class Report:
     collectives: tuple[Collective, ...]
     prediction: Prediction | None
     no_prediction: str  # the reason where there is none
-    floor: Floor
+    floor: LowerBounds
     warnings: tuple[Finding, ...]
     compile_s: float
     versions: Mapping[str, str]  # jax, jaxlib, libtpu, ... and the compiler options that were set

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import bounds
-from gspmd_lm.foresight.bounds.any_model import OwnTraffic
-from gspmd_lm.foresight.bounds.decoder import Traffic
-from gspmd_lm.foresight.bounds.transfers import Move
+from gspmd_lm.foresight.bounds.any_model import AnyModelTransfers
+from gspmd_lm.foresight.bounds.decoder import DecoderTransfers
+from gspmd_lm.foresight.bounds.transfers import Transfer
 from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
@@ -119,7 +119,7 @@ class _Layout:
     working_bytes: float  # what is held while a layer, or the loss, is computed
     pieces: dict[Places, int]
     gathers: bool  # whether activations are gathered before products read them: the sequence is split between
-    moves: dict[tuple[bool, ...], list[Move]]
+    moves: dict[tuple[bool, ...], list[Transfer]]
 
 
 class Pricer:
@@ -138,7 +138,7 @@ class Pricer:
         moves = self._moves(layout, rules)
         sent: dict[str, float] = collections.defaultdict(float)
         for move in moves:
-            sent[move.axes] += move.bytes * move.times
+            sent[move.axes] += move.bytes * move.times_per_step
         device_bytes = self._held(layout, kept.on_device)
         host_bytes = self._held(layout, kept.on_host)
         peak_bytes = layout.state_bytes + device_bytes + layout.working_bytes
@@ -270,15 +270,15 @@ class Pricer:
 
     # What is sent
 
-    def _moves(self, layout: _Layout, rules: Rules) -> list[Move]:
+    def _moves(self, layout: _Layout, rules: Rules) -> list[Transfer]:
         """What is sent. It depends on the remat policy in two ways only."""
         remat = rules.remat
         names = {*remat.save, *remat.offload}
         named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
         key = (remat.policy == "none", remat.policy == "block", *named)
         if key not in layout.moves:
-            kind = Traffic if isinstance(self.config, Config) else OwnTraffic
-            layout.moves[key] = kind(rules, self.traces.arrays, layout.trace.traced).moves
+            kind = DecoderTransfers if isinstance(self.config, Config) else AnyModelTransfers
+            layout.moves[key] = kind(rules, self.traces.arrays, layout.trace.traced).all
         return layout.moves[key]
 
     def _computes_again(self, remat: Remat) -> bool:
@@ -323,25 +323,25 @@ class Pricer:
     def _gathers(self, rules: Rules, trace: Trace, pieces: dict[Places, int]) -> bool:
         """Whether what products read was split finer before it was placed for them."""
         return any(
-            self._pieces(rules, (home,), pieces) > self._pieces(rules, (product.x,), pieces)
-            for product in trace.traced.products
-            if (home := trace.traced.source(product.x))
+            self._pieces(rules, (home,), pieces) > self._pieces(rules, (product.input,), pieces)
+            for product in trace.traced.matmuls
+            if (home := trace.traced.gathered_from(product.input))
         )
 
     def _gradient_bytes(self, rules: Rules, itemsize: int = 0) -> float:
         """What a device holds of the gradients: in the dtype of their weights, unless an `itemsize` is given."""
         trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
-        return sum(bounds.held(rules, "optimizer", *pair, itemsize or pair[1].dtype.itemsize) for pair in trained)
+        return sum(bounds.bytes_per_device(rules, "optimizer", *pair, itemsize or pair[1].dtype.itemsize) for pair in trained)
 
     def _weight_bytes(self, rules: Rules) -> float:
         """What a device holds of the weights."""
         weights = pairs(self.traces.arrays.named_params, self.traces.arrays.params)
-        return sum(bounds.held(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
+        return sum(bounds.bytes_per_device(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
 
     def _optimizer_bytes(self, rules: Rules) -> float:
         """What a device holds of the optimizer's state."""
         optimizer = pairs(self.traces.arrays.named_optimizer, self.traces.arrays.optimizer)
-        return sum(bounds.held(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
+        return sum(bounds.bytes_per_device(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
 
     def _working_bytes(
         self, rules: Rules, work: Work, pieces: dict[Places, int], weight_bytes: float, gradient_bytes: float

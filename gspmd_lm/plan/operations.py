@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.graph import GROUPED, PRODUCTS, Node, Traced, reached
+from gspmd_lm.foresight.graph import GROUPED, MATMULS, Node, DataflowGraph, breadth_first
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import placement
@@ -31,7 +31,7 @@ _LINEAR = (
     *_FREE, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
     "pad", "carry", "select_n", "gather", "dynamic_slice", "dynamic_update_slice",
 )  # fmt: skip
-_MULTIPLIED = (*PRODUCTS, "conv_general_dilated")
+_MULTIPLIED = (*MATMULS, "conv_general_dilated")
 _BETWEEN = (*_MULTIPLIED, "input", "carry", "constant")  # of no group of elementwise operations
 
 
@@ -79,8 +79,8 @@ class Kernel:
 
     @functools.cached_property
     def sees(self) -> str:
-        """See `Name.sees`."""
-        return max(node.name.sees for node in self.nodes)
+        """See `OpName.mask_window`."""
+        return max(node.name.mask_window for node in self.nodes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,25 +95,25 @@ class Kept:
 class Work:
     """The operations of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
 
-    def __init__(self, traced: Traced, trained: Collection[str], fused: bool):
+    def __init__(self, traced: DataflowGraph, trained: Collection[str], fused: bool):
         # Caches stand in the instance, so that they go with the trace.
         self.places = functools.cache(self._places)
         self.kept = functools.cache(self._kept)
         self.traced = traced
         self.kernels = self._kernels() if fused else []
         self.inside = frozenset(node for kernel in self.kernels for node in kernel.nodes)
-        self.products = {product.node: product for product in traced.products}
-        rules = collections.Counter(product.node.kept for product in traced.products)
+        self.products = {product.node: product for product in traced.matmuls}
+        rules = collections.Counter(product.node.residuals for product in traced.matmuls)
         # What a frozen weight is multiplied with has no use in the backward pass.
-        frozen = (product.node.kept for product in traced.products if product.path not in trained)
+        frozen = (product.node.residuals for product in traced.matmuls if product.path not in trained)
         self.idle = {kept for kept in frozen if kept is not None and rules[kept] == 1}
-        self.blocks = {product.node.name.modules[0] for product in traced.products if product.node.name.modules}
+        self.blocks = {product.node.name.modules[0] for product in traced.matmuls if product.node.name.modules}
         self.operations = [*self._products(trained), *self._rest()]
 
     @functools.cached_property
     def loops(self) -> list[int]:
         """The turns of each loop that has products."""
-        return sorted({(node.name.modules[:1], node.times): node.times for node in self.products}.values())
+        return sorted({(node.name.modules[:1], node.trip_count): node.trip_count for node in self.products}.values())
 
     # Where arrays live
 
@@ -124,8 +124,8 @@ class Work:
         if node.primitive == "name":  # another name of what was placed
             return self.places(node.inputs[0])
         if product := self.products.get(node):
-            return tuple(filter(None, (product.x, product.weight, product.y)))
-        near = itertools.chain(reached([node], lambda one: one.users), reached([node], lambda one: one.inputs))
+            return tuple(filter(None, (product.input, product.weight, product.output)))
+        near = itertools.chain(breadth_first([node], lambda one: one.users), breadth_first([node], lambda one: one.inputs))
         return tuple(itertools.islice((one for one in near if one.placed), 1))
 
     def in_block(self, node: Node) -> bool:
@@ -146,7 +146,7 @@ class Work:
             places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.places(near)))
             touched = tuple((float(near.bytes), self.places(near)) for near in (*node.inputs[:2], node))
             widths = tuple(near.itemsize for near in (*node.inputs[:2], node))
-            yield Operation(kind, node.flops, _short(node.inputs[0]), widths, places, touched, node.times, backward,
+            yield Operation(kind, node.flops, _short(node.inputs[0]), widths, places, touched, node.trip_count, backward,
                             frozenset([node]), self.in_block(node))  # fmt: skip
 
     def _rest(self) -> Iterable[Operation]:
@@ -164,7 +164,7 @@ class Work:
         for node in own:
             for near in node.inputs:
                 named = near.placed is not None and node.primitive != "name"
-                if near in group and near.times == node.times and not named and near.floats and node.floats:
+                if near in group and near.trip_count == node.trip_count and not named and near.is_float and node.is_float:
                     group[root(node)] = root(near)
         members: dict[Node, list[Node]] = {}
         for node in own:
@@ -176,21 +176,21 @@ class Work:
             touched: dict[Node, float] = {}
             for node in nodes:
                 for n, near in enumerate(node.inputs):
-                    if near in within or not near.floats or near.primitive == "constant":
+                    if near in within or not near.is_float or near.primitive == "constant":
                         continue
                     # Of what is looked up or taken apart, only the part that is read counts.
                     elements = math.prod(node.shape) if node.primitive in ("gather", "dynamic_slice") and n == 0 else 0
                     elements = elements or (
-                        math.prod(near.shape) if near.times == node.times else math.prod(node.shape)
+                        math.prod(near.shape) if near.trip_count == node.trip_count else math.prod(node.shape)
                     )
                     read = float(min(math.prod(near.shape), elements) * near.itemsize)
                     touched[near] = max(touched.get(near, 0.0), read)
-                if node.floats and not (node.users and all(user in within for user in node.users)):
+                if node.is_float and not (node.users and all(user in within for user in node.users)):
                     touched[node] = float(node.bytes)
             if touched:
                 moved = tuple((size, self.places(near)) for near, size in touched.items())
                 in_block = any(map(self.in_block, nodes))
-                yield Operation("other", 0.0, "", (), (), moved, nodes[0].times, 2.0, frozenset(nodes), in_block)
+                yield Operation("other", 0.0, "", (), (), moved, nodes[0].trip_count, 2.0, frozenset(nodes), in_block)
 
     def _kernels(self) -> list[Kernel]:
         found = []
@@ -200,16 +200,16 @@ class Work:
             waiting, inside, read = list(out.inputs), set[Node](), list[Node]()
             while waiting:
                 node = waiting.pop()
-                if node in inside or node.times < out.times:
+                if node in inside or node.trip_count < out.trip_count:
                     continue
-                if node.label in (*_READ, _OUT):  # what a remat policy knows it by
+                if node.checkpoint_name in (*_READ, _OUT):  # what a remat policy knows it by
                     read.append(node)
                     continue
                 inside.add(node)
                 waiting += node.inputs
-            queries = [node.inputs[0] for node in read if node.label == _QUERIES]
+            queries = [node.inputs[0] for node in read if node.checkpoint_name == _QUERIES]
             if queries and inside:
-                found.append(Kernel(queries[0], out.times, frozenset(inside)))
+                found.append(Kernel(queries[0], out.trip_count, frozenset(inside)))
         return found
 
     # What is kept
@@ -220,9 +220,9 @@ class Work:
         weights = [node for node in self.traced.nodes if node.array in self.traced.weights]
 
         def derived(node: Node) -> list[Node]:
-            return [user for user in node.users if user.floats and user.primitive != "stop_gradient"]
+            return [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
 
-        return frozenset(weights).union(reached(weights, derived, lambda _: True))
+        return frozenset(weights).union(breadth_first(weights, derived, lambda _: True))
 
     def _kept(self, remat: Remat) -> Kept:
         """What the backward pass finds, and what it computes again."""
@@ -234,12 +234,12 @@ class Work:
             node = waiting.pop()
             if node in again or node in host or node in device:
                 continue
-            if not node.floats or node not in self._active or self._weight(node):
+            if not node.is_float or node not in self._active or self._weight(node):
                 continue
-            if node.again:
+            if node.always_recomputed:
                 again.add(node)
                 waiting += node.inputs
-            elif node.label in remat.offload and remat.policy == "names":
+            elif node.checkpoint_name in remat.offload and remat.policy == "names":
                 host[node] = None
             elif self._saved(node, remat):
                 device[node] = None
@@ -258,11 +258,11 @@ class Work:
         """The values that the derivative of an operation needs."""
         if node in self.inside or node not in self._active:
             return ()
-        if node.kept is not None:
-            return () if node.kept in self.idle else node.kept
+        if node.residuals is not None:
+            return () if node.residuals in self.idle else node.residuals
         if node.array == _OUT and self.kernels:
             return node.users  # what a remat policy knows it by
-        if node.primitive in ("mul", *PRODUCTS):
+        if node.primitive in ("mul", *MATMULS):
             first, second = node.inputs[0], node.inputs[:2][-1]
             return [one for one, other in ((first, second), (second, first)) if other in self._active]
         return () if node.primitive in _LINEAR else node.inputs
@@ -271,10 +271,10 @@ class Work:
         if node.primitive == "carry" or not self.in_block(node):
             return True
         if remat.policy == "none":
-            return bool(node.label) or node.primitive in PRODUCTS
+            return bool(node.checkpoint_name) or node.primitive in MATMULS
         if remat.policy == "dots":
-            return node.dot or node.label == "residual"
-        return remat.policy == "names" and node.label in remat.save
+            return node.saved_by_dots or node.checkpoint_name == "residual"
+        return remat.policy == "names" and node.checkpoint_name in remat.save
 
     def _weight(self, node: Node) -> bool:
         """Whether a node is a weight on its way to where it is used: it is not kept, but gathered again."""
@@ -293,7 +293,7 @@ class Work:
 
     def _turns(self, node: Node) -> int:
         """How often a kept value is kept: once for each turn of its loop. What a loop carries is kept in each, too."""
-        return max([node.times, *(user.times for user in node.users)]) if node.primitive == "carry" else node.times
+        return max([node.trip_count, *(user.trip_count for user in node.users)]) if node.primitive == "carry" else node.trip_count
 
 
 def _short(node: Node) -> str:
@@ -306,7 +306,7 @@ class Trace:
     """One forward pass of a microbatch, as it was recorded."""
 
     recorded: Recorder
-    traced: Traced
+    traced: DataflowGraph
     trained: frozenset[str]
     number: int
     _works: dict[bool, Work] = dataclasses.field(default_factory=dict)
@@ -335,7 +335,7 @@ class Traces:
             recorded = state.recorded(self.config, self.arrays, rules.microbatches, rules)
             self._compared |= recorded.compared
             key = rules.microbatches, self._pattern(rules)  # of all that it compares
-            trace = Trace(recorded, Traced.of(recorded, self.arrays), self.trained, len(self._known))
+            trace = Trace(recorded, DataflowGraph.from_recorder(recorded, self.arrays), self.trained, len(self._known))
             self._known[key] = trace
         return self._known[key]
 

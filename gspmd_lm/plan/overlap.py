@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_lm.foresight.bounds.transfers import Move
+from gspmd_lm.foresight.bounds.transfers import Transfer
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Groups, Network
 from gspmd_lm.hardware.target import Target
@@ -54,7 +54,7 @@ class Links:
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
 
     def waited(
-        self, rules: Rules, moves: Iterable[Move], loops: tuple[float, float], of_activations: int
+        self, rules: Rules, moves: Iterable[Transfer], loops: tuple[float, float], of_activations: int
     ) -> tuple[dict[str, float], float]:
         """Mesh axes -> the seconds in which compute waits for what is sent over them; and all that sending takes.
 
@@ -66,8 +66,8 @@ class Links:
         assert network.chip
         platform = network.chip.platform
         moves = list(moves)
-        gathered = {name for move in moves if move.what == "weights" for name in move.axes.split("+")}
-        reduced = {name for move in moves if move.what == "gradients" and move.looped for name in move.axes.split("+")}
+        gathered = {name for move in moves if move.kind == "weights" for name in move.axes.split("+")}
+        reduced = {name for move in moves if move.kind == "gradients" and move.in_loop for name in move.axes.split("+")}
         replicas = reduced - gathered
         exposed: dict[str, float] = collections.defaultdict(float)
         # Weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
@@ -132,17 +132,17 @@ def _add(sent: dict[str, float], surely: dict[str, float], axes: str, seconds: f
     surely[axes] += share * seconds
 
 
-def _together(moves: Iterable[Move]) -> Iterable[tuple[str, str, int, bool, float]]:
+def _together(moves: Iterable[Transfer]) -> Iterable[tuple[str, str, int, bool, float]]:
     """What is sent, and the bytes each time. What a turn of a loop sends of weights, or of gradients, goes at once.
 
     Weights that are gathered for both passes are sent twice a turn.
     """
     joined: dict[tuple[str, str, int, bool], float] = collections.defaultdict(float)
     for move in moves:
-        if move.what in ("activations", "keys"):
-            yield move.what, move.axes, move.times, move.looped, move.bytes
+        if move.kind in ("activations", "keys"):
+            yield move.kind, move.axes, move.times_per_step, move.in_loop, move.bytes
         else:
-            joined[move.what, move.axes, move.times, move.looped] += move.bytes
+            joined[move.kind, move.axes, move.times_per_step, move.in_loop] += move.bytes
     for (what, axes, times, looped), size_bytes in joined.items():
         passes = 2 if what == "weights" and looped else 1
         yield what, axes, times * passes, looped, size_bytes / passes

@@ -34,11 +34,11 @@ class Names(NamedTuple):
     def of(cls, trace: Trace, fused: bool, known: tuple[str, ...]) -> "Names":
         """The names of a traced model. `known` are those that its rules files may list."""
         work, traced = trace.work(fused), trace.traced
-        nodes = [node for node in traced.nodes if node.label in known and work.in_block(node)]
-        inputs = [node.label for node in nodes if node.inputs[0].primitive == "carry"]
-        read = [product.x.array for product in traced.products if traced.source(product.x)]  # only placed anew
+        nodes = [node for node in traced.nodes if node.checkpoint_name in known and work.in_block(node)]
+        inputs = [node.checkpoint_name for node in nodes if node.inputs[0].primitive == "carry"]
+        read = [product.input.array for product in traced.matmuls if traced.gathered_from(product.input)]  # only placed anew
         first = [spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V)]
-        labels = [node.label for node in nodes if node.label not in (*inputs, *read)]
+        labels = [node.checkpoint_name for node in nodes if node.checkpoint_name not in (*inputs, *read)]
         kept = [*(name for name in first if name in labels), *labels]
         return cls(tuple(dict.fromkeys(kept)), tuple(dict.fromkeys(inputs)))
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.graph import Traced
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.supported import kernel_said
 from gspmd_lm.model.task import Task
@@ -265,13 +265,13 @@ def describe(raw: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
+def _roles(traces: Traces, traced: DataflowGraph, asked: bool) -> Roles:
     """`asked`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.vocabulary.rows
     used = {path: nodes[0] for path, nodes in traced.used.items()}
     matrices = [path for path in used if path in traced.multiplied]
     axes = {path: node.placed.axes for path, node in used.items() if node.placed}
-    groups = dict.fromkeys(product.group for product in traced.products if product.group)
+    groups = dict.fromkeys(product.group_axis for product in traced.matmuls if product.group_axis)
     count = collections.Counter(axis for path in used for axis in axes[path] if axis != rows)
     width: list[str] = []
     for axis, _ in count.most_common():
@@ -281,20 +281,20 @@ def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
     # Axes that activations sum over among themselves stay whole: a head's size.
     # What chooses groups, as routers do, stays whole too.
     firsts = collections.Counter[str]()
-    grouped = {product.path for product in traced.products if product.group}
+    grouped = {product.path for product in traced.matmuls if product.group_axis}
     beside = {path.rpartition(".")[0] for path in grouped}
     for path in matrices:
         if path.rpartition(".")[0] in beside and path not in grouped:
             continue
         others = [axis for axis in axes[path] if axis not in width and axis not in groups]
         if others:
-            firsts[others[0]] += math.prod(used[path].shape) * used[path].times
+            firsts[others[0]] += math.prod(used[path].shape) * used[path].trip_count
     hidden: list[str] = []
     arrays = [*axes.values(), *(node.placed.axes for node in traced.activations if node.placed)]
     for axis, _ in firsts.most_common():
         if not any(axis in names and {*hidden} & {*names} for names in arrays):
             hidden.append(axis)
-    homes = [home for product in traced.products if (home := traced.source(product.x))]
+    homes = [home for product in traced.matmuls if (home := traced.gathered_from(product.input))]
     between = dict.fromkeys(
         f"{home.placed.array}.{axis}"
         for home in homes if home.placed

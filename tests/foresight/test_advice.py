@@ -7,7 +7,7 @@ from sample import LLAMA, PREDICTION
 
 from gspmd_lm import config as configs
 from gspmd_lm.foresight import advice, hlo
-from gspmd_lm.foresight.bounds import Floor
+from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
@@ -18,7 +18,7 @@ from gspmd_lm.sharding.rules import Problem
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
-FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB)
+FLOOR = LowerBounds(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB)
 MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
 GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
                     ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip

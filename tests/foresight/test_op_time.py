@@ -145,7 +145,7 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
         computed = operations * (4096 + 256) / 4096  # a device's second expert begins in a tile of its first one
         seconds = V5P.matmul_slowdown * computed / (op_time.MATMUL_SHARE["tpu"] * 459e12)
         assert op_time.price(module, call, V5P) == op_time.Price(pytest.approx(seconds), "matmul")
-    moved = [e for step in module.steps() for e in ops.of(module, step.instruction)]
+    moved = [e for step in module.steps() for e in ops.collective_ops(module, step.instruction)]
     there_and_back = [one for one in moved if one.kind == "ragged-all-to-all"]
     assert [one.sent_bytes for one in there_and_back] == [sent] * 4
     links = sample.network(V5P, [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)], [0] * 4, [0] * 4, [4], ["expert"])

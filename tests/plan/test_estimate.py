@@ -8,10 +8,10 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.bounds import any_model, floor
-from gspmd_lm.foresight.bounds.transfers import Move
-from gspmd_lm.foresight.graph import Traced
-from gspmd_lm.foresight.op_names import read
+from gspmd_lm.foresight.bounds import any_model, of_training
+from gspmd_lm.foresight.bounds.transfers import Transfer
+from gspmd_lm.foresight.graph import DataflowGraph
+from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
@@ -52,10 +52,10 @@ def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
         if 8 % (microbatches * file.mesh.get("data", 1) * file.mesh.get("fsdp", 1)):
             continue
         one = dataclasses.replace(file, microbatches=microbatches).fill(8)
-        traced = Traced.of(state.recorded(llama, arrays, microbatches, one), arrays)  # the same for any policy
+        traced = DataflowGraph.from_recorder(state.recorded(llama, arrays, microbatches, one), arrays)  # the same for any policy
         for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
             rules = dataclasses.replace(one, remat=remat)
-            least = floor(llama, rules, arrays, None, traced)
+            least = of_training(llama, rules, arrays, None, traced)
             assert pricer.price(rules).sent_by_axis == least.communication_by_axis
 
 
@@ -111,8 +111,8 @@ def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, bui
     ran: dict[tuple, float] = collections.Counter()
     once: dict[tuple, float] = collections.Counter()
     for of_step in module.steps():
-        name = read(of_step.instruction.op_name)
-        key = name.of or ((name.array,) if name.array else name.modules[:2])
+        name = parse(of_step.instruction.op_name)
+        key = name.owners or ((name.array,) if name.array else name.modules[:2])
         done = of_step.times * flops.of(module, of_step.instruction)
         ran[key] += done
         once[key] += done if name.phase == "forward" else 0.0
@@ -123,8 +123,8 @@ def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, bui
     for one in found.operations:
         name = next(iter(one.nodes)).name
         if one.flops and name.modules:
-            told[name.of or name.modules[:2]] += one.flops * (1 + one.backward + (one in again))
-            alone[name.of or name.modules[:2]] += one.flops
+            told[name.owners or name.modules[:2]] += one.flops * (1 + one.backward + (one in again))
+            alone[name.owners or name.modules[:2]] += one.flops
     told.pop(("layers.mlp.router",), None)  # XLA makes a sum of one of its products
     assert len(told) >= 7
     for key, often in told.items():  # the loop of experts on CPUs fills blocks with zeros, in each run alike
@@ -141,7 +141,7 @@ def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(smal
     assert max(size for size, _ in kept(config, "none").on_device) < scores_bytes
     saved = kept(small(**EXPERTS), {"save": ["hidden"]})
     grouped = [one for one in saved.again if isinstance(one, operations.Operation) and one.grouped]
-    names = {next(iter(one.nodes)).name.of for one in grouped}
+    names = {next(iter(one.nodes)).name.owners for one in grouped}
     assert names == set()  # neither w_gate nor w_up
     everything = kept(small(**EXPERTS), "dots")  # jax keeps what dot_general gives, which grouped kernels are not
     assert sum(one.grouped for one in everything.again if isinstance(one, operations.Operation)) == 2
@@ -254,7 +254,7 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
         exposed, sent_s = between.waited(rules, moves, (1e6, 1e6), 0)
         return exposed["data"] / sent_s
 
-    gradients, weights = Move("gradients", "data", 1e8, 16, True), Move("weights", "data", 1e8, 16, True)
+    gradients, weights = Transfer("gradients", "data", 1e8, 16, True), Transfer("weights", "data", 1e8, 16, True)
     assert share(gradients) == pytest.approx(overlap.NEVER_HIDDEN["tpu"][2])
     assert share(weights) == pytest.approx(overlap.SLICES_EXPOSED)
     once = weights._replace(bytes=1.0, times=1, looped=False)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.bounds.decoder import Traffic
+from gspmd_lm.foresight.bounds.decoder import DecoderTransfers
 from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES
-from gspmd_lm.foresight.graph import Node, Traced
+from gspmd_lm.foresight.graph import Node, DataflowGraph
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.sharding.rules import Rules
@@ -20,7 +20,7 @@ _FORWARD = 1 / 3  # of the FLOPs of a training step
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
+class LowerBounds:
     """Lower bounds for one step on one device."""
 
     compute_s: float | None  # model FLOPs over peak; None on cpu
@@ -32,7 +32,7 @@ class Floor:
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
 
 
-def floor(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, traced: Traced) -> Floor:
+def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, traced: DataflowGraph) -> LowerBounds:
     """The floor of one train step of `config` under `rules`, filled and checked; `chip` is None for simulated devices.
 
     `traced` is what was recorded of the forward pass of one microbatch under these rules.
@@ -48,11 +48,11 @@ def of_generation(
     rules: Rules,
     arrays: Arrays,
     chip: Chip | None,
-    traced: Traced,
+    traced: DataflowGraph,
     sizes: Sizes,
     tokens: int,
     cache_bytes: int,
-) -> Floor:
+) -> LowerBounds:
     """The floor of prefill (`tokens` per row, all slots of a prompt) or decode (one token per row).
 
     The same logic as in `floor`, of the forward pass alone, which `traced` recorded. Every weight and, in decode, every
@@ -75,15 +75,15 @@ def _bounds(
     rules: Rules,
     arrays: Arrays,
     chip: Chip | None,
-    traced: Traced,
+    traced: DataflowGraph,
     flops: float,
     moved_bytes: float,
     trains: bool,
-) -> Floor:
+) -> LowerBounds:
     """The floor of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
     flops /= rules.devices
-    sent, wide = (Traffic(rules, arrays, traced, trains, narrowest).sent for narrowest in (0, FLOAT32_BYTES))
-    return Floor(
+    sent, wide = (DecoderTransfers(rules, arrays, traced, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES))
+    return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
         communication_bytes=round(sum(sent.values())),
@@ -94,7 +94,7 @@ def _bounds(
     )
 
 
-def least_flops(config: Config, rules: Rules, arrays: Arrays, traced: Traced) -> float:
+def necessary_flops(config: Config, rules: Rules, arrays: Arrays, traced: DataflowGraph) -> float:
     """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
 
     Less than the model's FLOPs: weights count only where they are multiplied.
@@ -102,15 +102,15 @@ def least_flops(config: Config, rules: Rules, arrays: Arrays, traced: Traced) ->
     model, seq = config.model, config.data.seq
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     total = 0.0
-    for product in traced.products:
+    for product in traced.matmuls:
         # The derivative to the first layer's input is left out where nothing before it is trained.
         passes = 3.0 if product.path in trained else 2.0 - 1.0 / model.layers
-        total += rules.microbatches * passes * product.node.flops * product.node.times
+        total += rules.microbatches * passes * product.node.flops * product.node.trip_count
     total += 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
     return total / rules.devices
 
 
-def memory_bytes(rules: Rules, arrays: Arrays, traced: Traced) -> float:
+def memory_bytes(rules: Rules, arrays: Arrays, traced: DataflowGraph) -> float:
     """The bytes that one device reads and writes in a step if everything else stays on the chip.
 
     Weights that are trained, gradients and optimizer state are read and written once; weights in use are read forward
@@ -124,45 +124,45 @@ def memory_bytes(rules: Rules, arrays: Arrays, traced: Traced) -> float:
 def updated_bytes(rules: Rules, arrays: Arrays) -> float:
     """The bytes of trained weights, gradients and optimizer state that one device reads and writes in an update."""
     trained, optimizer = pairs(arrays.named_trained, arrays.trained), pairs(arrays.named_optimizer, arrays.optimizer)
-    once = sum(held(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
-    once += sum(held(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
+    once = sum(bytes_per_device(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
+    once += sum(bytes_per_device(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
     return 2 * once
 
 
-def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: Traced) -> float:
+def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: DataflowGraph) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations.
 
     Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
     """
-    itemsize = traced.products[0].x.itemsize
+    itemsize = traced.matmuls[0].input.itemsize
     looked_up = set(traced.looked_up) - traced.multiplied
     read = {
-        product.path: product.node.shape[0] / product.weight.shape[0] for product in traced.products if product.group
+        product.path: product.node.shape[0] / product.weight.shape[0] for product in traced.matmuls if product.group_axis
     }
     return sum(
-        held(rules, "rules", *leaf, itemsize) * min(1.0, read.get(leaf[0].path, 1.0))
+        bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, read.get(leaf[0].path, 1.0))
         for leaf in params
         if leaf[0].path not in looked_up
     )
 
 
-def held(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
+def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
     """The bytes that one device holds of an array where `table` puts it."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     return math.prod(like.shape) * itemsize / rules.piece_count(itertools.chain(*spec))
 
 
-def _kept_bytes(rules: Rules, traced: Traced) -> float:
+def _kept_bytes(rules: Rules, traced: DataflowGraph) -> float:
     """Activations of all layers and microbatches that a device keeps for the backward pass."""
     remat = rules.remat
-    inputs = [node for node in traced.nodes if node.label == "layer_input"]  # whatever name it is kept under
-    placed = [(traced.carried(node), node.times) for node in inputs]
+    inputs = [node for node in traced.nodes if node.checkpoint_name == "layer_input"]  # whatever name it is kept under
+    placed = [(traced.carried(node), node.trip_count) for node in inputs]
     if remat.policy == "names":
         names = {*remat.save, *remat.offload} - {"residual", "layer_input"}
         named = {(node.placed.array, node.name.modules): node for node in traced.activations if node.placed}
-        placed += [(node, node.times) for (name, modules), node in named.items() if name in names and modules]
+        placed += [(node, node.trip_count) for (name, modules), node in named.items() if name in names and modules]
     elif remat.policy != "block":
-        placed += [(node, node.times) for node in traced.computed]
+        placed += [(node, node.trip_count) for node in traced.matmul_results]
     return sum(times * _activation_bytes(rules, node) for node, times in placed if node) * rules.microbatches
 
 

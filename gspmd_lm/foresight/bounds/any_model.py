@@ -15,22 +15,22 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.extend import core
 
 from gspmd_lm.foresight import graph
-from gspmd_lm.foresight.bounds import Floor, updated_bytes
-from gspmd_lm.foresight.bounds.transfers import Moves, without
-from gspmd_lm.foresight.graph import Node, Product
+from gspmd_lm.foresight.bounds import LowerBounds, updated_bytes
+from gspmd_lm.foresight.bounds.transfers import Transfers, mesh_axes_except
+from gspmd_lm.foresight.graph import Node, Matmul
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 
 
-def floor(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> Floor:
+def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> LowerBounds:
     """The floor of one train step of `task` under `rules`, filled and checked; `chip` is None for simulated devices.
 
     FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
     flops = flops_of_step(task, arrays) / rules.devices
-    return Floor(
+    return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and updated_bytes(rules, arrays) / chip.hbm_bytes_per_s,
         communication_bytes=None,
@@ -49,16 +49,16 @@ def flops_of_step(task: Task, arrays: Arrays) -> float:
 
     key = jax.eval_shape(jax.random.key, 0)
     program = jax.make_jaxpr(jax.grad(loss))(arrays.trained, arrays.params, task.batch(task.rows), key)
-    return flops(program.jaxpr)
+    return jaxpr_flops(program.jaxpr)
 
 
-def flops(jaxpr: Any) -> float:
+def jaxpr_flops(jaxpr: Any) -> float:
     """2 for each multiplication and addition of products and convolutions. A loop of unknown length counts once."""
     total = 0.0
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
         total += graph.flops(equation)
-        inner = [flops(one) for one in _jaxprs(params)]
+        inner = [jaxpr_flops(one) for one in _jaxprs(params)]
         if primitive == "cond":
             total += max(inner)
         else:
@@ -72,59 +72,59 @@ def _jaxprs(params: Any) -> list[Any]:
     return [one for one in found if isinstance(one, core.Jaxpr)]
 
 
-class OwnTraffic(Moves):
+class AnyModelTransfers(Transfers):
     """`Moves` of any model."""
 
-    def model(self) -> None:
-        for path, nodes in self.traced.used.items():
+    def add_model(self) -> None:
+        for path, nodes in self.graph.used.items():
             for _ in range(1 if self.rules.remat.policy == "none" else 2):  # for the backward pass again
                 self.gather(self.weights[path], self.itemsize(nodes[0]))
-        read, written = collections.defaultdict[Node, list[Product]](list), dict[Node, set[frozenset[str]]]()
-        for product in self.traced.products:
-            self.result(product, written)
-            read[product.x].append(product)
+        read, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
+        for product in self.graph.matmuls:
+            self.output_transfers(product, written)
+            read[product.input].append(product)
         for x, products in read.items():
-            home = self.traced.source(x)
-            self.read(x, None if home in written else home, products)
-        for path in set(self.traced.used) - self.traced.multiplied:
-            weight, applied = self.weights[path], self.traced.applied_to(path)
+            home = self.graph.gathered_from(x)
+            self.input_transfers(x, None if home in written else home, products)
+        for path in set(self.graph.used) - self.graph.multiplied:
+            weight, applied = self.weights[path], self.graph.applied_to(path)
             if weight.trained and applied:
-                place, node = self.place(applied), self.traced.used[path][0]
+                place, node = self.sharding(applied), self.graph.used[path][0]
                 have = {axis: names for axis, names in place.items() if axis in weight.sizes}
-                over = without(place, *weight.sizes)
-                self.move(self.bytes(node), have, weight.gradient, over, node.times, "gradients")
+                over = mesh_axes_except(place, *weight.sizes)
+                self.transfer(self.bytes(node), have, weight.gradient, over, node.trip_count, "gradients")
 
-    def result(self, product: Product, written: dict[Node, set[frozenset[str]]]) -> None:
+    def output_transfers(self, product: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
         """The reduction of a product's result. Results that one `write` adds up are reduced once."""
-        x, y, times = self.place(product.x), product.y or product.x, product.node.times
-        use = self.weights[product.path].use
-        over = frozenset(without(use, *(use.keys() - x.keys())))
-        home = self.traced.home(y) if product.y else y
+        x, y, times = self.sharding(product.input), product.output or product.input, product.node.trip_count
+        use = self.weights[product.path].compute
+        over = frozenset(mesh_axes_except(use, *(use.keys() - x.keys())))
+        home = self.graph.written_to(y) if product.output else y
         if home is not y:
             if y not in written and self.trains:
-                self.move(self.bytes(y), self.place(home), self.place(y), times=times)  # the gradient
+                self.transfer(self.bytes(y), self.sharding(home), self.sharding(y), times=times)  # the gradient
             if over in written.setdefault(y, set()):
                 return
             written[y].add(over)
-        have = {axis: tuple(name for name in names if name not in over) for axis, names in self.place(y).items()}
-        self.move(self.bytes(product.node), have, self.place(home), over, times)
+        have = {axis: tuple(name for name in names if name not in over) for axis, names in self.sharding(y).items()}
+        self.transfer(self.bytes(product.node), have, self.sharding(home), over, times)
 
-    def read(self, x: Node, home: Node | None, products: list[Product]) -> None:
+    def input_transfers(self, x: Node, home: Node | None, products: list[Matmul]) -> None:
         """The gradients of products that have one input. Where `read` gathers it from `home`, the input too, and one
         sum of all gradients."""
-        place = self.place(x)
+        place = self.sharding(x)
         if home:
-            kept = not self.trains or self.rules.remat.policy == "none" or x.array in self.kept
+            kept = not self.trains or self.rules.remat.policy == "none" or x.array in self.saved
             for _ in range(1 if kept else 2):
-                self.move(self.bytes(x), self.place(home), place, times=x.times)
+                self.transfer(self.bytes(x), self.sharding(home), place, times=x.trip_count)
         if not self.trains:
             return
-        sums = [frozenset(without(self.weights[product.path].use, *place)) for product in products]
+        sums = [frozenset(mesh_axes_except(self.weights[product.path].compute, *place)) for product in products]
         for over in dict.fromkeys(sums) if home else sums:
-            self.move(self.bytes(x), place, self.place(home or x), over, x.times)
+            self.transfer(self.bytes(x), place, self.sharding(home or x), over, x.trip_count)
         for product in products:
             weight = self.weights[product.path]
             if weight.trained:
-                rows = without(place, *weight.sizes)
-                size_bytes, times = self.bytes(product.weight), product.node.times
-                self.move(size_bytes, weight.use, weight.gradient, rows, times, "gradients")
+                rows = mesh_axes_except(place, *weight.sizes)
+                size_bytes, times = self.bytes(product.weight), product.node.trip_count
+                self.transfer(size_bytes, weight.compute, weight.gradient, rows, times, "gradients")

@@ -16,24 +16,24 @@ import collections
 import math
 from collections.abc import Iterable
 
-from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES, Cost, Moves, Place, Weight, axes_of, without
-from gspmd_lm.foresight.graph import Node, Product
+from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES, Volume, Transfers, Sharding, Parameter, mesh_axes, mesh_axes_except
+from gspmd_lm.foresight.graph import Node, Matmul
 from gspmd_lm.model.kernels import attention
 
 _INT32_BYTES = 4
 *_READ, _OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
 
 
-class Traffic(Moves):
+class DecoderTransfers(Transfers):
     """`Moves` of the decoder, or of any model that reads and writes a residual stream."""
 
-    def model(self) -> None:
-        traced = self.traced
+    def add_model(self) -> None:
+        traced = self.graph
         # What blocks read is the residual stream, gathered: their inputs come from there, and their sums go there.
-        self.block_input = next(product.x for product in traced.products if traced.source(product.x))
-        self.residual = traced.source(self.block_input) or self.block_input
+        self.block_input = next(product.input for product in traced.matmuls if traced.gathered_from(product.input))
+        self.residual = traced.gathered_from(self.block_input) or self.block_input
         self.blocks()
-        for product in traced.products:
+        for product in traced.matmuls:
             if self.is_head(product):
                 self.loss(product) if self.trains else self.logits(product)
         for path in traced.looked_up:
@@ -44,102 +44,102 @@ class Traffic(Moves):
 
     # The layers
 
-    def is_head(self, product: Product) -> bool:
+    def is_head(self, product: Matmul) -> bool:
         """Whether a product gives the logits: it is part of the loss, and of no word for weights."""
-        return not set(product.node.name.of) & set(self.weights)
+        return not set(product.node.name.owners) & set(self.weights)
 
     def blocks(self) -> None:
         """All products of the layers. How they are read and written is in partial_sums.py."""
-        products = [product for product in self.traced.products if not self.is_head(product)]
-        inner = {source: product for product in products if (source := self.traced.source(product.x))}
-        adapters = [(first, inner[first.y]) for first in products if first.y in inner]
-        reads: dict[Node, list[Product]] = collections.defaultdict(list)
-        writes: dict[Node, list[Product]] = collections.defaultdict(list)
-        self.read = {product.x for product in products}
+        products = [product for product in self.graph.matmuls if not self.is_head(product)]
+        inner = {source: product for product in products if (source := self.graph.gathered_from(product.input))}
+        adapters = [(first, inner[first.output]) for first in products if first.output in inner]
+        reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
+        writes: dict[Node, list[Matmul]] = collections.defaultdict(list)
+        self.read = {product.input for product in products}
         for product in products:
-            if self.traced.source(product.x) and not (product.group and product.y):
-                reads[product.x].append(product)
-            elif product.y and self.traced.home(product.y) is not product.y:
-                writes[product.y].append(product)
+            if self.graph.gathered_from(product.input) and not (product.group_axis and product.output):
+                reads[product.input].append(product)
+            elif product.output and self.graph.written_to(product.output) is not product.output:
+                writes[product.output].append(product)
         adapted = {product.node for pair in adapters for product in pair}
         for x, group in reads.items():
-            if x not in {second.x for _, second in adapters}:
+            if x not in {second.input for _, second in adapters}:
                 self.fan_out(x, group, [product for product in group if product.node not in adapted])
         for y, group in writes.items():
-            if y not in {first.y for first, _ in adapters}:
+            if y not in {first.output for first, _ in adapters}:
                 self.fan_in(y, [product for product in group if product.node not in adapted])
         for first, second in adapters:
             self.adapter(first, second)
         for path in {product.path for product in products if product.node not in adapted}:
-            weight, used = self.weights[path], self.traced.used[path][0]
+            weight, used = self.weights[path], self.graph.used[path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
-            for _ in range(2 if self.trains and (weight.trained or used.times > 1) else 1):
+            for _ in range(2 if self.trains and (weight.trained or used.trip_count > 1) else 1):
                 self.gather(weight, self.itemsize(used))
 
-    def fan_out(self, x: Node, group: list[Product], products: list[Product]) -> None:
+    def fan_out(self, x: Node, group: list[Matmul], products: list[Matmul]) -> None:
         """One input, read with several weights; forward and backward. `products` are those of no adapter."""
-        home = self.traced.source(x)
+        home = self.graph.gathered_from(x)
         assert home and x.placed
-        kept = self.rules.remat.policy == "none" or x.placed.array in self.kept
+        kept = self.rules.remat.policy == "none" or x.placed.array in self.saved
         learns = any(self.weights[product.path].trained for product in group)
         for _ in range(2 if learns and not kept else 1):  # the input, gathered; for the weights' gradients again
-            self.move(self.bytes(x), self.place(home), self.place(x), times=x.times)
+            self.transfer(self.bytes(x), self.sharding(home), self.sharding(x), times=x.trip_count)
         for product in products:
-            self.mixed(product, x) if product.group else self.product(product, x, product.y)
-        self.travel(x, [product for product in products if product.group])
+            self.mixed(product, x) if product.group_axis else self.product(product, x, product.output)
+        self.travel(x, [product for product in products if product.group_axis])
         if self.trains:
-            self.summed(x, home, products, [product.y for product in products])
+            self.summed(x, home, products, [product.output for product in products])
 
-    def fan_in(self, y: Node, products: list[Product]) -> None:
+    def fan_in(self, y: Node, products: list[Matmul]) -> None:
         """Several inputs, each through its own weight, summed into the residual stream; forward and backward."""
-        home = self.traced.home(y)
-        again = self.rules.remat.policy in ("block", "names") and "residual" not in self.kept
+        home = self.graph.written_to(y)
+        again = self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
         for _ in range(2 if self.trains and again and self.read_again(home) else 1):
-            self.summed(y, home, products, [product.x for product in products])
+            self.summed(y, home, products, [product.input for product in products])
         if self.trains:
-            self.move(self.bytes(y), self.place(home), self.place(y), times=y.times)  # the gradient
+            self.transfer(self.bytes(y), self.sharding(home), self.sharding(y), times=y.trip_count)  # the gradient
         for product in products:
-            self.mixed(product, y) if product.group else self.product(product, y, product.x)
+            self.mixed(product, y) if product.group_axis else self.product(product, y, product.input)
 
-    def mixed(self, product: Product, near: Node) -> None:
+    def mixed(self, product: Matmul, near: Node) -> None:
         """The gradient of experts' weights: each device has a sum over its own tokens.
 
         If a matrix of an adapter lacks the axis along which the weight is split, that of the other matrix is a sum over
         it, and the gradient is one too.
         """
-        weight, tokens = self.weights[product.path], axes_of(self.place(near), "batch", "seq")
+        weight, tokens = self.weights[product.path], mesh_axes(self.sharding(near), "batch", "seq")
         far = {axis: names for axis, names in self.far(product, near).items() if axis not in weight.sizes}
         if weight.trained and self.trains:
-            over = tokens | axes_of(far)
-            self.move(self.bytes(product.weight), weight.use, weight.gradient, over, near.times, "gradients")
+            over = tokens | mesh_axes(far)
+            self.transfer(self.bytes(product.weight), weight.compute, weight.gradient, over, near.trip_count, "gradients")
 
-    def travel(self, x: Node, products: list[Product]) -> None:
+    def travel(self, x: Node, products: list[Matmul]) -> None:
         """Tokens on their way to the experts that `products` read them with, and back, if both are split alike."""
         if not products:
             return
-        product, place = products[0], self.place(x)
-        tokens, over = axes_of(place, "batch", "seq"), self.experts(product)
+        product, place = products[0], self.sharding(x)
+        tokens, over = mesh_axes(place, "batch", "seq"), self.experts(product)
         if not over or not over <= tokens:
             return
         rows, width = product.node.shape[0], x.shape[-1]
         # There and back; their gradients the other way; and there again for what is computed again.
-        again = self.rules.remat.policy != "none" and "dispatched" not in self.kept
-        here, there = {"batch": tuple(tokens)}, {"batch": tuple(tokens - over), product.group: tuple(over)}
+        again = self.rules.remat.policy != "none" and "dispatched" not in self.saved
+        here, there = {"batch": tuple(tokens)}, {"batch": tuple(tokens - over), product.group_axis: tuple(over)}
         for _ in range(4 + again if self.trains else 2):
-            self.move(rows * width * self.itemsize(x), here, there, times=x.times)
+            self.transfer(rows * width * self.itemsize(x), here, there, times=x.trip_count)
         if self.trains:  # for the gradients of the weights of a token's experts, one number for each of these
-            self.move(rows * FLOAT32_BYTES, here, there, times=x.times)
+            self.transfer(rows * FLOAT32_BYTES, here, there, times=x.trip_count)
 
-    def experts(self, product: Product) -> set[str]:
+    def experts(self, product: Matmul) -> set[str]:
         """The mesh axes that split the experts of a product."""
-        return set(self.weights[product.path].use[product.group])
+        return set(self.weights[product.path].compute[product.group_axis])
 
     def read_again(self, node: Node) -> bool:
         """Whether the same block reads what is written here, so that computing it again needs the sum."""
         waiting, seen = [node], {node}
         while waiting:
             for user in waiting.pop().users:
-                if user in seen or user.label == "layer_input":
+                if user in seen or user.checkpoint_name == "layer_input":
                     continue
                 if user in self.read:
                     return True
@@ -147,195 +147,195 @@ class Traffic(Moves):
                 waiting.append(user)
         return False
 
-    def product(self, product: Product, near: Node, far: Node | None) -> None:
+    def product(self, product: Matmul, near: Node, far: Node | None) -> None:
         """What a product and its gradients move, but for sums into the residual stream.
 
         `near` is its end at the residual stream, `far` the other one.
         """
         assert far
-        weight, x, y, times = self.weights[product.path], self.place(near), self.place(far), near.times
+        weight, x, y, times = self.weights[product.path], self.sharding(near), self.sharding(far), near.trip_count
         wide = self.wide(product, near)
         shared = [axis for axis in x if axis in weight.sizes]
         rows_bytes = math.prod(near.shape[:2]) * self.itemsize(near)
         size_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in wide)
-        have = {"batch": x["batch"], "seq": x["seq"], **{axis: weight.use[axis] for axis in wide}}
-        over_shared = axes_of(x, *shared)
+        have = {"batch": x["batch"], "seq": x["seq"], **{axis: weight.compute[axis] for axis in wide}}
+        over_shared = mesh_axes(x, *shared)
         if not self.trains:
-            self.move(size_bytes, have, y, over_shared, times)
+            self.transfer(size_bytes, have, y, over_shared, times)
             return
         assert far.placed
         queries = self.queries(far)
-        apart_queries = axes_of(queries, "seq")
+        apart_queries = mesh_axes(queries, "seq")
         again = self.rules.remat.policy != "none"
-        if self.rules.context == "ulysses" and far.placed.array in (*_READ, _OUT) and axes_of(x, "seq"):
-            self.move(size_bytes, have, {**y, "seq": x["seq"]}, over_shared, times)
+        if self.rules.context == "ulysses" and far.placed.array in (*_READ, _OUT) and mesh_axes(x, "seq"):
+            self.transfer(size_bytes, have, {**y, "seq": x["seq"]}, over_shared, times)
             apart = {**y, "seq": (), wide[0]: (*y[wide[0]], *x["seq"])}
-            again &= far.placed.array != _OUT or _OUT not in self.kept
+            again &= far.placed.array != _OUT or _OUT not in self.saved
             for _ in range(2 + again):  # heads for tokens, their gradients, and what is computed again
-                self.move(size_bytes, {**y, "seq": x["seq"]}, apart, times=times)
+                self.transfer(size_bytes, {**y, "seq": x["seq"]}, apart, times=times)
         elif apart_queries:  # each query reads all keys; their gradients come from everywhere
             whole, what = {**y, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
-            self.move(size_bytes, have, whole, over_shared, times, what)
-            self.move(size_bytes, whole, {**y, "seq": x["seq"]}, apart_queries, times, what)
+            self.transfer(size_bytes, have, whole, over_shared, times, what)
+            self.transfer(size_bytes, whole, {**y, "seq": x["seq"]}, apart_queries, times, what)
             if again or self.rules.context == "ring":
-                self.move(size_bytes, {**whole, "seq": x["seq"]}, whole, (), times, what)
+                self.transfer(size_bytes, {**whole, "seq": x["seq"]}, whole, (), times, what)
         else:
-            self.move(size_bytes, have, y, over_shared, times)
+            self.transfer(size_bytes, have, y, over_shared, times)
         matrix_bytes = self.bytes(product.weight)
-        if apart := axes_of(weight.use, *shared) - over_shared:
+        if apart := mesh_axes(weight.compute, *shared) - over_shared:
             # A mesh axis splits the weight in use, but not its input. Either the weight is gathered, or the sums over
             # embed are reduced and the result on the other side is gathered. Only the first is possible where that
             # mesh axis splits the rows.
-            gathered = [self.cost(matrix_bytes, weight.use, {**weight.use, **dict.fromkeys(shared, ())})]
-            reduced = [self.cost(size_bytes, have, y, apart)]
-            result = [self.cost(self.bytes(near), {**x, shared[0]: tuple(apart)}, x)]
+            gathered = [self.volume(matrix_bytes, weight.compute, {**weight.compute, **dict.fromkeys(shared, ())})]
+            reduced = [self.volume(size_bytes, have, y, apart)]
+            result = [self.volume(self.bytes(near), {**x, shared[0]: tuple(apart)}, x)]
             for instead in (reduced, result):
-                self.cheaper(gathered, *([] if apart & axes_of(have) else [instead]), times=times)
+                self.add_cheapest(gathered, *([] if apart & mesh_axes(have) else [instead]), times=times)
         if weight.trained:
             has = {**{axis: x[axis] for axis in shared}, **{axis: y[axis] for axis in wide}}
-            self.move(matrix_bytes, has, weight.gradient, axes_of(x, "batch", "seq"), times, "gradients")
-        if finer := without(queries, "batch", "seq") - without(y, "batch", "seq"):
+            self.transfer(matrix_bytes, has, weight.gradient, mesh_axes(x, "batch", "seq"), times, "gradients")
+        if finer := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(y, "batch", "seq"):
             # Heads are split finer than their keys: the gradients of a key's heads meet, in the keys or in the matrix.
             split = {wide[0]: (*y[wide[0]], *finer)}
-            in_matrix = [self.cost(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
-            in_keys = [self.cost(size_bytes, {**y, **split}, y)]
-            self.cheaper(in_keys, *([in_matrix] if weight.trained else []), times=times)
+            in_matrix = [self.volume(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
+            in_keys = [self.volume(size_bytes, {**y, **split}, y)]
+            self.add_cheapest(in_keys, *([in_matrix] if weight.trained else []), times=times)
 
-    def wide(self, product: Product, near: Node) -> list[str]:
+    def wide(self, product: Matmul, near: Node) -> list[str]:
         """The axes of a weight that its end at the residual stream has not."""
         assert product.weight.placed and near.placed
         return [axis for axis in product.weight.placed.axes if axis not in near.placed.axes]
 
-    def far(self, product: Product, near: Node) -> Place:
+    def far(self, product: Matmul, near: Node) -> Sharding:
         """How experts' weights are split along the axes that their end at the residual stream has not.
 
         For an adapter it is how its weight is.
         """
         path = self.rules.vocabulary.adapted(product.path)
-        used = self.traced.used[path][0].placed
+        used = self.graph.used[path][0].placed
         assert used and near.placed
-        return {axis: self.weights[path].use[axis] for axis in used.axes if axis not in near.placed.axes}
+        return {axis: self.weights[path].compute[axis] for axis in used.axes if axis not in near.placed.axes}
 
-    def queries(self, keys: Node) -> Place:
+    def queries(self, keys: Node) -> Sharding:
         """Where the queries live that read keys or values; nowhere for other activations."""
         if not keys.placed or "kv_seq" not in keys.placed.axes:
             return {}
-        found = [node for node in self.traced.met(keys) if node.placed and "seq" in node.placed.axes]
-        return self.place(found[0]) if found else {}
+        found = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
+        return self.sharding(found[0]) if found else {}
 
-    def adapter(self, first: Product, second: Product) -> None:
+    def adapter(self, first: Matmul, second: Matmul) -> None:
         """What a low-rank adapter moves: its two matrices, their gradients, and the sum of what lies between.
 
         An adapter of a matrix that writes to the residual stream makes no such sum: its addends join those of the
         matrix, and the gradient of its second matrix is summed over the axes that split its first.
         """
         inner: set[str] = set()
-        stream = self.place(self.block_input)
+        stream = self.sharding(self.block_input)
         for product in (first, second):
             weight = self.weights[product.path]
-            gathered = self.cost(weight.elements * self.itemsize(product.weight), weight.rest, weight.use)
-            self.add(gathered, 1, "weights", product.node.times > 1)
-            wide = without(weight.use, "layers", *stream)
+            gathered = self.volume(weight.elements * self.itemsize(product.weight), weight.storage, weight.compute)
+            self.add(gathered, 1, "weights", product.node.trip_count > 1)
+            wide = mesh_axes_except(weight.compute, "layers", *stream)
             if weight.trained:
-                rows = axes_of(stream, "batch", "seq")
-                over, times = rows | inner, product.node.times
-                self.move(self.bytes(product.weight), weight.use, weight.gradient, over, times, "gradients")
+                rows = mesh_axes(stream, "batch", "seq")
+                over, times = rows | inner, product.node.trip_count
+                self.transfer(self.bytes(product.weight), weight.compute, weight.gradient, over, times, "gradients")
             if product is first:
                 inner = wide
             elif wide and self.trains:
-                self.move(self.bytes(product.x), stream, stream, wide, product.node.times)
+                self.transfer(self.bytes(product.input), stream, stream, wide, product.node.trip_count)
 
-    def summed(self, near: Node, home: Node, products: list[Product], far: Iterable[Node | None]) -> None:
+    def summed(self, near: Node, home: Node, products: list[Matmul], far: Iterable[Node | None]) -> None:
         """The sum over heads or hidden units, into the residual; products that are split alike are added up first."""
-        tokens, partials = axes_of(self.place(near), "batch", "seq"), set()
+        tokens, partials = mesh_axes(self.sharding(near), "batch", "seq"), set()
         for product, end in zip(products, far, strict=True):
-            if product.group:  # where tokens travel to experts, their results are whole
-                over = axes_of(self.far(product, near))
+            if product.group_axis:  # where tokens travel to experts, their results are whole
+                over = mesh_axes(self.far(product, near))
                 partials.add(frozenset(over - self.experts(product) if self.experts(product) <= tokens else over))
             elif end:
-                partials.add(frozenset(axes_of(self.place(end), *self.wide(product, near))))
+                partials.add(frozenset(mesh_axes(self.sharding(end), *self.wide(product, near))))
         for partial in partials:
-            self.move(self.bytes(near), self.place(near), self.place(home), partial, near.times)
+            self.transfer(self.bytes(near), self.sharding(near), self.sharding(home), partial, near.trip_count)
 
     # Before and after the layers
 
-    def look_up(self, table: Weight) -> None:
+    def look_up(self, table: Parameter) -> None:
         """The token table and learned positions, forward and backward: see `partial_sums.look_up`.
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """
-        tied, size_bytes = table.path in self.traced.multiplied, self.bytes(self.block_input)
+        tied, size_bytes = table.path in self.graph.multiplied, self.bytes(self.block_input)
         ids, width = table.sizes
         itemsize = self.itemsize(self.block_input)
-        residual, block_input = self.place(self.residual), self.place(self.block_input)
-        rows, batch, columns = table.use[ids], axes_of(residual, "batch", "seq"), axes_of(table.rest, width)
+        residual, block_input = self.sharding(self.residual), self.sharding(self.block_input)
+        rows, batch, columns = table.compute[ids], mesh_axes(residual, "batch", "seq"), mesh_axes(table.storage, width)
         if rows:
             self.gather(table, 0 if tied else itemsize)
-            self.move(size_bytes, block_input, residual, rows)
+            self.transfer(size_bytes, block_input, residual, rows)
             if table.trained:
-                self.move(size_bytes, residual, block_input)
+                self.transfer(size_bytes, residual, block_input)
         elif not (tied and self.trains):
             # Read where it rests, for which the ids of others are needed, or gathered, whichever is less.
-            there = self.cost(size_bytes, {width: tuple(columns)}, residual)
-            gathered = self.cost(table.elements * itemsize, table.rest, {})
-            self.cheaper([there, self.ids(columns & batch)], [gathered])
+            there = self.volume(size_bytes, {width: tuple(columns)}, residual)
+            gathered = self.volume(table.elements * itemsize, table.storage, {})
+            self.add_cheapest([there, self.ids(columns & batch)], [gathered])
         # The gradients have two ways too. Those of the tables are reduced, or the gradient of x goes to the devices
         # that hold its columns, where it is added up.
         gradients = [] if tied or not table.trained else [(table, FLOAT32_BYTES)]
-        used = [self.weights[path] for path in self.traced.looked_up if path in self.traced.used and path != table.path]
+        used = [self.weights[path] for path in self.graph.looked_up if path in self.graph.used and path != table.path]
         gradients += [(positions, itemsize) for positions in used if positions.trained]
-        meet = set() if rows else axes_of(table.gradient, width) & batch
+        meet = set() if rows else mesh_axes(table.gradient, width) & batch
         back = {axis: tuple(name for name in names if name not in meet) for axis, names in residual.items()}
         apart = {width: tuple(meet)}
         reduced = [
-            self.cost(like.elements * itemsize, {ids: like.use.get(ids, ())}, like.gradient, batch)
+            self.volume(like.elements * itemsize, {ids: like.compute.get(ids, ())}, like.gradient, batch)
             for like, itemsize in gradients
         ]
-        sent = [self.cost(size_bytes, residual, {**back, **apart}), self.ids(meet - columns)]
+        sent = [self.volume(size_bytes, residual, {**back, **apart}), self.ids(meet - columns)]
         sent += [
-            self.cost(like.elements * itemsize, apart, like.gradient, batch - meet) for like, itemsize in gradients
+            self.volume(like.elements * itemsize, apart, like.gradient, batch - meet) for like, itemsize in gradients
         ]
-        self.cheaper(reduced, *([sent] if meet and gradients else []))
+        self.add_cheapest(reduced, *([sent] if meet and gradients else []))
 
-    def ids(self, over: set[str]) -> Cost:
+    def ids(self, over: set[str]) -> Volume:
         """The token ids, gathered over some mesh axes."""
         ids_bytes = math.prod(self.residual.shape[:2]) * _INT32_BYTES
-        elsewhere = axes_of(self.place(self.residual), "batch", "seq") - over
-        return self.cost(ids_bytes, {"batch": (*over, *elsewhere)}, {"batch": tuple(elsewhere)})
+        elsewhere = mesh_axes(self.sharding(self.residual), "batch", "seq") - over
+        return self.volume(ids_bytes, {"batch": (*over, *elsewhere)}, {"batch": tuple(elsewhere)})
 
-    def loss(self, head: Product) -> None:
+    def loss(self, head: Matmul) -> None:
         """Logits, softmax and their gradients, which are found in the forward pass: see model/loss.py."""
-        assert head.y
-        table, x, logits = self.weights[head.path], self.place(head.x), self.place(head.y)
-        home, wide = self.place(self.traced.source(head.x) or head.x), self.wide(head, head.x)
-        columns = axes_of(logits, *wide)
-        self.move(self.bytes(head.x), home, x)
+        assert head.output
+        table, x, logits = self.weights[head.path], self.sharding(head.input), self.sharding(head.output)
+        home, wide = self.sharding(self.graph.gathered_from(head.input) or head.input), self.wide(head, head.input)
+        columns = mesh_axes(logits, *wide)
+        self.transfer(self.bytes(head.input), home, x)
         self.gather(table, self.itemsize(head.weight))
         by_token = {axis: logits[axis] for axis in ("batch", "seq")}
         for _ in range(3):  # the highest logit, the sum of exponentials, the target's logit
-            self.move(math.prod(head.x.shape[:2]) * FLOAT32_BYTES, by_token, by_token, columns)
-        self.move(self.bytes(head.x), x, home, columns)
+            self.transfer(math.prod(head.input.shape[:2]) * FLOAT32_BYTES, by_token, by_token, columns)
+        self.transfer(self.bytes(head.input), x, home, columns)
         if table.trained:
-            have = {axis: table.use[axis] for axis in wide}
-            rows = axes_of(x, "batch", "seq")
-            self.move(table.elements * FLOAT32_BYTES, have, table.gradient, rows, what="gradients")
+            have = {axis: table.compute[axis] for axis in wide}
+            rows = mesh_axes(x, "batch", "seq")
+            self.transfer(table.elements * FLOAT32_BYTES, have, table.gradient, rows, what="gradients")
 
-    def logits(self, head: Product) -> None:
+    def logits(self, head: Matmul) -> None:
         """The logits of one token per row, whole on every device, which chooses the next token."""
-        assert head.y
+        assert head.output
         self.gather(self.weights[head.path], self.itemsize(head.weight))
-        logits = self.place(head.y)
+        logits = self.sharding(head.output)
         have = {axis: names for axis, names in logits.items() if axis != "seq"}
-        self.move(head.y.shape[0] * head.y.shape[-1] * FLOAT32_BYTES, have, {})
+        self.transfer(head.output.shape[0] * head.output.shape[-1] * FLOAT32_BYTES, have, {})
 
-    def small(self, weight: Weight) -> None:
+    def small(self, weight: Parameter) -> None:
         """A norm's scale, a bias or a table of positions: used once, its gradient summed over everything else."""
-        itemsize = self.itemsize(self.traced.used[weight.path][0])
+        itemsize = self.itemsize(self.graph.used[weight.path][0])
         self.gather(weight, itemsize)
-        applied = self.traced.applied_to(weight.path)
-        if weight.path in self.traced.looked_up or not weight.trained or not applied:
+        applied = self.graph.applied_to(weight.path)
+        if weight.path in self.graph.looked_up or not weight.trained or not applied:
             return
-        place = self.place(applied)
-        have = {axis: place.get(axis, names) for axis, names in weight.use.items()}
-        over = without(place, *weight.sizes)
-        self.move(weight.elements * itemsize, have, weight.gradient, over, what="gradients")
+        place = self.sharding(applied)
+        have = {axis: place.get(axis, names) for axis, names in weight.compute.items()}
+        over = mesh_axes_except(place, *weight.sizes)
+        self.transfer(weight.elements * itemsize, have, weight.gradient, over, what="gradients")

@@ -19,46 +19,46 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gspmd_lm.foresight.graph import Node, Traced
+from gspmd_lm.foresight.graph import Node, DataflowGraph
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
-Place = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
-Cost = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
+Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
+Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
 FLOAT32_BYTES = 4
 
 
-def axes_of(place: Place, *axes: str) -> set[str]:
+def mesh_axes(place: Sharding, *axes: str) -> set[str]:
     """The mesh axes that split some logical axes; all of them where none is named."""
     return {name for axis in axes or place for name in place.get(axis, ())}
 
 
-def without(place: Place, *axes: str) -> set[str]:
+def mesh_axes_except(place: Sharding, *axes: str) -> set[str]:
     """The mesh axes that split the other logical axes."""
     return {name for axis, names in place.items() if axis not in axes for name in names}
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """What one device sends again and again in a step."""
 
-    what: str  # weights, gradients, activations, or keys that go round beside attention
+    kind: str  # weights, gradients, activations, or keys that go round beside attention
     axes: str  # mesh axes: fsdp, or fsdp+tensor
     bytes: float  # sent each time
-    times: int  # in a step
-    looped: bool  # in a loop of the model, such as that over its layers
+    times_per_step: int  # in a step
+    in_loop: bool  # in a loop of the model, such as that over its layers
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class Parameter:
     """A parameter, and where the three tables place it."""
 
     path: str
     sizes: Mapping[str, int]  # by logical axis
     itemsize: int
-    rest: Place
-    use: Place
-    gradient: Place
+    storage: Sharding
+    compute: Sharding
+    gradient: Sharding
     trained: bool
 
     @property
@@ -66,7 +66,7 @@ class Weight:
         return math.prod(self.sizes.values())
 
 
-class Moves(abc.ABC):
+class Transfers(abc.ABC):
     """What one device sends in a step: `moves`, and `sent`, which has their sums by mesh axes.
 
     They are found as the traced program is gone through once.
@@ -75,41 +75,41 @@ class Moves(abc.ABC):
     than `narrowest`, in bytes of an element, is counted to be as wide.
     """
 
-    def __init__(self, rules: Rules, arrays: Arrays, traced: Traced, trains: bool = True, narrowest: int = 0):
-        self.rules, self.traced, self.trains, self.narrowest = rules, traced, trains, narrowest
+    def __init__(self, rules: Rules, arrays: Arrays, traced: DataflowGraph, trains: bool = True, narrowest: int = 0):
+        self.rules, self.graph, self.trains, self.narrowest = rules, traced, trains, narrowest
         self.microbatches = rules.microbatches if trains else 1
-        self.kept = {*rules.remat.save, *rules.remat.offload}  # names of activations
+        self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
         # Mesh axes over which gradients are summed once, after the last microbatch.
-        self.waiting = {*rules.replicas} if self.microbatches > 1 else set()
-        self.moves: list[Move] = []
-        self.weights: dict[str, Weight] = {}
+        self.reduced_last = {*rules.replicas} if self.microbatches > 1 else set()
+        self.all: list[Transfer] = []
+        self.weights: dict[str, Parameter] = {}
         trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)} if trains else set()
         for leaf, like in pairs(arrays.named_params, arrays.params):
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
             rest, use, gradient = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
             sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), max(like.dtype.itemsize, narrowest)
-            self.weights[leaf.path] = Weight(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
-        self.model()
-        waiting, self.waiting = self.waiting, set()
+            self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
+        self.add_model()
+        waiting, self.reduced_last = self.reduced_last, set()
         for weight in self.weights.values():
             if not weight.trained:
                 continue
             gradient_bytes = weight.elements * FLOAT32_BYTES
-            self.add(self.cost(gradient_bytes, weight.gradient, weight.gradient, waiting), 1, "gradients")
+            self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, waiting), 1, "gradients")
             # The update runs where the optimizer's state lives; its result goes where weights rest.
-            self.add(self.cost(weight.elements * weight.itemsize, weight.gradient, weight.rest), 1, "weights")
+            self.add(self.volume(weight.elements * weight.itemsize, weight.gradient, weight.storage), 1, "weights")
 
     @functools.cached_property
-    def sent(self) -> dict[str, float]:
+    def bytes_by_axes(self) -> dict[str, float]:
         """Mesh axes -> the bytes that one device sends over them in a step."""
         found: dict[str, float] = collections.defaultdict(float)
-        for move in self.moves:
-            found[move.axes] += move.bytes * move.times
+        for move in self.all:
+            found[move.axes] += move.bytes * move.times_per_step
         return found
 
     @abc.abstractmethod
-    def model(self) -> None:
+    def add_model(self) -> None:
         """Adds all that the program does before its weights are updated."""
 
     def itemsize(self, node: Node) -> int:
@@ -119,14 +119,14 @@ class Moves(abc.ABC):
         """The bytes of a whole array."""
         return math.prod(node.shape) * self.itemsize(node)
 
-    def place(self, node: Node) -> dict[str, tuple[str, ...]]:
+    def sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
         """Where the rules put an activation. Key positions are called seq here: both come from the block's input."""
         assert node.placed
         array, axes, _ = node.placed
         spec = self.rules.resolve("rules", array, axes, node.shape)[0]
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
-    def move(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = (), times: int = 1,
+    def transfer(self, size_bytes: float, have: Sharding, want: Sharding, partial: Iterable[str] = (), times: int = 1,
              what: str = "activations") -> None:  # fmt: skip
         """Adds what a device sends for an array of `size_bytes` in all to get from where it is to where it is wanted,
         `times` in each microbatch.
@@ -134,37 +134,37 @@ class Moves(abc.ABC):
         `partial` are mesh axes over which it is still to be summed. Dropping what is not wanted costs nothing, and
         comes first.
         """
-        self.add(self.cost(size_bytes, have, want, partial), self.microbatches * times, what, times > 1)
+        self.add(self.volume(size_bytes, have, want, partial), self.microbatches * times, what, times > 1)
 
-    def cheaper(self, *ways: list[Cost], times: int = 1) -> None:
+    def add_cheapest(self, *ways: list[Volume], times: int = 1) -> None:
         """Adds the way that sends least."""
         for cost in min(ways, key=lambda way: sum(sum(cost.values()) for cost in way)):
             self.add(cost, self.microbatches * times, looped=times > 1)
 
-    def add(self, cost: Cost, times: int, what: str = "activations", looped: bool = False) -> None:
-        self.moves += [Move(what, axes, sent_bytes, times, looped) for axes, sent_bytes in cost.items() if sent_bytes]
+    def add(self, cost: Volume, times: int, what: str = "activations", looped: bool = False) -> None:
+        self.all += [Transfer(what, axes, sent_bytes, times, looped) for axes, sent_bytes in cost.items() if sent_bytes]
 
-    def cost(self, size_bytes: float, have: Place, want: Place, partial: Iterable[str] = ()) -> Cost:
+    def volume(self, size_bytes: float, have: Sharding, want: Sharding, partial: Iterable[str] = ()) -> Volume:
         """What `move` adds in one microbatch."""
-        has, wants = axes_of(have), axes_of(want)
-        summed = set(partial) - has - self.waiting
+        has, wants = mesh_axes(have), mesh_axes(want)
+        summed = set(partial) - has - self.reduced_last
         moved = {name for axis, names in have.items() for name in names if name in wants - set(want.get(axis, ()))}
         found: dict[str, float] = collections.defaultdict(float)
         local = size_bytes / self.rules.piece_count(has | (wants - summed))
         for over, passes, shrinks in ((summed & wants, 1, True), (summed - wants, 2, False), (moved, 1, False)):
             pieces = self.rules.piece_count(over)
             if pieces > 1:
-                found[self.key(over)] += passes * local * (pieces - 1) / pieces
+                found[self.axes_key(over)] += passes * local * (pieces - 1) / pieces
             local /= pieces if shrinks else 1
         if (pieces := self.rules.piece_count(has - wants)) > 1:
-            found[self.key(has - wants)] += local * (pieces - 1)
+            found[self.axes_key(has - wants)] += local * (pieces - 1)
         return found
 
-    def key(self, mesh_axes: Iterable[str]) -> str:
+    def axes_key(self, mesh_axes: Iterable[str]) -> str:
         return "+".join(name for name in self.rules.mesh if name in set(mesh_axes))
 
-    def gather(self, weight: Weight, itemsize: int) -> None:
+    def gather(self, weight: Parameter, itemsize: int) -> None:
         """A weight goes from where it rests to where it is used. One that no loop uses stays for all microbatches."""
-        turns = max((node.times for node in self.traced.used.get(weight.path, ())), default=1)
-        cost = self.cost(weight.elements * itemsize / turns, weight.rest, weight.use)
+        turns = max((node.trip_count for node in self.graph.used.get(weight.path, ())), default=1)
+        cost = self.volume(weight.elements * itemsize / turns, weight.storage, weight.compute)
         self.add(cost, self.microbatches * turns if turns > 1 else 1, "weights", turns > 1)

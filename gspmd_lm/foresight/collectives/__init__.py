@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from gspmd_lm.foresight.collectives.attribution import Causes
-from gspmd_lm.foresight.collectives.def_use import Provenance
-from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, tensors
-from gspmd_lm.foresight.graph import Traced
+from gspmd_lm.foresight.collectives.attribution import Attribution
+from gspmd_lm.foresight.collectives.def_use import DefUse
+from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, moved_tensors
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.op_names import Name, each, read, state
+from gspmd_lm.foresight.op_names import OpName, of_each_tensor, parse, state_array
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.sharding.rules import Rules
 
@@ -41,16 +41,16 @@ class Collective:
 
 
 def find(
-    module: Module, rules: Rules, axes: Mapping[str, Sequence[str]], network: Network, traced: Traced
+    module: Module, rules: Rules, axes: Mapping[str, Sequence[str]], network: Network, traced: DataflowGraph
 ) -> tuple[Collective, ...]:
     """Every collective of a program, the largest traffic first. `rules` are filled for the devices of `network`.
 
     `axes` are the logical axes of the model's arrays, by the path of a weight or the name of an activation.
     """
-    origins, causes = Provenance(module), Causes(rules, axes, traced)
+    origins, causes = DefUse(module), Attribution(rules, axes, traced)
     found: dict[Collective, list[Collective]] = {}
-    for tensor in tensors(module, origins, network.slices):
-        exchange, times = tensor.exchange, tensor.step.times
+    for tensor in moved_tensors(module, origins, network.slices):
+        exchange, times = tensor.op, tensor.step.times
         mesh_axes = network.axes(exchange.groups)
         if not mesh_axes:
             continue
@@ -76,10 +76,10 @@ def find(
         )
         alike = dataclasses.replace(one, times_per_step=0, bytes_per_device_per_step=0, elements=0, instructions=())
         found.setdefault(alike, []).append(one)
-    return tuple(sorted(map(_added_up, found.values()), key=lambda c: -c.bytes_per_device_per_step))
+    return tuple(sorted(map(_total, found.values()), key=lambda c: -c.bytes_per_device_per_step))
 
 
-def _added_up(alike: list[Collective]) -> Collective:
+def _total(alike: list[Collective]) -> Collective:
     return dataclasses.replace(
         alike[0],
         times_per_step=sum(one.times_per_step for one in alike),
@@ -93,42 +93,42 @@ def _added_up(alike: list[Collective]) -> Collective:
 class _Origin:
     """What a program says of where a tensor comes from."""
 
-    name: Name
+    name: OpName
     at: Sequence[Instruction]  # those that may know the source line, the best first
     einsum: str  # the product that it comes from, or the nearest that uses it
     given: str  # the weight that it is, from the step's arguments
     updated: str  # the new weight that it is, among the step's results
 
 
-def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin:
-    trail = origins.trail(tensor.place)
-    tree, path = state(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
+def _origin(tensor: MovedTensor, origins: DefUse, causes: Attribution) -> _Origin:
+    trail = origins.def_chain(tensor.operand)
+    tree, path = state_array(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
     given = path if tree == "params" else ""
     told = [(tensor.name, tensor.instruction)] if tensor.name else []
-    told += [(at.op_name, at) for at in trail if len(each(at.op_name, 1)) == 1]
+    told += [(at.op_name, at) for at in trail if len(of_each_tensor(at.op_name, 1)) == 1]
     if not tensor.name:  # the name of one of several tensors is better than none
         told.append((tensor.instruction.op_name, tensor.instruction))
-    names = [(read(text), at) for text, at in told if text and not state(text)[0]]
-    users = list(itertools.islice(origins.consumers(tensor.instruction), NEAR))
-    after = [read(user.op_name) for user in users] if tensor.kind not in REDUCTIONS else []
-    products = [name for name in after if name.of and (not given or given in name.of)]
+    names = [(parse(text), at) for text, at in told if text and not state_array(text)[0]]
+    users = list(itertools.islice(origins.users_of(tensor.instruction), NEAR))
+    after = [parse(user.op_name) for user in users] if tensor.kind not in REDUCTIONS else []
+    products = [name for name in after if name.owners and (not given or given in name.owners)]
     einsum = next((name.einsum for name in (*(name for name, _ in names), *products) if name.einsum), "")
     if not any(_speaks_of(given, name) for name, _ in names):
-        around = itertools.chain(users, origins.ancestors(tensor.place))
-        names += [(read(at.op_name), at) for at in itertools.islice(around, NEAR) if not state(at.op_name)[0]]
+        around = itertools.chain(users, origins.ancestors(tensor.operand))
+        names += [(parse(at.op_name), at) for at in itertools.islice(around, NEAR) if not state_array(at.op_name)[0]]
     # A parameter that is gathered is read before the optimizer runs. The optimizer's name on a merged operation is
     # that of another tensor.
-    known = [pair for pair in names if pair[0].known and not (given and pair[0].phase == "optimizer")]
-    nothing = next(iter(names), (read(tensor.instruction.op_name), tensor.instruction))
+    known = [pair for pair in names if pair[0].is_located and not (given and pair[0].phase == "optimizer")]
+    nothing = next(iter(names), (parse(tensor.instruction.op_name), tensor.instruction))
     name, at = next((pair for pair in known if _speaks_of(given, pair[0])), next(iter(known), nothing))
     if tensor.kind in GATHERS:
         others = [user for user in users if user.op_name != at.op_name]
-        readers = [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in others]
+        readers = [(parse(user.op_name), origins.is_operand_of(user, tensor.instruction)) for user in others]
         name = _as_read(name, readers, causes)
     lines = [at, *trail, tensor.instruction]
     if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
-        lines = [*origins.named[tensor.name], *trail]
-    result, new = origins.returned.get(tensor.instruction, ("", ""))
+        lines = [*origins.by_op_name[tensor.name], *trail]
+    result, new = origins.new_state.get(tensor.instruction, ("", ""))
     return _Origin(
         name=name,
         at=lines,
@@ -138,36 +138,36 @@ def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin
     )
 
 
-def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> Name:
+def _as_read(name: OpName, users: Sequence[tuple[OpName, bool]], causes: Attribution) -> OpName:
     """`name`, completed by the names of the operations that read the gathered tensor.
 
     `name` says where the tensor is placed. The products that read it whole say which weights they belong to.
     """
-    if not name.of and causes.is_activation(name.array):
-        alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
-        direct = {path for reader, itself in alike if itself for path in reader.of}
-        nearest = alike[0][0].of if alike else ()
+    if not name.owners and causes.is_activation(name.array):
+        alike = [(reader, itself) for reader, itself in users if reader.owners and reader.phase == name.phase]
+        direct = {path for reader, itself in alike if itself for path in reader.owners}
+        nearest = alike[0][0].owners if alike else ()
         order = {weight: number for number, weight in enumerate(causes.rules.vocabulary.weights)}
         ordered = sorted(direct, key=lambda path: order.get(path.rpartition(".")[2], len(order)))
         name = dataclasses.replace(name, of=tuple(ordered) or nearest)
-    phases = [reader.phase for reader, _ in users if reader.of == name.of != ()]
+    phases = [reader.phase for reader, _ in users if reader.owners == name.owners != ()]
     if name.phase == "forward" and phases and "forward" not in phases:
         name = dataclasses.replace(name, phase=phases[0])
     return name
 
 
-def _speaks_of(weight: str, name: Name) -> bool:
+def _speaks_of(weight: str, name: OpName) -> bool:
     """Whether a name says where it stands, and if a weight is given, that it stands for that."""
-    named = weight in (*name.of, name.array) or weight.rpartition(".")[0] == ".".join(name.modules)
-    return name.known and (not weight or named)
+    named = weight in (*name.owners, name.array) or weight.rpartition(".")[0] == ".".join(name.modules)
+    return name.is_located and (not weight or named)
 
 
-def _caused(tensor: MovedTensor, origin: _Origin, causes: Causes, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
+def _caused(tensor: MovedTensor, origin: _Origin, causes: Attribution, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
     """What a tensor is called, and the rows that cause its movement."""
     name, weight = origin.name, origin.given
     placed = name.array if name.array in causes.weights else ""
     # An all-reduce of what is given adds zeros to a piece: so TPU gathers small arrays.
-    gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.sums)
+    gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.summed_axes)
     if tensor.kind in REDUCTIONS and not gathers:
         weight = placed
         rows = causes.reduction(name, mesh_axes, scattered=tensor.kind != "all-reduce")
@@ -176,16 +176,16 @@ def _caused(tensor: MovedTensor, origin: _Origin, causes: Causes, mesh_axes: tup
         rows = causes.gather(name, mesh_axes, weight, new=bool(origin.updated))
     else:
         rows = causes.resharding(name, mesh_axes, weight)
-    return _op(name, weight), causes.complete(rows | causes.look_up(name), name, mesh_axes)
+    return _path_of(name, weight), causes.complete(rows | causes.look_up(name), name, mesh_axes)
 
 
-def _op(name: Name, weight: str) -> str:
+def _path_of(name: OpName, weight: str) -> str:
     """'layers.attention.wq', 'layers.attention.wq+wk+wv', 'layers.attention_norm', 'loss', 'gradient_norm'."""
     if weight:
         return weight
-    if name.of:
-        parts = [name.of[0]]
-        for before, path in zip(name.of, name.of[1:], strict=False):
+    if name.owners:
+        parts = [name.owners[0]]
+        for before, path in zip(name.owners, name.owners[1:], strict=False):
             same = before.rpartition(".")[0] == path.rpartition(".")[0]
             parts.append(path.rpartition(".")[2] if same else path)
         return "+".join(parts)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from gspmd_lm.foresight.collectives.ops import rendezvous
 from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Place
-from gspmd_lm.foresight.op_names import state
+from gspmd_lm.foresight.op_names import state_array
 
 # What has the elements of its operand, or some of them, in another order: besides what `Module.before` passes.
 _SAME = {
@@ -22,14 +22,14 @@ _SAME = {
 _EMPTY = {"constant", "broadcast", "iota", "custom-call"}  # what a loop's accumulator begins as
 
 
-class Provenance:
+class DefUse:
     """Follows the values of one module."""
 
     def __init__(self, module: Module):
         self.module = module
-        self._asked: set[Place] = set()  # what loops carry whose beginning is being looked for
+        self._open_loops: set[Place] = set()  # what loops carry whose beginning is being looked for
 
-    def trail(self, place: Place) -> list[Instruction]:
+    def def_chain(self, place: Place) -> list[Instruction]:
         """The instructions through which a value came, the nearest first.
 
         The last one computed the value, or is the program's argument.
@@ -47,23 +47,23 @@ class Provenance:
         """Everything that a value is made of, the nearest first, where `trail` finds no name."""
         waiting, seen = [place], set()
         while waiting:
-            trail = self.trail(waiting.pop(0))
+            trail = self.def_chain(waiting.pop(0))
             last = trail[-1]
             if last not in seen:
                 seen.add(last)
                 yield from trail
                 waiting += [(operand, ()) for operand in self.module.operands(last)]
 
-    def pieces(self, place: Place) -> list[tuple[Place, int]]:
+    def concatenated(self, place: Place) -> list[tuple[Place, int]]:
         """The values that lie side by side in one, each with its number of elements."""
         passed = ("bitcast", "reshape", "copy", "fusion", "parameter", "get-tuple-element")
-        instruction = next((at for at in self.trail(place) if at.opcode not in passed), None)
+        instruction = next((at for at in self.def_chain(place) if at.opcode not in passed), None)
         if instruction is None or instruction.opcode != "concatenate":
             return [(place, place[0].shape.arrays[0].elements)]
-        return [piece for operand in self.module.operands(instruction) for piece in self.pieces((operand, ()))]
+        return [piece for operand in self.module.operands(instruction) for piece in self.concatenated((operand, ()))]
 
     @functools.cached_property
-    def returned(self) -> dict[Instruction, tuple[str, str]]:
+    def new_state(self) -> dict[Instruction, tuple[str, str]]:
         """Collective -> the array of the new state that it is, where nothing but copies lies between: see `state`.
 
         A result of the step has the name of the argument that it replaces.
@@ -72,13 +72,13 @@ class Provenance:
         arguments, root = self.module.entry.parameters, self.module.entry.root
         pairs = re.findall(r"\{(\d+)\}: \((\d+),", self.module.attributes.get("input_output_alias", ""))
         for result, argument in pairs if root.opcode == "tuple" else ():
-            for at in self.trail((self.module.operand(root, int(result)), ())):
+            for at in self.def_chain((self.module.operand(root, int(result)), ())):
                 if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
-                    found.setdefault(at, state(arguments[int(argument)].op_name))
+                    found.setdefault(at, state_array(arguments[int(argument)].op_name))
         return found
 
     @functools.cached_property
-    def named(self) -> Mapping[str, list[Instruction]]:
+    def by_op_name(self) -> Mapping[str, list[Instruction]]:
         """The instructions of each op_name."""
         found: Mapping[str, list[Instruction]] = collections.defaultdict(list)
         for instruction in self.module.instructions:
@@ -86,7 +86,7 @@ class Provenance:
                 found[instruction.op_name].append(instruction)
         return found
 
-    def consumers(self, instruction: Instruction) -> Iterator[Instruction]:
+    def users_of(self, instruction: Instruction) -> Iterator[Instruction]:
         """Those who use a value, the nearest first, within the computation."""
         waiting, seen = [*self._users[instruction]], {instruction}
         while waiting:
@@ -96,9 +96,9 @@ class Provenance:
                 yield user
                 waiting += self._users[user]
 
-    def reads(self, user: Instruction, instruction: Instruction) -> bool:
+    def is_operand_of(self, user: Instruction, instruction: Instruction) -> bool:
         """Whether a value is an operand of one of its consumers, but for copies."""
-        return any(instruction in self.trail((operand, ())) for operand in self.module.operands(user))
+        return any(instruction in self.def_chain((operand, ())) for operand in self.module.operands(user))
 
     @functools.cached_property
     def _users(self) -> Mapping[Instruction, list[Instruction]]:
@@ -143,10 +143,10 @@ class Provenance:
             return self.module.operand(caller, parameter.index), path
         first: Place = self.module.operand(caller), path
         body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
-        if carried in self._asked:  # of a loop in a loop, whose own turns are the way back to it
+        if carried in self._open_loops:  # of a loop in a loop, whose own turns are the way back to it
             return None
-        self._asked.add(carried)
+        self._open_loops.add(carried)
         try:
-            return (body.root, path) if self.trail(first)[-1].opcode in _EMPTY else first
+            return (body.root, path) if self.def_chain(first)[-1].opcode in _EMPTY else first
         finally:
-            self._asked.remove(carried)
+            self._open_loops.remove(carried)

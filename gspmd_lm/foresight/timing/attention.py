@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
-from gspmd_lm.foresight.op_names import read
+from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
@@ -170,7 +170,7 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
         rows=block,
         columns=columns,
         fused=len(call.shape.arrays) > 4,
-        sees=read(call.op_name).sees,
+        sees=parse(call.op_name).mask_window,
         steps=math.prod(count),
         # Those of the longest one: backward passes may go through them piece by piece.
         length=max(_given(module, other)[1][1].dimensions[-2] for other in module.kernels if _named(other)),

@@ -6,7 +6,7 @@ import math
 import re
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.op_names import read
+from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, memory_traffic
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.units import bits
@@ -175,7 +175,7 @@ def _attends(module: Module, instruction: Instruction) -> bool:
     """Whether an instruction is a part of attention without a kernel of its own: scores, their softmax, or a product
     with them. XLA loses the names of some products on GPUs; what they read, or what reads their result, has one."""
     names = [instruction.op_name] if instruction.op_name else _beside(module, instruction)
-    return any(read(name).kind == "attention" or _SCORES.search(name) for name in names)
+    return any(parse(name).kind == "attention" or _SCORES.search(name) for name in names)
 
 
 def _beside(module: Module, instruction: Instruction) -> list[str]:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.op_names import read
+from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, memory_traffic, op_time
 from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 from gspmd_lm.hardware.chips import Chip
@@ -118,7 +118,7 @@ def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
             left[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
     for step in module.steps():
         unknown = step.instruction.opcode == "while" and module.trip_count(step.instruction) is None
-        if unknown and not read(step.instruction.op_name).turns:
+        if unknown and not parse(step.instruction.op_name).trip_count:
             left[UNKNOWN_TURNS] += 1
     return {name: size / total if total else 0.0 for name, size in left.most_common()}
 
@@ -127,7 +127,7 @@ def _flops(module: Module) -> float:
     """The FLOPs of matmuls and kernels in one step, without recomputation."""
     total = 0.0
     for step in module.steps():
-        if read(step.instruction.op_name).phase == "recomputation":
+        if parse(step.instruction.op_name).phase == "recomputation":
             continue
         done = flops.of(module, step.instruction)
         for call in op_time.kernels_of(module, step.instruction):
@@ -151,8 +151,8 @@ def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
 
 def _label(instruction: Instruction) -> str:
     """The place of an instruction in the model, such as layers.attention.wq."""
-    name = read(instruction.op_name)
-    return "+".join(name.of) or ".".join(name.modules[:3]) or instruction.name
+    name = parse(instruction.op_name)
+    return "+".join(name.owners) or ".".join(name.modules[:3]) or instruction.name
 
 
 def _timeline(module: Module, walk: Walk) -> tuple[Span, ...]:
@@ -174,7 +174,7 @@ def _part(turn: Turn) -> str:
     spent = {"forward": 0.0, "backward": 0.0}
     for piece in turn.pieces:
         if piece.lane == COMPUTE:
-            phase = read(piece.instruction.op_name).phase
+            phase = parse(piece.instruction.op_name).phase
             spent["forward" if phase == "forward" else "backward"] += piece.end_s - piece.begin_s
     return "backward" if spent["backward"] > spent["forward"] else "forward"
 

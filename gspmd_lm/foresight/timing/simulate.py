@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from gspmd_lm.foresight.collectives import ops
-from gspmd_lm.foresight.collectives.ops import Exchange
+from gspmd_lm.foresight.collectives.ops import CollectiveOp
 from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Computation, Instruction, Module
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
@@ -109,9 +109,9 @@ class Walk:
             return dataclasses.replace(found, seconds=0.0)  # its time is that of the exchange
         return found
 
-    def _exchanges(self, instruction: Instruction) -> tuple[Exchange, ...]:
+    def _exchanges(self, instruction: Instruction) -> tuple[CollectiveOp, ...]:
         """The collectives that begin with an instruction, among all devices."""
-        return ops.of(self.module, instruction, self.network.slices)
+        return ops.collective_ops(self.module, instruction, self.network.slices)
 
     def _synchronous(self, instruction: Instruction) -> None:
         """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
@@ -155,7 +155,7 @@ class Walk:
             started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
         return tuple(started)
 
-    def _exchange(self, exchange: Exchange) -> Piece | None:
+    def _exchange(self, exchange: CollectiveOp) -> Piece | None:
         axes, link = self.network.axes(exchange.groups), self.network.link(exchange.groups)
         if not axes:
             return None
@@ -165,7 +165,7 @@ class Walk:
         seconds = self.network.time_s(exchange.kind, exchange.input_bytes * pieces, exchange.groups)
         self.communication_s += seconds
         lane = self.network.lane(exchange.groups)
-        return self._transfer(seconds, links, lane, exchange.kind, exchange.runs, "+".join(axes))
+        return self._transfer(seconds, links, lane, exchange.kind, exchange.scheduled, "+".join(axes))
 
     def _copy(self, instruction: Instruction) -> Piece | None:
         """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
