@@ -73,7 +73,7 @@ def count(text: str) -> list[Collective]:
     found = []
     for step in module.steps():
         for exchange in ops.collective_ops(module, step.instruction):
-            if not step.counted:
+            if not step.trip_counts_known:
                 loop = step.loops[-1]
                 raise ValueError(f"{step.computation.name}: cannot tell how often the loop {loop.name} turns")
             moved = exchange.inputs
@@ -81,7 +81,7 @@ def count(text: str) -> list[Collective]:
                 moved = moved[:: exchange.group_size]
             for array in moved:
                 found.append(
-                    Collective(exchange.kind, array.dtype, _output(exchange, array), exchange.group_size, step.times,
+                    Collective(exchange.kind, array.dtype, _output(exchange, array), exchange.group_size, step.executions,
                                len(step.loops), step.computation.name, exchange.instruction.op_name)
                 )  # fmt: skip
     return found

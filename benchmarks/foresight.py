@@ -29,11 +29,11 @@ from benchmarks.layouts import PAIRS
 from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain, hlo, memory
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.timing.simulate import Walk
+from gspmd_lm.foresight.timing.simulate import Simulation
 from gspmd_lm.hardware import target
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
-from gspmd_lm.plan.estimate import Pricer
+from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
 
 SPARED = 0.98  # of the memory: what a configuration that was trained must do with
@@ -86,7 +86,7 @@ def priced(numbers: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for number, row in ((n, step_times.rows()[n]) for n in numbers):
         where = target.parse(row.target)
-        price = Pricer(row.config(), where).price(row.rules().fill(where.devices))
+        price = Estimator(row.config(), where).estimate(row.rules().fill(where.devices))
         kept = {"predicted_s": round(price.step_time_s, 3), "peak_gb": round(price.peak_bytes / 1e9, 1)}
         found.append(errors.compared(number, row, kept))
     return found
@@ -117,8 +117,8 @@ def refitted() -> list[dict[str, Any]]:
     def off(number: int, slowdown: float) -> float:
         module, chip, network = shown[number]
         chip = dataclasses.replace(chip, matmul_slowdown=slowdown)
-        walk = Walk(module, chip, dataclasses.replace(network, chip=chip))
-        return walk.now_s / published[number].step_time_s - 1
+        walk = Simulation(module, chip, dataclasses.replace(network, chip=chip))
+        return walk.clock_s / published[number].step_time_s - 1
 
     found = []
     for numbers in (errors.HOPPER, *((n,) for n in errors.HOPPER)):

@@ -33,8 +33,8 @@ from gspmd_lm.foresight.known_errors import is_several
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
-from gspmd_lm.plan.estimate import Price, Pricer
-from gspmd_lm.plan.operations import Traces
+from gspmd_lm.plan.estimate import Estimate, Estimator
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.sharding import rules_file
 
@@ -92,14 +92,14 @@ class Bench:
     def __init__(self, name: str, file: str):
         self.name, self.case, self.kept = name, CASES[name], file
         self.config, self.target = self.case.load(), targets.parse(self.case.target)
-        self.traces = Traces(self.config)
+        self.traces = TraceCache(self.config)
         self.space = Space(self.config, self.target, self.traces)
-        self.pricer = self.space.pricer
+        self.pricer = self.space.estimator
 
-    def price(self, raw: dict[str, Any]) -> Price:
-        return self.pricer.price(self.space.rules(raw))
+    def price(self, raw: dict[str, Any]) -> Estimate:
+        return self.pricer.estimate(self.space.rules(raw))
 
-    def rankable(self, price: Price) -> bool:
+    def rankable(self, price: Estimate) -> bool:
         """Whether there is memory enough by estimate. A compiler that runs short of it computes and gathers again."""
         chip = self.target.chip
         return bool(chip and price.peak_bytes <= OF_MEMORY * chip.usable_hbm_bytes)
@@ -249,7 +249,7 @@ def recorded() -> None:
         if side.batch != 64:  # kept per token, not per step
             continue
         config, where = side.config(), targets.parse(target)
-        price = Pricer(config, where).price(side.rules().fill(where.devices))
+        price = Estimator(config, where).estimate(side.rules().fill(where.devices))
         of_target[target].append((price.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
     for target, points in of_target.items():
         print(f"\nrecorded layouts of 1b on {target}")
@@ -261,9 +261,9 @@ def recorded() -> None:
 def pricing() -> dict[str, Any]:
     began = time.monotonic()
     config, target = LARGE.load(), targets.parse(LARGE.target)
-    traces = Traces(config)
+    traces = TraceCache(config)
     space = Space(config, target, traces)
-    count = sum(1 for _, rules in space.filled() if space.pricer.price(rules).step_time_s)
+    count = sum(1 for _, rules in space.filled() if space.estimator.estimate(rules).step_time_s)
     seconds = time.monotonic() - began
     return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
             "cpu_s": round(time.process_time(), 1)}  # fmt: skip
@@ -292,10 +292,10 @@ def _of_families(candidates: Iterable[search.Candidate]) -> list[dict[str, Any]]
     """What may fit, the cheapest of each family first, then the second of each."""
     seen = collections.Counter[Any]()
     ranked = []
-    for one in sorted(candidates, key=lambda one: one.price.step_time_s):
-        if one.fits is not False and one.limit_bytes and one.price.peak_bytes <= SPARED * one.limit_bytes:
+    for one in sorted(candidates, key=lambda one: one.estimate.step_time_s):
+        if one.fits is not False and one.limit_bytes and one.estimate.peak_bytes <= SPARED * one.limit_bytes:
             seen[one.family] += 1
-            ranked.append((seen[one.family], one.price.step_time_s, dict(one.raw)))
+            ranked.append((seen[one.family], one.estimate.step_time_s, dict(one.raw)))
     return [raw for _, _, raw in sorted(ranked, key=lambda item: item[:2])]
 
 
@@ -363,18 +363,18 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
         config, target = row.config(), targets.parse(row.target)
         assert target.chip
         space = Space(config, target)
-        theirs = space.pricer.price(row.rules().fill(target.devices))
+        theirs = space.estimator.estimate(row.rules().fill(target.devices))
         limit_bytes = max(theirs.peak_bytes, target.chip.usable_hbm_bytes)
-        priced = search.priced(space)
-        fitting = [one for one in priced if one.price.peak_bytes <= limit_bytes]
-        best = min(fitting, key=lambda one: one.price.step_time_s)
+        priced = search.estimated(space)
+        fitting = [one for one in priced if one.estimate.peak_bytes <= limit_bytes]
+        best = min(fitting, key=lambda one: one.estimate.step_time_s)
         cpu_s = time.process_time() - began_s
         report = explain.reports(config, [best.rules], target, print)[0] if compile_best else None
         found = {
             "number": number,
             "row": row.name,
             "theirs_priced_s": round(theirs.step_time_s, 4),
-            "plan_priced_s": round(best.price.step_time_s, 4),
+            "plan_priced_s": round(best.estimate.step_time_s, 4),
             "plan_compiled_s": report and report.prediction and round(report.prediction.step_time_s, 4),
             "plan_fits": report and report.memory.fits,
             "rules": dict(best.raw),

@@ -11,7 +11,7 @@ import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
-from gspmd_lm.plan.estimate import Pricer
+from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
 from tests import own_models
@@ -32,15 +32,15 @@ def rules(raw):
 def test_a_model_that_reads_and_writes_a_stream_and_pools_it_is_priced_on_every_layout():
     target = targets.parse("v5e:2x4")
     space = Space(own_models.POOLED, target)
-    found = search.priced(space)
-    assert len(found) > 100 and all(one.price.step_time_s > 0 for one in found)
+    found = search.estimated(space)
+    assert len(found) > 100 and all(one.estimate.step_time_s > 0 for one in found)
 
 
 def test_what_a_stream_sends_is_priced_as_the_compiler_counts_it():
     """What its blocks read is gathered and what they write reduced: once each, forward and backward."""
     layout = rules(SEQUENCE)
-    pricer = Pricer(own_models.POOLED, targets.parse("cpu:8"))
-    priced = pricer.price(layout.fill(8)).sent_by_axis
+    pricer = Estimator(own_models.POOLED, targets.parse("cpu:8"))
+    priced = pricer.estimate(layout.fill(8)).sent_by_axis
     compiled = collections.Counter()
     for one in gspmd_lm.explain(own_models.POOLED, layout, "cpu:8").collectives:
         compiled["+".join(one.mesh_axes)] += one.bytes_per_device_per_step

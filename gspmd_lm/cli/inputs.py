@@ -185,7 +185,7 @@ def _planned(values: flags.FlagValues, config_: Config, machine: "Runtime") -> R
     from gspmd_lm.hardware import target as targets
     from gspmd_lm.plan import candidate, search
 
-    target = targets.of(jax.devices())
+    target = targets.from_devices(jax.devices())
     sets = [f"--set={one}" for one in values.set]
     command = outputs.command_line(
         ["plan", f"--config={values.config or config_.name}", f"--target={target.text}", *sets]

@@ -12,7 +12,7 @@ from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.op_time import CALL
-from gspmd_lm.foresight.timing.predict import UNKNOWN_TURNS, Prediction
+from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT, Prediction
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.supported import faster_kernel
 from gspmd_lm.model.task import Task
@@ -159,7 +159,7 @@ def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
     """What the predicted time leaves out. The bytes of a kernel or a loop do not tell how long it takes."""
     if predicted is None:
         return
-    long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TURNS]
+    long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TRIP_COUNT]
     if long or predicted.unpriced_share > TRIFLE:
         most = long or list(predicted.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")

@@ -339,7 +339,7 @@ def described(
         refusal=compiled if isinstance(compiled, str) else "",
         memory=memory,
         state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
-        **targets.places(built.mesh),
+        **targets.device_locations(built.mesh),
         options=dict(options),
         versions=compilers(target),
         trace_s=trace_s,

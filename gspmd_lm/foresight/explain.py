@@ -96,7 +96,10 @@ def report(
         recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
-    named, traced = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)), DataflowGraph.from_recorder(recorded, arrays)
+    named, traced = (
+        list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)),
+        DataflowGraph.from_recorder(recorded, arrays),
+    )
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
@@ -156,9 +159,9 @@ def _attention(config: Any, rules: Rules, target: Target, phase: str) -> str:
     return kernel_said(rules, config, target.processor, _asked(config, phase))
 
 
-def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.Held]:
+def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:
     """What a device holds of each array, at rest and in use."""
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
             pieces = map(rules.piece_count, spec)
-            yield memory.Held(array.path, array.axes, tuple(map(operator.floordiv, array.shape, pieces)))
+            yield memory.DeviceArray(array.path, array.axes, tuple(map(operator.floordiv, array.shape, pieces)))

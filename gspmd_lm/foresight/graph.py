@@ -19,7 +19,16 @@ from gspmd_lm.foresight.op_names import OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
-_SAME_VALUES = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
+_SAME_VALUES = (
+    "name",
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "stop_gradient",
+    "copy",
+)
 GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows
 MATMULS = ("dot_general", GROUPED)  # of matrices
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # of `remat: dots`; see placement.policy
@@ -318,7 +327,12 @@ class DataflowGraph:
         One that is only placed anew is made from itself in its other place, forward and backward.
         """
         own = [node for node in self.activations if node.array == array]
-        anew = [near for node in own for near in (*node.users, self.gathered_from(node)) if near and self.is_activation(near)]
+        anew = [
+            near
+            for node in own
+            for near in (*node.users, self.gathered_from(node))
+            if near and self.is_activation(near)
+        ]
         if not anew:
             region = self._between(own) if backward else own
             # Past what belongs to other weights too.

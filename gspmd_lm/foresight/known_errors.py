@@ -51,7 +51,7 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 
 # How far the prices of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts tell it, and
 # the mean error as a share. `python -m benchmarks.plan show` makes them of benchmarks/results/plan_rank.json.
-PRICES: Mapping[tuple[str, bool], tuple[int, float]] = {
+ESTIMATES: Mapping[tuple[str, bool], tuple[int, float]] = {
     ("h100", False): (32, 0.058),
     ("h100", True): (16, 0.119),
     ("v5p", False): (31, 0.054),
@@ -72,9 +72,9 @@ def kind_of(target: Target, rules: Rules) -> Kind:
     return Kind(target.chip.name, is_several(target), rules.kernel(target.platform))
 
 
-def price_error(target: Target) -> tuple[int, float] | None:
+def estimate_error(target: Target) -> tuple[int, float] | None:
     """How many compiled layouts tell how wrong the prices of a target's layouts are, and how wrong; None if none do."""
-    return PRICES.get((target.chip.name, is_several(target))) if target.chip else None
+    return ESTIMATES.get((target.chip.name, is_several(target))) if target.chip else None
 
 
 def known_error(kind: Kind) -> str:

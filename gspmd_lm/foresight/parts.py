@@ -33,7 +33,7 @@ def parts_s(known: Parts) -> dict[str, float]:
     }
 
 
-def difference(best: Parts, other: Parts, step_s: float) -> str:
+def differences(best: Parts, other: Parts, step_s: float) -> str:
     """Where `other` takes longer than `best`, and where less: 'waiting for fsdp +12 ms, matmuls -3 ms'.
 
     Parts that differ by less than a thousandth of `step_s` are left out.

@@ -115,7 +115,7 @@ class Network:
             return "dcn"
         return "ici" if any(route.dimensions for route in routes) else "die"
 
-    def lane(self, groups: Groups) -> str:
+    def track(self, groups: Groups) -> str:
         """The lane of a collective in a timeline: 'ici fsdp', 'dcn data', 'nvlink tensor' or 'ici fsdp+tensor'."""
         return f"{self.link(groups)} {'+'.join(self.axes(groups))}".strip()
 

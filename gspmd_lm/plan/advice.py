@@ -14,9 +14,9 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
-from gspmd_lm.plan.estimate import Pricer
-from gspmd_lm.plan.operations import Traces
-from gspmd_lm.plan.search import priced
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
+from gspmd_lm.plan.search import estimated
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.train.state import settled
@@ -39,24 +39,24 @@ def changes(config: Config | Task, plan: Plan) -> list[Change]:
     """What would help the best layout of a plan, the most first; priced, not compiled."""
     best, chip = plan.best, plan.target.chip
     assert best and chip
-    traces = Traces(config)
-    before_s = Pricer(config, plan.target, traces).price(best.rules).step_time_s
+    traces = TraceCache(config)
+    before_s = Estimator(config, plan.target, traces).estimate(best.rules).step_time_s
     found = []
     for what, changed in _faster(chip):
         if changed != chip:
             target = dataclasses.replace(plan.target, chip=changed)
-            after_s = Pricer(config, target, traces).price(best.rules).step_time_s
+            after_s = Estimator(config, target, traces).estimate(best.rules).step_time_s
             found.append(Change(what, before_s / after_s - 1))
     if isinstance(config, Config):
         twice = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=2 * config.data.batch))
-        after_s = Pricer(twice, plan.target).price(best.rules).step_time_s
+        after_s = Estimator(twice, plan.target).estimate(best.rules).step_time_s
         found.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
     corrected = best.step_time_s / before_s
     limit = chip.usable_hbm_bytes
-    more = [one for one in plan.candidates if one.fits is False and one.price.peak_bytes <= 2 * limit]
+    more = [one for one in plan.candidates if one.fits is False and one.estimate.peak_bytes <= 2 * limit]
     if more:
-        fastest = min(more, key=lambda one: one.price.step_time_s)
-        gain = best.step_time_s / (fastest.price.step_time_s * corrected) - 1
+        fastest = min(more, key=lambda one: one.estimate.step_time_s)
+        gain = best.step_time_s / (fastest.estimate.step_time_s * corrected) - 1
         found.append(Change(f"twice the memory, for {fastest.name}", gain))
     return sorted((change for change in found if change.gain > SMALL), key=lambda change: -change.gain)
 
@@ -83,12 +83,12 @@ class Larger(NamedTuple):
 
 def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Larger | None:
     """Where a plan fits on more chips of its kind; None if it fits on none of those that were tried."""
-    traces = Traces(config)
+    traces = TraceCache(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        found = priced(Space(config, target, traces))
-        least = min(found, key=lambda one: one.price.peak_bytes, default=None)
-        if least is None or least.price.peak_bytes > target.chip.usable_hbm_bytes:
+        found = estimated(Space(config, target, traces))
+        least = min(found, key=lambda one: one.estimate.peak_bytes, default=None)
+        if least is None or least.estimate.peak_bytes > target.chip.usable_hbm_bytes:
             continue
         say(f"compiling {least.name} for {target.text}, to see whether it fits")
         (report,) = explain.reports(config, [least.rules], target, say)
@@ -118,10 +118,10 @@ def savings(config: Config | Task, plan: Plan) -> list[tuple[str, int]]:
             config, optimizer=dataclasses.replace(optimizer, name="adafactor")
         ),
     }
-    before, found = nearest.price.peak_bytes, []
+    before, found = nearest.estimate.peak_bytes, []
     for setting, changed in tried.items():
         try:
-            after = Pricer(changed, plan.target).price(nearest.rules).peak_bytes
+            after = Estimator(changed, plan.target).estimate(nearest.rules).peak_bytes
         except InputError:  # the layout does not divide the smaller batch, or the optimizer needs another rule
             continue
         if after < before:
@@ -139,26 +139,26 @@ def with_fixes(
     """
     if all(report.memory.fits or report.phase != "train" for report in reports):
         return list(reports)  # without tracing the model once more
-    traces, found = Traces(config), []
+    traces, found = TraceCache(config), []
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
         if not report.memory.fits and report.phase == "train":
             filled = settled(config, rules.fill(target.devices), target.processor)
-            fix = _fix(report, filled, target, Pricer(config, target, traces))
+            fix = _fix(report, filled, target, Estimator(config, target, traces))
             warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
         found.append(dataclasses.replace(report, warnings=tuple(warnings)))
     return found
 
 
-def _fix(report: Report, rules: Rules, target: Target, pricer: Pricer) -> str:
+def _fix(report: Report, rules: Rules, target: Target, pricer: Estimator) -> str:
     assert target.chip, "simulated devices have no limit"
     fitting = []
     # What the compiler says of this layout corrects the estimates of those that are like it.
-    more = max(1.0, report.memory.peak_bytes / pricer.price(rules).peak_bytes)
+    more = max(1.0, report.memory.peak_bytes / pricer.estimate(rules).peak_bytes)
     for remat, times in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES):
         changed = dataclasses.replace(rules, remat=remat, microbatches=times * rules.microbatches)
         if changed != rules and not pricer.traces.problems(changed, target.platform):
-            price = pricer.price(changed)
+            price = pricer.estimate(changed)
             peak_bytes = more * price.peak_bytes
             if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
                 fitting.append((price.step_time_s, peak_bytes, changed))

@@ -9,7 +9,7 @@ from typing import Any
 
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.plan.estimate import Price
+from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.sharding.rules import Rules, flow
 from gspmd_lm.units import human_bytes, human_seconds
 
@@ -24,7 +24,7 @@ class Candidate:
 
     raw: Mapping[str, Any]  # the plain values of its rules file
     rules: Rules  # filled
-    price: Price
+    estimate: Estimate
     report: Report | None = None  # None: priced alone
     corrected_s: float = 0.0  # the price, corrected by what compiled layouts like it showed
     limit_bytes: int | None = None
@@ -43,12 +43,12 @@ class Candidate:
     def step_time_s(self) -> float:
         """The seconds of a step as predicted, else as priced; infinite where the compiler refused it."""
         if self.report is None:
-            return self.corrected_s or self.price.step_time_s
+            return self.corrected_s or self.estimate.step_time_s
         return self.report.prediction.step_time_s if self.report.prediction else math.inf
 
     @property
     def peak_bytes(self) -> int:
-        return self.report.memory.peak_bytes if self.report else self.price.peak_bytes
+        return self.report.memory.peak_bytes if self.report else self.estimate.peak_bytes
 
     @property
     def fits(self) -> bool | None:
@@ -57,7 +57,7 @@ class Candidate:
             return self.report.memory.fits
         if self.limit_bytes is None:
             return True
-        return False if self.failure or self.price.peak_bytes > FAR_ABOVE * self.limit_bytes else None
+        return False if self.failure or self.estimate.peak_bytes > FAR_ABOVE * self.limit_bytes else None
 
     @property
     def entries(self) -> int:
@@ -95,7 +95,7 @@ class Plan:
     seconds: float
     error: float  # of predictions for the chip, as a share
     best: Candidate | None  # None: nothing fits
-    price_error: float | None = None  # of corrected prices, as compiled layouts of this plan say; None: too few
+    estimate_error: float | None = None  # of corrected prices, as compiled layouts of this plan say; None: too few
     refused: int = 0  # candidates that a check of the rules refused
     nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
     stopped: str = ""  # why the search ended
@@ -103,14 +103,14 @@ class Plan:
 
 def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:
     """The YAML of a candidate. Its first line has the idea, the command, the prediction and its known error."""
-    return f"# {candidate.name}, {FOUND_BY}: {command} ({prediction(plan, candidate)})\n{yaml(candidate.raw)}"
+    return f"# {candidate.name}, {FOUND_BY}: {command} ({expectation(plan, candidate)})\n{yaml(candidate.raw)}"
 
 
-def prediction(plan: Plan, candidate: Candidate) -> str:
+def expectation(plan: Plan, candidate: Candidate) -> str:
     """What is expected of a candidate: of its program where it was compiled, else by its price."""
     peak = human_bytes(candidate.peak_bytes)
     if plan.target.chip is None:
-        sent = human_bytes(candidate.price.sent_bytes)
+        sent = human_bytes(candidate.estimate.sent_bytes)
         return f"{sent} sent and about {peak} per device; simulated devices have no times"
     seconds = human_seconds(candidate.step_time_s)
     if candidate.report is None or candidate.report.prediction is None:

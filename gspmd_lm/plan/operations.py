@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.graph import GROUPED, MATMULS, Node, DataflowGraph, breadth_first
+from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, breadth_first
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import placement
@@ -22,17 +22,17 @@ from gspmd_lm.sharding.rules import Problem, Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
 
-Places = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
+NamedNodes = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
 
 # Operations that make nothing new.
-_FREE = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
+_VIEWS = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
 _LINEAR = (
-    *_FREE, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
+    *_VIEWS, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
     "pad", "carry", "select_n", "gather", "dynamic_slice", "dynamic_update_slice",
 )  # fmt: skip
-_MULTIPLIED = (*MATMULS, "conv_general_dilated")
-_BETWEEN = (*_MULTIPLIED, "input", "carry", "constant")  # of no group of elementwise operations
+_MATMULS = (*MATMULS, "conv_general_dilated")
+_NOT_ELEMENTWISE = (*_MATMULS, "input", "carry", "constant")  # of no group of elementwise operations
 
 
 def _array(spec: str) -> str:
@@ -44,16 +44,16 @@ _READ = (_QUERIES, _array(attention.K), _array(attention.V))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
+class Op:
     """A product, or elementwise operations that are one kernel. Numbers are of one run forward, of all devices."""
 
     kind: str  # matmul, attention or other
     flops: float
     dtype: str  # of what is multiplied
-    widths: tuple[int, ...]  # bytes of an element of each array that is touched
-    places: Places  # what shares out the FLOPs
-    touched: tuple[tuple[float, Places], ...]  # bytes that are read and written
-    times: int
+    itemsizes: tuple[int, ...]  # bytes of an element of each array that is touched
+    sharded_like: NamedNodes  # what shares out the FLOPs
+    moved: tuple[tuple[float, NamedNodes], ...]  # bytes that are read and written
+    trip_count: int
     backward: float  # the work of the backward pass, in that of the forward pass
     nodes: frozenset[Node]
     in_block: bool  # in what remat speaks of
@@ -66,66 +66,68 @@ class Operation:
     @property
     def only_casts(self) -> bool:
         """Whether it changes nothing but the dtype, as of a weight before its product."""
-        return not self.flops and all(node.primitive in (*_FREE, "convert_element_type") for node in self.nodes)
+        return not self.flops and all(node.primitive in (*_VIEWS, "convert_element_type") for node in self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kernel:
+class AttentionOp:
     """The attention of one layer: all between its queries, keys and values, and its result."""
 
     queries: Node  # [B, T, N, H]
-    times: int
+    trip_count: int
     nodes: frozenset[Node]
 
     @functools.cached_property
-    def sees(self) -> str:
+    def mask_window(self) -> str:
         """See `OpName.mask_window`."""
         return max(node.name.mask_window for node in self.nodes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """What a remat policy keeps of a microbatch for the backward pass, and what it computes again."""
 
-    on_device: tuple[tuple[float, Places], ...]  # bytes, of all layers
-    on_host: tuple[tuple[float, Places], ...]
-    again: frozenset[Operation | Kernel]
+    on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
+    on_host: tuple[tuple[float, NamedNodes], ...]
+    recomputed: frozenset[Op | AttentionOp]
 
 
-class Work:
+class OpGraph:
     """The operations of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
 
     def __init__(self, traced: DataflowGraph, trained: Collection[str], fused: bool):
         # Caches stand in the instance, so that they go with the trace.
-        self.places = functools.cache(self._places)
-        self.kept = functools.cache(self._kept)
-        self.traced = traced
-        self.kernels = self._kernels() if fused else []
-        self.inside = frozenset(node for kernel in self.kernels for node in kernel.nodes)
-        self.products = {product.node: product for product in traced.matmuls}
+        self.sharded_like = functools.cache(self._sharded_like)
+        self.saved_activations = functools.cache(self._saved_activations)
+        self.graph = traced
+        self.attention_ops = self._attention_ops() if fused else []
+        self.inside_attention = frozenset(node for kernel in self.attention_ops for node in kernel.nodes)
+        self.matmuls = {product.node: product for product in traced.matmuls}
         rules = collections.Counter(product.node.residuals for product in traced.matmuls)
         # What a frozen weight is multiplied with has no use in the backward pass.
         frozen = (product.node.residuals for product in traced.matmuls if product.path not in trained)
-        self.idle = {kept for kept in frozen if kept is not None and rules[kept] == 1}
+        self.unused_residuals = {kept for kept in frozen if kept is not None and rules[kept] == 1}
         self.blocks = {product.node.name.modules[0] for product in traced.matmuls if product.node.name.modules}
-        self.operations = [*self._products(trained), *self._rest()]
+        self.ops = [*self._matmul_ops(trained), *self._elementwise_ops()]
 
     @functools.cached_property
-    def loops(self) -> list[int]:
+    def trip_counts(self) -> list[int]:
         """The turns of each loop that has products."""
-        return sorted({(node.name.modules[:1], node.trip_count): node.trip_count for node in self.products}.values())
+        return sorted({(node.name.modules[:1], node.trip_count): node.trip_count for node in self.matmuls}.values())
 
     # Where arrays live
 
-    def _places(self, node: Node) -> Places:
+    def _sharded_like(self, node: Node) -> NamedNodes:
         """What tells where an array lives: itself, what it is next placed as, or what was placed last."""
         if node.placed:
             return (node,)
         if node.primitive == "name":  # another name of what was placed
-            return self.places(node.inputs[0])
-        if product := self.products.get(node):
+            return self.sharded_like(node.inputs[0])
+        if product := self.matmuls.get(node):
             return tuple(filter(None, (product.input, product.weight, product.output)))
-        near = itertools.chain(breadth_first([node], lambda one: one.users), breadth_first([node], lambda one: one.inputs))
+        near = itertools.chain(
+            breadth_first([node], lambda one: one.users), breadth_first([node], lambda one: one.inputs)
+        )
         return tuple(itertools.islice((one for one in near if one.placed), 1))
 
     def in_block(self, node: Node) -> bool:
@@ -133,23 +135,23 @@ class Work:
 
     # What there is to do
 
-    def _products(self, trained: Collection[str]) -> Iterable[Operation]:
-        for node in self.traced.nodes:
-            if node.primitive not in _MULTIPLIED or node in self.inside:
+    def _matmul_ops(self, trained: Collection[str]) -> Iterable[Op]:
+        for node in self.graph.nodes:
+            if node.primitive not in _MATMULS or node in self.inside_attention:
                 continue
-            product, kind = self.products.get(node), "matmul"
+            product, kind = self.matmuls.get(node), "matmul"
             backward = 2.0
             if product:
                 backward = 2.0 if product.path in trained else 1.0
-            elif any(near.array == _OUT for near in self.traced.after([node])):
+            elif any(near.array == _OUT for near in self.graph.after([node])):
                 kind = "attention"
-            places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.places(near)))
-            touched = tuple((float(near.bytes), self.places(near)) for near in (*node.inputs[:2], node))
+            places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
+            touched = tuple((float(near.bytes), self.sharded_like(near)) for near in (*node.inputs[:2], node))
             widths = tuple(near.itemsize for near in (*node.inputs[:2], node))
-            yield Operation(kind, node.flops, _short(node.inputs[0]), widths, places, touched, node.trip_count, backward,
+            yield Op(kind, node.flops, _hlo_dtype(node.inputs[0]), widths, places, touched, node.trip_count, backward,
                             frozenset([node]), self.in_block(node))  # fmt: skip
 
-    def _rest(self) -> Iterable[Operation]:
+    def _elementwise_ops(self) -> Iterable[Op]:
         """Groups of elementwise operations that nothing interrupts: neither a product nor an array that has a name."""
         group: dict[Node, Node] = {}
 
@@ -158,19 +160,29 @@ class Work:
                 node = group[node]
             return node
 
-        own = [node for node in self.traced.nodes if node.primitive not in _BETWEEN and node not in self.inside]
+        own = [
+            node
+            for node in self.graph.nodes
+            if node.primitive not in _NOT_ELEMENTWISE and node not in self.inside_attention
+        ]
         for node in own:
             group[node] = node
         for node in own:
             for near in node.inputs:
                 named = near.placed is not None and node.primitive != "name"
-                if near in group and near.trip_count == node.trip_count and not named and near.is_float and node.is_float:
+                if (
+                    near in group
+                    and near.trip_count == node.trip_count
+                    and not named
+                    and near.is_float
+                    and node.is_float
+                ):
                     group[root(node)] = root(near)
         members: dict[Node, list[Node]] = {}
         for node in own:
             members.setdefault(root(node), []).append(node)
         for nodes in members.values():
-            if all(node.primitive in _FREE for node in nodes):
+            if all(node.primitive in _VIEWS for node in nodes):
                 continue
             within = set(nodes)
             touched: dict[Node, float] = {}
@@ -188,13 +200,13 @@ class Work:
                 if node.is_float and not (node.users and all(user in within for user in node.users)):
                     touched[node] = float(node.bytes)
             if touched:
-                moved = tuple((size, self.places(near)) for near, size in touched.items())
+                moved = tuple((size, self.sharded_like(near)) for near, size in touched.items())
                 in_block = any(map(self.in_block, nodes))
-                yield Operation("other", 0.0, "", (), (), moved, nodes[0].trip_count, 2.0, frozenset(nodes), in_block)
+                yield Op("other", 0.0, "", (), (), moved, nodes[0].trip_count, 2.0, frozenset(nodes), in_block)
 
-    def _kernels(self) -> list[Kernel]:
+    def _attention_ops(self) -> list[AttentionOp]:
         found = []
-        for out in self.traced.activations:
+        for out in self.graph.activations:
             if out.array != _OUT:
                 continue
             waiting, inside, read = list(out.inputs), set[Node](), list[Node]()
@@ -209,65 +221,67 @@ class Work:
                 waiting += node.inputs
             queries = [node.inputs[0] for node in read if node.checkpoint_name == _QUERIES]
             if queries and inside:
-                found.append(Kernel(queries[0], out.trip_count, frozenset(inside)))
+                found.append(AttentionOp(queries[0], out.trip_count, frozenset(inside)))
         return found
 
     # What is kept
 
     @functools.cached_property
-    def _active(self) -> frozenset[Node]:
+    def _differentiable(self) -> frozenset[Node]:
         """What depends on a weight: all that has a derivative."""
-        weights = [node for node in self.traced.nodes if node.array in self.traced.weights]
+        weights = [node for node in self.graph.nodes if node.array in self.graph.weights]
 
         def derived(node: Node) -> list[Node]:
             return [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
 
         return frozenset(weights).union(breadth_first(weights, derived, lambda _: True))
 
-    def _kept(self, remat: Remat) -> Kept:
+    def _saved_activations(self, remat: Remat) -> SavedActivations:
         """What the backward pass finds, and what it computes again."""
         host, device, again = dict[Node, None](), dict[Node, None](), set[Node]()
-        waiting = [near for node in self.traced.nodes if self.in_block(node) for near in self._needed(node)]
-        waiting += [near for kernel in self.kernels for node in kernel.nodes for near in node.inputs
+        waiting = [
+            near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
+        ]
+        waiting += [near for kernel in self.attention_ops for node in kernel.nodes for near in node.inputs
                     if near not in kernel.nodes]  # fmt: skip
         while waiting:
             node = waiting.pop()
             if node in again or node in host or node in device:
                 continue
-            if not node.is_float or node not in self._active or self._weight(node):
+            if not node.is_float or node not in self._differentiable or self._is_weight(node):
                 continue
             if node.always_recomputed:
                 again.add(node)
                 waiting += node.inputs
             elif node.checkpoint_name in remat.offload and remat.policy == "names":
                 host[node] = None
-            elif self._saved(node, remat):
+            elif self._is_saved(node, remat):
                 device[node] = None
             else:
                 again.add(node)
                 waiting += node.inputs
         on_device, on_host = (
-            tuple((float(node.bytes * self._turns(node)), self.places(node)) for node in nodes)
+            tuple((float(node.bytes * self._saved_times(node)), self.sharded_like(node)) for node in nodes)
             for nodes in (self._distinct(device), self._distinct(host))
         )
-        return Kept(
-            on_device, on_host, frozenset(one for one in (*self.operations, *self.kernels) if one.nodes & again)
+        return SavedActivations(
+            on_device, on_host, frozenset(one for one in (*self.ops, *self.attention_ops) if one.nodes & again)
         )
 
-    def _needed(self, node: Node) -> Iterable[Node]:
+    def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
         """The values that the derivative of an operation needs."""
-        if node in self.inside or node not in self._active:
+        if node in self.inside_attention or node not in self._differentiable:
             return ()
         if node.residuals is not None:
-            return () if node.residuals in self.idle else node.residuals
-        if node.array == _OUT and self.kernels:
+            return () if node.residuals in self.unused_residuals else node.residuals
+        if node.array == _OUT and self.attention_ops:
             return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", *MATMULS):
             first, second = node.inputs[0], node.inputs[:2][-1]
-            return [one for one, other in ((first, second), (second, first)) if other in self._active]
+            return [one for one, other in ((first, second), (second, first)) if other in self._differentiable]
         return () if node.primitive in _LINEAR else node.inputs
 
-    def _saved(self, node: Node, remat: Remat) -> bool:
+    def _is_saved(self, node: Node, remat: Remat) -> bool:
         if node.primitive == "carry" or not self.in_block(node):
             return True
         if remat.policy == "none":
@@ -276,10 +290,10 @@ class Work:
             return node.saved_by_dots or node.checkpoint_name == "residual"
         return remat.policy == "names" and node.checkpoint_name in remat.save
 
-    def _weight(self, node: Node) -> bool:
+    def _is_weight(self, node: Node) -> bool:
         """Whether a node is a weight on its way to where it is used: it is not kept, but gathered again."""
-        places = self.places(node)
-        return len(places) == 1 and places[0].array in self.traced.weights
+        places = self.sharded_like(node)
+        return len(places) == 1 and places[0].array in self.graph.weights
 
     def _distinct(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes that are not only another name of one of the others."""
@@ -291,34 +305,38 @@ class Work:
             sources.setdefault(source, node)
         return list(sources.values())
 
-    def _turns(self, node: Node) -> int:
+    def _saved_times(self, node: Node) -> int:
         """How often a kept value is kept: once for each turn of its loop. What a loop carries is kept in each, too."""
-        return max([node.trip_count, *(user.trip_count for user in node.users)]) if node.primitive == "carry" else node.trip_count
+        return (
+            max([node.trip_count, *(user.trip_count for user in node.users)])
+            if node.primitive == "carry"
+            else node.trip_count
+        )
 
 
-def _short(node: Node) -> str:
+def _hlo_dtype(node: Node) -> str:
     """A dtype as programs write it: bf16."""
     return {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(node.dtype.name, node.dtype.name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trace:
+class ForwardTrace:
     """One forward pass of a microbatch, as it was recorded."""
 
-    recorded: Recorder
-    traced: DataflowGraph
+    recorder: Recorder
+    graph: DataflowGraph
     trained: frozenset[str]
     number: int
-    _works: dict[bool, Work] = dataclasses.field(default_factory=dict)
+    _op_graphs: dict[bool, OpGraph] = dataclasses.field(default_factory=dict)
 
-    def work(self, fused: bool) -> Work:
+    def op_graph(self, fused: bool) -> OpGraph:
         """Its operations. `fused`: attention is a kernel of its own."""
-        if fused not in self._works:
-            self._works[fused] = Work(self.traced, self.trained, fused)
-        return self._works[fused]
+        if fused not in self._op_graphs:
+            self._op_graphs[fused] = OpGraph(self.graph, self.trained, fused)
+        return self._op_graphs[fused]
 
 
-class Traces:
+class TraceCache:
     """The traces of a config or task. One depends on the microbatches, and on which splits the model finds equal."""
 
     def __init__(self, config: Config | Task):
@@ -326,18 +344,20 @@ class Traces:
         self.arrays = state.arrays(config)
         self.trained = frozenset(leaf.path for leaf, _ in pairs(self.arrays.named_trained, self.arrays.trained))
         self._compared: set[tuple[str, str]] = set()
-        self._known: dict[tuple, Trace] = {}
+        self._traces: dict[tuple, ForwardTrace] = {}
 
-    def of(self, rules: Rules) -> Trace:
+    def trace(self, rules: Rules) -> ForwardTrace:
         """The trace of filled `rules`, whose microbatches divide the batch."""
         key = rules.microbatches, self._pattern(rules)
-        if key not in self._known:
+        if key not in self._traces:
             recorded = state.recorded(self.config, self.arrays, rules.microbatches, rules)
             self._compared |= recorded.compared
             key = rules.microbatches, self._pattern(rules)  # of all that it compares
-            trace = Trace(recorded, DataflowGraph.from_recorder(recorded, self.arrays), self.trained, len(self._known))
-            self._known[key] = trace
-        return self._known[key]
+            trace = ForwardTrace(
+                recorded, DataflowGraph.from_recorder(recorded, self.arrays), self.trained, len(self._traces)
+            )
+            self._traces[key] = trace
+        return self._traces[key]
 
     def _pattern(self, rules: Rules) -> tuple[int, ...]:
         """Which of the splits that the model compares are equal, and which split nothing."""
@@ -351,20 +371,20 @@ class Traces:
         """
         if self.task.rows % rules.microbatches:
             return [Problem("microbatches do not divide the batch", f"{rules.path}: microbatches", "")]
-        trace = self.of(rules)
+        trace = self.trace(rules)
         params = pairs(self.arrays.named_params, self.arrays.params)
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
-        noted = self._noted(trace, rules)
+        noted = self._recorder_under(trace, rules)
         found = placement.problems(rules, params, noted, optimizer)
         if isinstance(self.config, Config):
             found += state.config_problems(self.config, rules, platform)
         return [problem for problem in found if not problem.warning]
 
-    def _noted(self, trace: Trace, rules: Rules) -> Recorder:
+    def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
         """What would have been recorded under `rules`."""
         found = Recorder(rules)
-        found.axes, found.arrays = trace.recorded.axes, trace.recorded.arrays
-        named = {(node.placed, node.shape) for node in trace.traced.activations if node.placed}
+        found.axes, found.arrays = trace.recorder.axes, trace.recorder.arrays
+        named = {(node.placed, node.shape) for node in trace.graph.activations if node.placed}
         rows = self.task.rows // rules.microbatches
         inputs = self.task.batch(rows)
         named |= {(spec, inputs[name].shape) for name, spec in self.task.specs().items()}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.foresight.parts import Parts, difference, parts_s
+from gspmd_lm.foresight.parts import Parts, differences, parts_s
 from gspmd_lm.hardware.rent import RENTS
 from gspmd_lm.plan.candidate import Candidate, Plan
 
@@ -87,7 +87,7 @@ class Outcome:
             tokens_per_s=speed,
             mfu=predicted.mfu if predicted else _mfu(plan, one),
             peak_bytes=one.peak_bytes,
-            exposed_by_axis=dict(predicted.exposed_by_axis if predicted else one.price.exposed_by_axis),
+            exposed_by_axis=dict(predicted.exposed_by_axis if predicted else one.estimate.exposed_by_axis),
             usd_per_billion_tokens=usd,
         )
 
@@ -103,7 +103,7 @@ class Outcome:
         if behind < 0.0005:
             return f"as fast, {'and it leaves less memory' if other.peak_bytes > best.peak_bytes else 'and no simpler'}"
         within = ", which is within the known error" if any(other is one for one in self.plan.ties) else ""
-        return f"{behind:.1%} slower{within}: {difference(_known(best), _known(other), best.step_time_s)}"
+        return f"{behind:.1%} slower{within}: {differences(_known(best), _known(other), best.step_time_s)}"
 
     def waits(self) -> str:
         """What the best layout waits for."""
@@ -118,7 +118,7 @@ class Outcome:
 
 def _known(one: Candidate) -> Parts:
     """The parts of its step: of its prediction where it was compiled, else of its price."""
-    return one.report.prediction if one.report and one.report.prediction else one.price
+    return one.report.prediction if one.report and one.report.prediction else one.estimate
 
 
 def front(lines: Sequence[Line]) -> list[Line]:
@@ -163,7 +163,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(plan.seconds, 1),
         "stopped": plan.stopped,
         "error": plan.error,
-        "price_error": plan.price_error,
+        "price_error": plan.estimate_error,
         "usd_per_chip_hour": outcome.usd_per_chip_hour,
         "tokens": outcome.tokens or None,
         "days": outcome.days or None,
@@ -179,7 +179,7 @@ def _candidate(line: Line) -> dict[str, Any]:
         "name": one.name,
         "rules": dict(one.raw),
         "mesh": dict(one.rules.mesh),
-        "price_s": one.price.step_time_s,
+        "price_s": one.estimate.step_time_s,
         "compiled": one.compiled,
         "step_time_s": line.step_time_s if known else None,
         "tokens_per_s": line.tokens_per_s if known else None,

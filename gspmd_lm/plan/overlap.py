@@ -20,10 +20,10 @@ from gspmd_lm.sharding.rules import Rules
 #
 # The share of a loop's compute behind which what is sent beside it hides: weights in the forward and in the backward
 # pass, gradients, and activations in both.
-HIDING = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
+HIDDEN_SHARE = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
 # The share that is exposed however long compute takes, of weights in the forward and in the backward pass, and of
 # gradients. On GPUs the first weights of a turn are gathered together, and its products wait for them.
-NEVER_HIDDEN = {"tpu": (0.3, 0.3, 0.3), "gpu": (0.5, 0.6, 0.1)}
+LEAST_EXPOSED = {"tpu": (0.3, 0.3, 0.3), "gpu": (0.5, 0.6, 0.1)}
 # The same on GPUs of gradients that are also added up between hosts which hold the same weights: those of a layer are
 # sent together, late in its turn.
 REPLICAS_EXPOSED = 0.55
@@ -37,7 +37,7 @@ ACTIVATIONS_EXPOSED = {2: (0.6, 0.8, 0.8), 3: (0.7, 0.6, 0.6), 0: (0.3, 0.45, 0.
 SLICES_EXPOSED = 0.8
 # The share that is exposed of what is sent outside of loops.
 OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.8}
-_NOWHERE = {
+_WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -45,7 +45,7 @@ _NOWHERE = {
 }
 
 
-class Links:
+class Overlap:
     """The networks of a target's meshes."""
 
     def __init__(self, target: Target):
@@ -53,7 +53,7 @@ class Links:
         self._devices = _devices(target) if target.chip else []
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
 
-    def waited(
+    def exposed(
         self, rules: Rules, moves: Iterable[Transfer], loops: tuple[float, float], of_activations: int
     ) -> tuple[dict[str, float], float]:
         """Mesh axes -> the seconds in which compute waits for what is sent over them; and all that sending takes.
@@ -75,7 +75,7 @@ class Links:
         surely: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
         waiting = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][of_activations]
         total_s = 0.0
-        for what, axes, times, looped, size_bytes in _together(moves):
+        for what, axes, times, looped, size_bytes in _combined(moves):
             pieces, link = len(groups[axes][0]), network.link(groups[axes])
             seconds = times * network.time_s("all-gather", size_bytes * pieces / (pieces - 1), groups[axes])
             total_s += seconds
@@ -84,18 +84,18 @@ class Links:
             elif not looped:
                 exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
             elif what == "weights":
-                for passed, never in enumerate(NEVER_HIDDEN[platform][:2]):
+                for passed, never in enumerate(LEAST_EXPOSED[platform][:2]):
                     _add(parts[passed], surely[passed], axes, seconds / 2, SLICES_EXPOSED if link == "dcn" else never)
             else:
-                never = NEVER_HIDDEN[platform][2]
+                never = LEAST_EXPOSED[platform][2]
                 if link == "network" and replicas:
                     never = REPLICAS_EXPOSED
                 elif platform == "tpu" and (link == "ici" or not gathered.isdisjoint(axes.split("+"))):
                     never = GRADIENTS_EXPOSED[network.chip.torus_dimensions]
                 _add(parts[2], surely[2], axes, seconds, never)
         computed_s = (loops[0], loops[1], loops[1], sum(loops))
-        for sent, least, share, compute_s in zip(parts, surely, HIDING[platform], computed_s, strict=True):
-            for link in _shared(network, groups, sent):
+        for sent, least, share, compute_s in zip(parts, surely, HIDDEN_SHARE[platform], computed_s, strict=True):
+            for link in _sharing_links(network, groups, sent):
                 seconds = sum(sent[axes] for axes in link)
                 waits_s = max(sum(least[axes] for axes in link), seconds - share * compute_s)
                 for axes in link:
@@ -106,12 +106,12 @@ class Links:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""
         key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
         if key not in self._networks:
-            places = targets.places(meshes.build(rules, self._devices))
+            places = targets.device_locations(meshes.build(rules, self._devices))
             self._networks[key] = Network(self.target.chip, **places, mesh=rules.mesh), _Groups(rules)
         return self._networks[key]
 
 
-def _shared(network: Network, groups: Mapping[str, Groups], sent: Iterable[str]) -> list[list[str]]:
+def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterable[str]) -> list[list[str]]:
     """Mesh axes that share links: on a torus those that overlap, elsewhere all that leave a device the same way."""
     found: list[list[str]] = []
     for axes in sent:
@@ -132,7 +132,7 @@ def _add(sent: dict[str, float], surely: dict[str, float], axes: str, seconds: f
     surely[axes] += share * seconds
 
 
-def _together(moves: Iterable[Transfer]) -> Iterable[tuple[str, str, int, bool, float]]:
+def _combined(moves: Iterable[Transfer]) -> Iterable[tuple[str, str, int, bool, float]]:
     """What is sent, and the bytes each time. What a turn of a loop sends of weights, or of gradients, goes at once.
 
     Weights that are gathered for both passes are sent twice a turn.
@@ -154,7 +154,7 @@ def _devices(target: Target) -> list[Any]:
     libtpu looks for the machine that it is on and complains where there is none, unless it is told one. jax's plugin
     for GPUs is refused on a machine without a GPU, unless jax is told to use the CPU.
     """
-    told = {name: value for name, value in _NOWHERE.items() if name not in os.environ}
+    told = {name: value for name, value in _WITHOUT_TPU.items() if name not in os.environ}
     os.environ.update(told)
     platforms: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_platforms", "cpu")

@@ -12,44 +12,46 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from gspmd_lm.model.kernels import attention
-from gspmd_lm.plan.estimate import Pricer, Sketch
-from gspmd_lm.plan.operations import Trace
+from gspmd_lm.plan.estimate import Estimator, RematEstimate
+from gspmd_lm.plan.operations import ForwardTrace
 from gspmd_lm.sharding.rules import Remat, Rules
 
 # Shares of a device's memory that are filled: estimates of memory are up to a sixth too low or too high.
 FILLED = (0.85, 0.95, 1.05, 1.15)
-OF_HOST = 0.7  # the share of the host's memory that may hold activations: loader and checkpoints need some, too
-OF_STEP = 0.3  # the share of a step in which copies to the host, or those back, hide
+HOST_SHARE = 0.7  # the share of the host's memory that may hold activations: loader and checkpoints need some, too
+STEP_SHARE = 0.3  # the share of a step in which copies to the host, or those back, hide
 
-Home = Literal["save", "offload"]
+Destination = Literal["save", "offload"]
 
 
 class Names(NamedTuple):
     """What a model lets a remat policy choose."""
 
-    kept: tuple[str, ...]  # what products, kernels and exchanges make
+    outputs: tuple[str, ...]  # what products, kernels and exchanges make
     inputs: tuple[str, ...]  # what loops carry, which stays on the device unless it is offloaded
 
     @classmethod
-    def of(cls, trace: Trace, fused: bool, known: tuple[str, ...]) -> "Names":
+    def from_trace(cls, trace: ForwardTrace, fused: bool, known: tuple[str, ...]) -> "Names":
         """The names of a traced model. `known` are those that its rules files may list."""
-        work, traced = trace.work(fused), trace.traced
+        work, traced = trace.op_graph(fused), trace.graph
         nodes = [node for node in traced.nodes if node.checkpoint_name in known and work.in_block(node)]
         inputs = [node.checkpoint_name for node in nodes if node.inputs[0].primitive == "carry"]
-        read = [product.input.array for product in traced.matmuls if traced.gathered_from(product.input)]  # only placed anew
+        read = [
+            product.input.array for product in traced.matmuls if traced.gathered_from(product.input)
+        ]  # only placed anew
         first = [spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V)]
         labels = [node.checkpoint_name for node in nodes if node.checkpoint_name not in (*inputs, *read)]
         kept = [*(name for name in first if name in labels), *labels]
         return cls(tuple(dict.fromkeys(kept)), tuple(dict.fromkeys(inputs)))
 
-    def remat(self, homes: Mapping[str, Home]) -> Remat:
+    def remat(self, homes: Mapping[str, Destination]) -> Remat:
         """The policy that keeps names where `homes` says."""
-        kept = {home: tuple(name for name in (*self.inputs, *self.kept) if homes.get(name) == home)
+        kept = {home: tuple(name for name in (*self.inputs, *self.outputs) if homes.get(name) == home)
                 for home in ("save", "offload")}  # fmt: skip
         return Remat("names", **kept)
 
 
-def tried(pricer: Pricer, rules: Rules, names: Names) -> Iterator[Remat]:
+def policies(pricer: Estimator, rules: Rules, names: Names) -> Iterator[Remat]:
     """The policies that are worth a price for filled and checked `rules`, each once."""
     chip, knapsack = pricer.chip, _Knapsack(pricer, rules, names)
     yield from (Remat(), Remat("dots"), Remat("block"))
@@ -58,9 +60,9 @@ def tried(pricer: Pricer, rules: Rules, names: Names) -> Iterator[Remat]:
     else:
         limits = [share * chip.usable_hbm_bytes for share in FILLED]
         found = [knapsack.filled(limit) for limit in limits]
-        all_saved = names.remat(dict.fromkeys(names.kept, "save"))
+        all_saved = names.remat(dict.fromkeys(names.outputs, "save"))
         if names.inputs and knapsack.sketch(all_saved).peak_bytes > limits[0]:
-            host_bytes = OF_HOST * chip.host_bytes / chip.devices_per_chip
+            host_bytes = HOST_SHARE * chip.host_bytes / chip.devices_per_chip
             found += [knapsack.filled(limit, host_bytes) for limit in limits]
             found.append(names.remat(dict.fromkeys(names.inputs, "offload")))
     yield from (remat for remat in dict.fromkeys(found) if remat.save or remat.offload)
@@ -69,29 +71,29 @@ def tried(pricer: Pricer, rules: Rules, names: Names) -> Iterator[Remat]:
 class _Knapsack:
     """The choice for one layout."""
 
-    def __init__(self, pricer: Pricer, rules: Rules, names: Names):
+    def __init__(self, pricer: Estimator, rules: Rules, names: Names):
         self.pricer, self.rules, self.names = pricer, rules, names
-        self._known: dict[Remat, Sketch] = {}
+        self._known: dict[Remat, RematEstimate] = {}
 
-    def sketch(self, remat: Remat) -> Sketch:
+    def sketch(self, remat: Remat) -> RematEstimate:
         if remat not in self._known:
-            self._known[remat] = self.pricer.sketch(self.rules, remat)
+            self._known[remat] = self.pricer.estimate_remat(self.rules, remat)
         return self._known[remat]
 
     def filled(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
         """The policy that fills a device up to `limit_bytes`, and the host's memory for it up to `host_bytes`."""
         names = self.names
         # The first name that is offloaded may slow the whole program, so it is the input, which is largest.
-        homes: dict[str, Home] = dict.fromkeys(names.inputs, "offload") if host_bytes else {}
+        homes: dict[str, Destination] = dict.fromkeys(names.inputs, "offload") if host_bytes else {}
         now = self.sketch(names.remat(homes))
         room_bytes = max(limit_bytes - now.peak_bytes, 1.0)
         link_bytes = self._link_bytes(now.seconds) if host_bytes else 1.0
         while True:
-            best: tuple[float, dict[str, Home], Sketch] | None = None
-            for name, home in itertools.product(names.kept, ("save", "offload") if host_bytes else ("save",)):
+            best: tuple[float, dict[str, Destination], RematEstimate] | None = None
+            for name, home in itertools.product(names.outputs, ("save", "offload") if host_bytes else ("save",)):
                 if name in homes:
                     continue
-                changed: dict[str, Home] = {**homes, name: home}
+                changed: dict[str, Destination] = {**homes, name: home}
                 then = self.sketch(names.remat(changed))
                 spared_s = now.seconds - then.seconds
                 more_bytes, sent_bytes = then.device_bytes - now.device_bytes, then.host_bytes - now.host_bytes
@@ -108,5 +110,5 @@ class _Knapsack:
         """What a microbatch can send to the host while its loop computes."""
         chip = self.pricer.chip
         assert chip
-        share = OF_STEP / (chip.devices_per_chip * self.rules.microbatches)
+        share = STEP_SHARE / (chip.devices_per_chip * self.rules.microbatches)
         return max(share * step_s * chip.host_link_bytes_per_s, 1.0)

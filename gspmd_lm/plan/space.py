@@ -27,8 +27,8 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.supported import kernel_said
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan import remats
-from gspmd_lm.plan.estimate import Pricer
-from gspmd_lm.plan.operations import Traces
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
@@ -72,17 +72,17 @@ class Roles:
 class Space:
     """The candidates of one config or task on one target."""
 
-    def __init__(self, config: Config | Task, target: Target, traces: Traces | None = None):
-        self.traces = traces or Traces(config)
+    def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
+        self.traces = traces or TraceCache(config)
         self.config, self.task, self.target = self.traces.config, self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
         self.left_out = 0  # meshes and tables for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
-        self.trace = self.traces.of(single)
-        self.asked = self.trace.recorded.asked
-        self.roles = _roles(self.traces, self.trace.traced, "attention" in self.asked)
-        self.pricer = Pricer(config, target, self.traces)
+        self.trace = self.traces.trace(single)
+        self.asked = self.trace.recorder.asked
+        self.roles = _roles(self.traces, self.trace.graph, "attention" in self.asked)
+        self.estimator = Estimator(config, target, self.traces)
         if isinstance(self.config, Config):
             plain = self.rules({"mesh": {"data": target.devices}})
             said = kernel_said(plain, self.config, target.processor, asked(self.config))
@@ -110,7 +110,9 @@ class Space:
                 if self.traces.problems(rules, self.target.platform):
                     self.refused += 1
                     continue
-                for remat in remats.tried(self.pricer, rules, self.names) if "remat" in self.asked else (rules.remat,):
+                for remat in (
+                    remats.policies(self.estimator, rules, self.names) if "remat" in self.asked else (rules.remat,)
+                ):
                     own = raw | _plain(remat)
                     yield own, dataclasses.replace(rules, remat=remat, path=describe(own))
 
@@ -223,11 +225,11 @@ class Space:
     @functools.cached_property
     def names(self) -> remats.Names:
         """What a remat policy has a choice about."""
-        return remats.Names.of(self.trace, self.fused, self.task.vocabulary.kept)
+        return remats.Names.from_trace(self.trace, self.fused, self.task.vocabulary.kept)
 
 
 def candidates(
-    task_or_config: Config | Task, target: Target, *, traces: Traces | None = None
+    task_or_config: Config | Task, target: Target, *, traces: TraceCache | None = None
 ) -> Iterator[dict[str, Any]]:
     """The plain values of every sensible rules file for `target`, as YAML would hold them."""
     return iter(Space(task_or_config, target, traces))
@@ -265,7 +267,7 @@ def describe(raw: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _roles(traces: Traces, traced: DataflowGraph, asked: bool) -> Roles:
+def _roles(traces: TraceCache, traced: DataflowGraph, asked: bool) -> Roles:
     """`asked`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.vocabulary.rows
     used = {path: nodes[0] for path, nodes in traced.used.items()}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.foresight.parts import difference, parts_s
+from gspmd_lm.foresight.parts import differences, parts_s
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.timing.predict import Prediction
 from gspmd_lm.units import human_bytes, human_count, human_seconds
@@ -121,7 +121,7 @@ def winner(reports: Sequence[Report]) -> str:
     if behind < ALIKE:
         return f"{name} and {second.layout} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
     return (f"{name} wins: a step of {second.layout}, the next, takes {behind:.1%} longer "
-            f"({difference(best.prediction, second.prediction, step_s)}).")  # fmt: skip
+            f"({differences(best.prediction, second.prediction, step_s)}).")  # fmt: skip
 
 
 def of_floor(report: Report) -> str:

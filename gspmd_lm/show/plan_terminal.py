@@ -73,11 +73,11 @@ def sentences(outcome: Outcome, helps: Sequence[Change]) -> list[tuple[str, str]
 
 def price_error(plan: Plan) -> str:
     """How wrong prices are, and how that is known; '' where layouts have no times."""
-    chip, known = plan.target.chip, known_errors.price_error(plan.target)
+    chip, known = plan.target.chip, known_errors.estimate_error(plan.target)
     if chip is None:
         return ""
-    if plan.price_error is not None:
-        return f"corrected prices missed the layouts compiled here by {plan.price_error:.1%} in the mean"
+    if plan.estimate_error is not None:
+        return f"corrected prices missed the layouts compiled here by {plan.estimate_error:.1%} in the mean"
     where = f"{chip.name}, {'several' if known_errors.is_several(plan.target) else 'one'} "
     where += {"tpu": "slice", "gpu": "host"}[chip.platform] + "s" * known_errors.is_several(plan.target)
     if known is None:
@@ -153,7 +153,7 @@ def cells(outcome: Outcome, line: Line) -> list[str]:
     usd = line.usd_per_billion_tokens
     found = [f"{line.rank}{'=' if line.tied and line.rank > 1 else ''}", one.name]
     if plan.target.chip is None:
-        return [*found, human_bytes(one.price.sent_bytes), memory]
+        return [*found, human_bytes(one.estimate.sent_bytes), memory]
     return [
         *found,
         human_seconds(line.step_time_s),

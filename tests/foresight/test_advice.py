@@ -11,7 +11,7 @@ from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
-from gspmd_lm.foresight.timing.predict import UNKNOWN_TURNS
+from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem
@@ -63,8 +63,10 @@ def test_more_communication_than_is_needed():
 
 
 def test_what_has_no_price():
-    warning = only(found(unpriced={UNKNOWN_TURNS: 1e-9}), "unpriced")  # priced as one turn, whatever its share then is
-    assert UNKNOWN_TURNS in warning.message
+    warning = only(
+        found(unpriced={UNKNOWN_TRIP_COUNT: 1e-9}), "unpriced"
+    )  # priced as one turn, whatever its share then is
+    assert UNKNOWN_TRIP_COUNT in warning.message
     warning = only(found(unpriced={"custom-call mine at layers.mlp": 1e-6, "sort": 1e-6}), "unpriced")
     assert "custom-call mine at layers.mlp" in warning.message and "sort" not in warning.message
     assert "cost_estimate" in warning.fix

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.bounds import any_model, of_training, necessary_flops, memory_bytes
+from gspmd_lm.foresight.bounds import any_model, memory_bytes, necessary_flops, of_training
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.sharding import rules_file

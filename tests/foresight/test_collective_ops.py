@@ -75,8 +75,8 @@ def test_exchanges_of_every_form_are_told_once():
     ]
     assert [e.elements for e in found][:3] == [8, 16, 32]
     instructions = module.entry.instructions
-    assert module.carried(instructions["begin"], "AsyncCollectiveStart") == ("3",)
-    assert module.carried(instructions["end"], "AsyncCollectiveDone") == ("3",)
+    assert module.chain_ids(instructions["begin"], "AsyncCollectiveStart") == ("3",)
+    assert module.chain_ids(instructions["end"], "AsyncCollectiveDone") == ("3",)
     assert instructions["sc-start"].thread == "sparsecore"
     assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
 
@@ -95,7 +95,7 @@ def test_bytes_of_the_layouts_collectives():
     sent = {}
     for step in module.steps():
         for e in ops.collective_ops(module, step.instruction):
-            sent[e.kind] = sent.get(e.kind, 0) + step.times * e.sent_bytes
+            sent[e.kind] = sent.get(e.kind, 0) + step.executions * e.sent_bytes
     layer_bytes = 4 * (4 * 128 * 128 + 3 * 128 * 384)
     assert sent["all-gather"] == pytest.approx(4 * 2 * layer_bytes * 7 / 8, rel=0.15)  # and the table, norms, ...
     assert sent["reduce-scatter"] == pytest.approx(math.ceil(4 * layer_bytes * 7 / 8), rel=0.15)

@@ -9,7 +9,7 @@ import pytest
 from test_attribution import collectives_of, program, simulated
 
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.bounds import of_training, memory_bytes
+from gspmd_lm.foresight.bounds import memory_bytes, of_training
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
@@ -68,7 +68,9 @@ def test_every_array_of_every_family_is_known(small, family, layout):
     modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
     assert len(modules) >= 2 and all(found.activations_around(modules=names) for names in modules)
     for product in found.matmuls:
-        assert product.input.placed and (product.group_axis or (product.output and product.output.placed)), product.node.name
+        assert product.input.placed and (product.group_axis or (product.output and product.output.placed)), (
+            product.node.name
+        )
     for node in found.activations:
         assert found.made_from(node.placed.array) or node.placed.array == "tokens"
     assert of_training(config, rules, arrays, None, found).communication_bytes > 0

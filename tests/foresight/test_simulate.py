@@ -109,7 +109,7 @@ def test_an_estimate_faster_than_the_chip_is_none_and_a_chip_may_be_slower_than_
 
     def seconds(cycles, chip):
         parsed = module(matmul("m", cycles))
-        found = op_time.price(parsed, parsed.entry.instructions["m"], chip)
+        found = op_time.op_time(parsed, parsed.entry.instructions["m"], chip)
         assert found and found.kind == "matmul"
         return found.seconds
 
@@ -380,11 +380,11 @@ def test_traffic_is_what_slices_and_updates_touch():
   %c = f32[3,5]{1,0:T(8,128)} copy(%t)
 """
     instructions = module(body, computations)
-    touched = memory_traffic.of(instructions, instructions.entry.instructions["f"])
+    touched = memory_traffic.bytes_of(instructions, instructions.entry.instructions["f"])
     assert (touched["hbm"], touched["chip"]) == (256 + 256 + 4, 256)
-    assert memory_traffic.of(instructions, instructions.entry.instructions["s"])["hbm"] == 2 * 512
+    assert memory_traffic.bytes_of(instructions, instructions.entry.instructions["s"])["hbm"] == 2 * 512
     assert (
-        memory_traffic.of(instructions, instructions.entry.instructions["c"])["hbm"] == 2 * 4 * 8 * 128
+        memory_traffic.bytes_of(instructions, instructions.entry.instructions["c"])["hbm"] == 2 * 4 * 8 * 128
     )  # whole tiles
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan.estimate import Pricer
-from gspmd_lm.plan.operations import Traces
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -35,7 +35,7 @@ def traces_of():
 
     def make(config):
         if repr(config) not in known:
-            known[repr(config)] = Traces(config)
+            known[repr(config)] = TraceCache(config)
         return known[repr(config)]
 
     return make
@@ -59,7 +59,7 @@ def priced(llama, traces_of):
     def make(raw, target="h100:8"):
         if target not in pricers:
             where = targets.parse(target)
-            pricers[target] = Pricer(llama, where, traces), Space(llama, where, traces)
+            pricers[target] = Estimator(llama, where, traces), Space(llama, where, traces)
         pricer, space = pricers[target]
         return pricer.price(space.rules(raw))
 

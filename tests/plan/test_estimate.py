@@ -16,9 +16,9 @@ from gspmd_lm.foresight.timing import attention, flops, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import estimate, operations, overlap
-from gspmd_lm.plan.estimate import Pricer
-from gspmd_lm.plan.operations import Traces
-from gspmd_lm.plan.overlap import Links
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
+from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
@@ -37,7 +37,7 @@ DATA = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "attention": {"gpu": "c
 @pytest.fixture(scope="module")
 def simulated(llama):
     """One pricer for all layouts and policies: what they share must not be what sets them apart."""
-    return Pricer(llama, targets.parse("cpu:8"))
+    return Estimator(llama, targets.parse("cpu:8"))
 
 
 @pytest.mark.parametrize("layout", ["fsdp8", "tp8", "whole keys", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
@@ -52,7 +52,9 @@ def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
         if 8 % (microbatches * file.mesh.get("data", 1) * file.mesh.get("fsdp", 1)):
             continue
         one = dataclasses.replace(file, microbatches=microbatches).fill(8)
-        traced = DataflowGraph.from_recorder(state.recorded(llama, arrays, microbatches, one), arrays)  # the same for any policy
+        traced = DataflowGraph.from_recorder(
+            state.recorded(llama, arrays, microbatches, one), arrays
+        )  # the same for any policy
         for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
             rules = dataclasses.replace(one, remat=remat)
             least = of_training(llama, rules, arrays, None, traced)
@@ -61,10 +63,10 @@ def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
 
 def test_products_of_a_step_are_those_of_its_gradients(mixer):
     """Operations of the forward pass and what each costs backward, against the traced gradients themselves."""
-    traces = Traces(mixer)
+    traces = TraceCache(mixer)
     rules = rules_file.from_dict({"mesh": {"data": 1}}, "one", vocabulary=mixer.vocabulary)
-    operations = traces.of(rules).work(False).operations
-    total = sum(one.flops * (1 + one.backward) * one.times for one in operations)
+    operations = traces.trace(rules).op_graph(False).ops
+    total = sum(one.flops * (1 + one.backward) * one.trip_count for one in operations)
     of_images = next(one.flops for one in operations if one.flops)  # they have no gradient
     of_step = any_model.flops_of_step(mixer, traces.arrays)
     assert total - of_images == of_step
@@ -72,11 +74,11 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
 
 def test_what_a_policy_computes_again(llama, monkeypatch):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
-    monkeypatch.setitem(estimate.FUSED, "tpu", 0.0)  # products alone
-    pricer = Pricer(llama, targets.parse("v5p:2x2x2"))
+    monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", 0.0)  # products alone
+    pricer = Estimator(llama, targets.parse("v5p:2x2x2"))
 
     def products_s(remat):
-        return pricer.price(rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)).matmul_s
+        return pricer.estimate(rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)).matmul_s
 
     def again_s(elements):  # of the matrices of a layer
         chip = CHIPS["v5p"]
@@ -113,14 +115,14 @@ def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, bui
     for of_step in module.steps():
         name = parse(of_step.instruction.op_name)
         key = name.owners or ((name.array,) if name.array else name.modules[:2])
-        done = of_step.times * flops.of(module, of_step.instruction)
+        done = of_step.executions * flops.flops_of(module, of_step.instruction)
         ran[key] += done
         once[key] += done if name.phase == "forward" else 0.0
     filled = rules_file.from_dict(rules, "one")
-    found = Traces(config).of(filled).work(False)
-    again = found.kept(filled.remat).again
+    found = TraceCache(config).trace(filled).op_graph(False)
+    again = found.saved_activations(filled.remat).recomputed
     told, alone = collections.Counter(), collections.Counter()
-    for one in found.operations:
+    for one in found.ops:
         name = next(iter(one.nodes)).name
         if one.flops and name.modules:
             told[name.owners or name.modules[:2]] += one.flops * (1 + one.backward + (one in again))
@@ -134,27 +136,27 @@ def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, bui
 def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(small):
     def kept(config, remat):
         rules = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "one")
-        return Traces(config).of(rules).work(False).kept(rules.remat)
+        return TraceCache(config).trace(rules).op_graph(False).saved_activations(rules.remat)
 
     config = small(**ROW)
     scores_bytes = 4 * 4 * config.model.heads * 64 * 64 * 4  # float32, of all layers
     assert max(size for size, _ in kept(config, "none").on_device) < scores_bytes
     saved = kept(small(**EXPERTS), {"save": ["hidden"]})
-    grouped = [one for one in saved.again if isinstance(one, operations.Operation) and one.grouped]
+    grouped = [one for one in saved.recomputed if isinstance(one, operations.Op) and one.grouped]
     names = {next(iter(one.nodes)).name.owners for one in grouped}
     assert names == set()  # neither w_gate nor w_up
     everything = kept(small(**EXPERTS), "dots")  # jax keeps what dot_general gives, which grouped kernels are not
-    assert sum(one.grouped for one in everything.again if isinstance(one, operations.Operation)) == 2
+    assert sum(one.grouped for one in everything.recomputed if isinstance(one, operations.Op)) == 2
 
 
 def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, monkeypatch):
     """What is computed again comes again, and so do its elementwise operations."""
-    traces = Traces(llama)
+    traces = TraceCache(llama)
 
     def products_s(share, remat):
-        monkeypatch.setitem(estimate.FUSED, "tpu", share)
+        monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", share)
         rules = rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)
-        return Pricer(llama, targets.parse("v5p:2x2x2"), traces).price(rules).matmul_s
+        return Estimator(llama, targets.parse("v5p:2x2x2"), traces).estimate(rules).matmul_s
 
     extra_s = {remat: products_s(0.7, remat) - products_s(0.0, remat) for remat in ("none", "block")}
     hidden_s = B / 8 * T * F * 2 / op_time.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
@@ -173,9 +175,9 @@ def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
 
 def test_a_window_is_priced_by_its_scores():
     windowed = configs.load("llama3_8b", ["data.batch=8", "model.sliding_window=1024"])
-    pricer, chip = Pricer(windowed, targets.parse("h100:8")), CHIPS["h100"]
-    found = pricer.price(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
-    scores = N * H * attention.seen(T, 1024)
+    pricer, chip = Estimator(windowed, targets.parse("h100:8")), CHIPS["h100"]
+    found = pricer.estimate(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
+    scores = N * H * attention.masked_scores(T, 1024)
     passes = [attention.cudnn_s(2 * n * scores, n > 2, chip, T, H, window=1024) for n in (2, 5)]
     assert found == pytest.approx(L * (sum(passes) + 2 * op_time.LAUNCH_S["gpu"]))
 
@@ -204,11 +206,11 @@ def test_offloaded_activations_leave_the_device(priced):
 
 @pytest.mark.parametrize(("target", "free"), [("v5p:2x2x2", True), ("h100:8", False)])
 def test_casts_of_weights_cost_nothing_on_tpus(llama, target, free):
-    layout = Pricer(llama, targets.parse(target))._layout(rules_file.from_dict(DATA, "data").fill(8))
-    priced = {timed.of for timed in layout.timed}
-    cast = [operation for operation in layout.work.operations if operation.only_casts]
+    layout = Estimator(llama, targets.parse(target))._layout(rules_file.from_dict(DATA, "data").fill(8))
+    priced = {timed.op for timed in layout.timed_ops}
+    cast = [operation for operation in layout.op_graph.ops if operation.only_casts]
     assert {"layers.attention.wq", "layers.mlp.w_down"} <= {
-        near.placed.array for operation in cast for _, places in operation.touched for near in places
+        near.placed.array for operation in cast for _, places in operation.moved for near in places
     }
     assert [operation in priced for operation in cast] == [not free] * len(cast)
 
@@ -247,23 +249,23 @@ def test_between_slices_data_is_cheaper_than_fsdp(priced):
 
 def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_gathered():
     """However long loops compute. Replicated weights alone have gradients that hide."""
-    between = Links(targets.parse("2@v6e:2x2"))
+    between = Overlap(targets.parse("2@v6e:2x2"))
     rules = rules_file.from_dict({"mesh": {"data": 8}, "rules": {"batch": "data"}, "dcn": {"data": 2}}, "two").fill(8)
 
     def share(*moves):
-        exposed, sent_s = between.waited(rules, moves, (1e6, 1e6), 0)
+        exposed, sent_s = between.exposed(rules, moves, (1e6, 1e6), 0)
         return exposed["data"] / sent_s
 
     gradients, weights = Transfer("gradients", "data", 1e8, 16, True), Transfer("weights", "data", 1e8, 16, True)
-    assert share(gradients) == pytest.approx(overlap.NEVER_HIDDEN["tpu"][2])
+    assert share(gradients) == pytest.approx(overlap.LEAST_EXPOSED["tpu"][2])
     assert share(weights) == pytest.approx(overlap.SLICES_EXPOSED)
     once = weights._replace(bytes=1.0, times=1, looped=False)
     assert share(gradients, once) == pytest.approx(1.0)
 
 
 def test_simulated_devices_have_bytes_and_no_times(llama):
-    pricer = Pricer(llama, targets.parse("cpu:8"))
-    found = pricer.price(rules_file.load("fsdp8").fill(8))
+    pricer = Estimator(llama, targets.parse("cpu:8"))
+    found = pricer.estimate(rules_file.load("fsdp8").fill(8))
     assert found.step_time_s == found.matmul_s == 0
     assert found.sent_bytes > 0
     assert found.peak_bytes > 0
@@ -271,12 +273,12 @@ def test_simulated_devices_have_bytes_and_no_times(llama):
 
 def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
     target = targets.parse("h100:8")
-    traces = Traces(mixer)
-    space, pricer = Space(mixer, target, traces), Pricer(mixer, target, traces)
+    traces = TraceCache(mixer)
+    space, pricer = Space(mixer, target, traces), Estimator(mixer, target, traces)
     parameters = traces.arrays.parameter_count
 
     def of(raw):
-        return pricer.price(space.rules(raw))
+        return pricer.estimate(space.rules(raw))
 
     # Gradients are reduced to all: twice 7/8 of their bytes; sharded ones are reduced once, and weights gathered once.
     # A sum of scores over the labels is no weight's.
@@ -295,14 +297,14 @@ def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
 def test_a_ring_hides_what_gathered_keys_wait_for_and_context_beats_tensor_where_sequences_are_long():
     """The known directions, Llama 3 8B with 128k tokens on 64 chips."""
     config, where = configs.load("llama3_8b_128k"), targets.parse("v5p:4x4x4")
-    traces = Traces(config)
-    pricer, fixed = Pricer(config, where, traces), {"attention": {"tpu": "splash"}, "remat": "block"}
+    traces = TraceCache(config)
+    pricer, fixed = Estimator(config, where, traces), {"attention": {"tpu": "splash"}, "remat": "block"}
     split = {"mesh": {"fsdp": 8, "context": 8}, "rules": {"batch": "fsdp", "seq": "context"},
              "weights": {"embed": ["fsdp", "context"]}}  # fmt: skip
     tensor = {"mesh": {"fsdp": 8, "tensor": 8}, "weights": {"embed": "fsdp"}, "rules": {
         "batch": "fsdp", **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "residual.seq"), "tensor")}}  # fmt: skip
 
     def seconds(raw):
-        return pricer.price(rules_file.from_dict({**raw, **fixed}, "here").fill(64)).step_time_s
+        return pricer.estimate(rules_file.from_dict({**raw, **fixed}, "here").fill(64)).step_time_s
 
     assert seconds({**split, "context": "ring"}) < seconds({**split, "context": "gather"}) < seconds(tensor)

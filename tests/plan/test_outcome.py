@@ -21,7 +21,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import candidate as candidates
 from gspmd_lm.plan import outcome, search, space
 from gspmd_lm.plan.candidate import Candidate, Plan
-from gspmd_lm.plan.estimate import Price
+from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.show import plan_page, plan_terminal
 
@@ -44,7 +44,7 @@ PARTS = (
 def candidate(raw, parts, compiled=True):
     matmul_s, attention_s, other_s, waits, peak = parts
     step_s = matmul_s + attention_s + other_s + sum(waits.values())
-    price = Price(step_s, matmul_s, attention_s, other_s, waits, 0.0, int(peak))
+    price = Estimate(step_s, matmul_s, attention_s, other_s, waits, 0.0, int(peak))
     prediction = types.SimpleNamespace(**vars(price), mfu=1 / step_s, error="8.0% in the mean of 4 runs")
     report = types.SimpleNamespace(
         prediction=prediction,

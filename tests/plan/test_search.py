@@ -11,7 +11,7 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import candidate, remats, search, space
-from gspmd_lm.plan.operations import Traces
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.search import plan
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
@@ -25,7 +25,7 @@ def config():
     return configs.load("llama3_8b", SMALL)
 
 
-price_all = search.priced
+price_all = search.estimated
 
 
 known, traces = {}, {}
@@ -35,7 +35,7 @@ def shared(config, target):
     """The space of a config on a target, and its priced layouts, which are the same for every search."""
     key = repr((config, target, remats.FILLED))
     if key not in known:
-        traced = traces.setdefault(repr(config), Traces(config))
+        traced = traces.setdefault(repr(config), TraceCache(config))
         one = space.Space(config, target, traced)
         known[key] = one, price_all(one)
     return known[key]
@@ -77,7 +77,7 @@ class Compiler:
 def test_the_fastest_is_found_with_few_compilations_and_the_search_stops(config):
     compiler = Compiler(config)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
-    every = [one.price.step_time_s for one in found.candidates]
+    every = [one.estimate.step_time_s for one in found.candidates]
     assert found.best is not None
     assert found.best.step_time_s <= min(every) * (1 + search.EQUAL)
     assert found.compiled == len(compiler.asked) == len(set(compiler.asked)) < 20
@@ -94,10 +94,10 @@ def test_what_was_compiled_corrects_the_price_of_what_is_like_it(config):
 
     found = plan(config, targets.parse("h100:4"), reports=Compiler(config, factor=slow))
     assert found.best and slow(found.best.rules) == 1.0
-    fastest = min(one.price.step_time_s for one in found.candidates if slow(one.rules) == 1.0)
+    fastest = min(one.estimate.step_time_s for one in found.candidates if slow(one.rules) == 1.0)
     assert found.best.step_time_s <= fastest * (1 + search.GAIN)
     left = [one for one in found.candidates if not one.compiled]
-    ratios = {one.step_time_s / one.price.step_time_s: slow(one.rules) for one in left}
+    ratios = {one.step_time_s / one.estimate.step_time_s: slow(one.rules) for one in left}
     assert ratios[max(ratios)] == 1.5
     assert ratios[min(ratios)] == 1.0
     assert max(ratios) > 1.3
@@ -159,8 +159,8 @@ def test_nothing_fits_only_where_a_compiler_has_said_so(config, monkeypatch):
     monkeypatch.setattr(candidate, "FAR_ABOVE", 0.0)
     compiler = Compiler(config)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
-    least = min(one.price.peak_bytes for one in found.candidates)
-    assert found.best and found.best.price.peak_bytes == least
+    least = min(one.estimate.peak_bytes for one in found.candidates)
+    assert found.best and found.best.estimate.peak_bytes == least
     compiler = Compiler(config, peak=lambda rules: 2 * targets.parse("h100:4").chip.usable_hbm_bytes)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
     assert found.best is None
@@ -199,7 +199,7 @@ def test_a_plan_ends_with_its_time_or_its_number_and_goes_on_from_there(config, 
     priced = plan(config, target, reports=Compiler(config), most=0)
     assert priced.best is None
     assert priced.compiled == 0
-    assert priced.candidates[0].price.step_time_s == min(one.price.step_time_s for one in priced.candidates)
+    assert priced.candidates[0].estimate.step_time_s == min(one.estimate.step_time_s for one in priced.candidates)
     clock = iter(range(0, 10**6, 200))  # 200 s between any two looks
     monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     late = plan(config, target, reports=Compiler(config), minutes=15)
@@ -266,7 +266,7 @@ def test_by_bytes_the_least_is_sent_and_nothing_is_compiled(config):
     found = plan(config, targets.parse("cpu:4"), rank_by="bytes", reports=compiler)
     assert compiler.asked == []
     assert found.best is found.candidates[0]
-    assert found.best.price.sent_bytes == min(one.price.sent_bytes for one in found.candidates)
+    assert found.best.estimate.sent_bytes == min(one.estimate.sent_bytes for one in found.candidates)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.bounds.decoder import DecoderTransfers
 from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES
-from gspmd_lm.foresight.graph import Node, DataflowGraph
+from gspmd_lm.foresight.graph import DataflowGraph, Node
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.sharding.rules import Rules
@@ -82,7 +82,9 @@ def _bounds(
 ) -> LowerBounds:
     """The floor of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
     flops /= rules.devices
-    sent, wide = (DecoderTransfers(rules, arrays, traced, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES))
+    sent, wide = (
+        DecoderTransfers(rules, arrays, traced, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES)
+    )
     return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
@@ -137,7 +139,9 @@ def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: Dataflow
     itemsize = traced.matmuls[0].input.itemsize
     looked_up = set(traced.looked_up) - traced.multiplied
     read = {
-        product.path: product.node.shape[0] / product.weight.shape[0] for product in traced.matmuls if product.group_axis
+        product.path: product.node.shape[0] / product.weight.shape[0]
+        for product in traced.matmuls
+        if product.group_axis
     }
     return sum(
         bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, read.get(leaf[0].path, 1.0))

@@ -17,7 +17,7 @@ from jax.extend import core
 from gspmd_lm.foresight import graph
 from gspmd_lm.foresight.bounds import LowerBounds, updated_bytes
 from gspmd_lm.foresight.bounds.transfers import Transfers, mesh_axes_except
-from gspmd_lm.foresight.graph import Node, Matmul
+from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules

@@ -16,8 +16,16 @@ import collections
 import math
 from collections.abc import Iterable
 
-from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES, Volume, Transfers, Sharding, Parameter, mesh_axes, mesh_axes_except
-from gspmd_lm.foresight.graph import Node, Matmul
+from gspmd_lm.foresight.bounds.transfers import (
+    FLOAT32_BYTES,
+    Parameter,
+    Sharding,
+    Transfers,
+    Volume,
+    mesh_axes,
+    mesh_axes_except,
+)
+from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.model.kernels import attention
 
 _INT32_BYTES = 4
@@ -111,7 +119,9 @@ class DecoderTransfers(Transfers):
         far = {axis: names for axis, names in self.far(product, near).items() if axis not in weight.sizes}
         if weight.trained and self.trains:
             over = tokens | mesh_axes(far)
-            self.transfer(self.bytes(product.weight), weight.compute, weight.gradient, over, near.trip_count, "gradients")
+            self.transfer(
+                self.bytes(product.weight), weight.compute, weight.gradient, over, near.trip_count, "gradients"
+            )
 
     def travel(self, x: Node, products: list[Matmul]) -> None:
         """Tokens on their way to the experts that `products` read them with, and back, if both are split alike."""

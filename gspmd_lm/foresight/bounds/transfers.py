@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gspmd_lm.foresight.graph import Node, DataflowGraph
+from gspmd_lm.foresight.graph import DataflowGraph, Node
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 

@@ -50,7 +50,7 @@ def find(
     origins, causes = DefUse(module), Attribution(rules, axes, traced)
     found: dict[Collective, list[Collective]] = {}
     for tensor in moved_tensors(module, origins, network.slices):
-        exchange, times = tensor.op, tensor.step.times
+        exchange, times = tensor.op, tensor.step.executions
         mesh_axes = network.axes(exchange.groups)
         if not mesh_axes:
             continue
@@ -162,7 +162,9 @@ def _speaks_of(weight: str, name: OpName) -> bool:
     return name.is_located and (not weight or named)
 
 
-def _caused(tensor: MovedTensor, origin: _Origin, causes: Attribution, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
+def _caused(
+    tensor: MovedTensor, origin: _Origin, causes: Attribution, mesh_axes: tuple[str, ...]
+) -> tuple[str, set[str]]:
     """What a tensor is called, and the rows that cause its movement."""
     name, weight = origin.name, origin.given
     placed = name.array if name.array in causes.weights else ""

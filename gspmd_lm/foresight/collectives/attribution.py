@@ -90,7 +90,9 @@ class Attribution:
         """
         found = {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
         for product in self.graph.matmuls if name.array and name.array not in self.arrays else ():
-            found |= self.rows_splitting("rules", [product.path], over, [product.group_axis] if product.group_axis else [])
+            found |= self.rows_splitting(
+                "rules", [product.path], over, [product.group_axis] if product.group_axis else []
+            )
         return found
 
     def _nearest(self, name: OpName, mesh_axis: str) -> set[str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from gspmd_lm.foresight.collectives.ops import rendezvous
-from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Place
+from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Value
 from gspmd_lm.foresight.op_names import state_array
 
 # What has the elements of its operand, or some of them, in another order: besides what `Module.before` passes.
@@ -27,23 +27,23 @@ class DefUse:
 
     def __init__(self, module: Module):
         self.module = module
-        self._open_loops: set[Place] = set()  # what loops carry whose beginning is being looked for
+        self._open_loops: set[Value] = set()  # what loops carry whose beginning is being looked for
 
-    def def_chain(self, place: Place) -> list[Instruction]:
+    def def_chain(self, place: Value) -> list[Instruction]:
         """The instructions through which a value came, the nearest first.
 
         The last one computed the value, or is the program's argument.
         """
         found: list[Instruction] = []
-        seen: set[Place] = set()
-        current: Place | None = place
+        seen: set[Value] = set()
+        current: Value | None = place
         while current and current not in seen:
             seen.add(current)
             found.append(current[0])
             current = self._before(current)
         return found
 
-    def ancestors(self, place: Place) -> Iterator[Instruction]:
+    def ancestors(self, place: Value) -> Iterator[Instruction]:
         """Everything that a value is made of, the nearest first, where `trail` finds no name."""
         waiting, seen = [place], set()
         while waiting:
@@ -54,7 +54,7 @@ class DefUse:
                 yield from trail
                 waiting += [(operand, ()) for operand in self.module.operands(last)]
 
-    def concatenated(self, place: Place) -> list[tuple[Place, int]]:
+    def concatenated(self, place: Value) -> list[tuple[Value, int]]:
         """The values that lie side by side in one, each with its number of elements."""
         passed = ("bitcast", "reshape", "copy", "fusion", "parameter", "get-tuple-element")
         instruction = next((at for at in self.def_chain(place) if at.opcode not in passed), None)
@@ -108,11 +108,11 @@ class DefUse:
                 found[operand].append(instruction)
         return found
 
-    def _before(self, place: Place) -> Place | None:
+    def _before(self, place: Value) -> Value | None:
         """One step back, also through collectives and into the loops that computed a value."""
         instruction, path = place
         opcode, operands = instruction.opcode, self.module.operands(instruction)
-        if (operands or opcode == "parameter") and (handed_on := self.module.before(place)):
+        if (operands or opcode == "parameter") and (handed_on := self.module.defined_by(place)):
             return handed_on
         if opcode == "parameter":
             return self._argument(instruction, path)
@@ -134,14 +134,14 @@ class DefUse:
             return max(operands, key=lambda operand: operand.shape.bytes), ()
         return None
 
-    def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Place | None:
+    def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Value | None:
         """What a computation is given: of a loop that begins with nothing in it, what its turns compute."""
         caller, role = self.module.caller(parameter)
         if not caller or role not in ("calls", "body", "condition"):
             return None
         if role == "calls":
             return self.module.operand(caller, parameter.index), path
-        first: Place = self.module.operand(caller), path
+        first: Value = self.module.operand(caller), path
         body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
         if carried in self._open_loops:  # of a loop in a loop, whose own turns are the way back to it
             return None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from gspmd_lm.foresight.collectives import ops
 from gspmd_lm.foresight.collectives.def_use import DefUse
 from gspmd_lm.foresight.collectives.ops import CollectiveOp
-from gspmd_lm.foresight.hlo import Array, Executed, Instruction, Module, Place
+from gspmd_lm.foresight.hlo import Array, Executed, Instruction, Module, Value
 from gspmd_lm.foresight.hlo.replica_groups import Groups
 from gspmd_lm.foresight.op_names import of_each_tensor
 
@@ -29,7 +29,7 @@ class MovedTensor:
     kind: str
     op: CollectiveOp  # of this tensor alone
     step: Executed
-    operand: Place  # what a device hands in
+    operand: Value  # what a device hands in
     name: str  # the tensor's own, where the instruction's does not stand for several
     merged: bool  # whether the instruction has others
     sent_bytes: int  # what one device sends each time
@@ -44,7 +44,9 @@ class MovedTensor:
 def moved_tensors(module: Module, origins: DefUse, slices: Sequence[int] = ()) -> Iterator[MovedTensor]:
     """All of them, in the order of the schedule."""
     loops = (i for i in module.instructions if i.opcode == "while" and "windowed_dot_general_body" in _body(i))
-    windows = {loop.name: _permutes_of_window(module, loop) for loop in loops}  # told as the one operation that they are
+    windows = {
+        loop.name: _permutes_of_window(module, loop) for loop in loops
+    }  # told as the one operation that they are
     parts = {permute.instruction.name for permutes in windows.values() for permute in permutes}
     for step in module.steps():
         if any(loop.name in windows for loop in step.loops) or step.instruction.name in parts:
@@ -139,7 +141,7 @@ def _ends(module: Module, start: Instruction) -> set[str]:
         received = {i.name for i in siblings if i.opcode == "recv" and ops.rendezvous(i) == meeting}
         return {i.name for i in siblings if i.opcode == "recv-done" and received & set(i.operands)}
     if start.opcode == "fusion":
-        chains = set(module.carried(start, "AsyncCollectiveStart"))
+        chains = set(module.chain_ids(start, "AsyncCollectiveStart"))
         fusions = (i for i in siblings if i.opcode == "fusion" and i is not start)
-        return {i.name for i in fusions if chains & set(module.carried(i, "AsyncCollectiveDone"))}
+        return {i.name for i in fusions if chains & set(module.chain_ids(i, "AsyncCollectiveDone"))}
     return {i.name for i in siblings if i.phase == "-done" and start.name in i.operands}

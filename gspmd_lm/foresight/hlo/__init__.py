@@ -17,9 +17,9 @@ from gspmd_lm.foresight.hlo.instruction import (
     HOST_SPACE,
     QUOTED,
     Instruction,
-    Place,
     Shape,
     Tables,
+    Value,
     attributes_of,
     comma_separated,
 )
@@ -70,9 +70,9 @@ class Executed:
 
     instruction: Instruction
     computation: Computation
-    times: int
+    executions: int
     loops: tuple[Instruction, ...]
-    counted: bool  # False if the turns of a loop around it are not known; the loop then counts as one turn
+    trip_counts_known: bool  # False if the turns of a loop around it are not known; the loop then counts as one turn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class Module:
         siblings = self.siblings(instruction)
         return [siblings[name] for name in instruction.operands]
 
-    def before(self, place: Place) -> Place | None:
+    def defined_by(self, place: Value) -> Value | None:
         """Where a value stood one step before: it was copied or cast, put into a tuple, or handed to a computation.
 
         None if the value is computed here, or a loop carries it.
@@ -169,7 +169,7 @@ class Module:
     def trip_count(self, loop: Instruction) -> int | None:
         """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
         known = loop.config.get("known_trip_count", {}).get("n")
-        return int(known) if known is not None else Loops(self).turns(loop)
+        return int(known) if known is not None else Loops(self).trip_count(loop)
 
     def steps(self) -> Iterator[Executed]:
         """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
@@ -214,7 +214,7 @@ class Module:
         begin = [i for i in inside if i.base in COLLECTIVES and i.phase in ("", "-start")]
         return tuple(i for i in begin if "async_collective_fusion_config" not in i.config or i.name in started)
 
-    def carried(self, fusion: Instruction, target: str) -> tuple[str, ...]:
+    def chain_ids(self, fusion: Instruction, target: str) -> tuple[str, ...]:
         """The chain_ids of the asynchronous collectives that a TPU fusion starts or ends.
 
         `target` is AsyncCollectiveStart or AsyncCollectiveDone.

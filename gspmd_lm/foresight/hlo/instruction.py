@@ -206,7 +206,7 @@ class Instruction:
         raise ValueError(f"{self.name}: a {self.opcode} has no index")
 
 
-Place = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
+Value = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
 
 
 class Tables:

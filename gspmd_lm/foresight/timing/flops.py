@@ -15,10 +15,10 @@ _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
 
 
-def of(module: Module, instruction: Instruction) -> float:
+def flops_of(module: Module, instruction: Instruction) -> float:
     """The FLOPs of one run of an instruction, 2 x multiply-adds of all its matmuls; 0 if it has none."""
     if instruction.opcode == "fusion":
-        return sum(of(module, inner) for inner in module.inside(instruction) if inner.opcode != "fusion")
+        return sum(flops_of(module, inner) for inner in module.inside(instruction) if inner.opcode != "fusion")
     if instruction.opcode == "dot":
         return _dot(module, instruction, re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", "")))
     if instruction.opcode == "convolution":
@@ -29,7 +29,7 @@ def of(module: Module, instruction: Instruction) -> float:
     return 0.0
 
 
-def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
+def kernel_work(module: Module, call: Instruction) -> tuple[float, float] | None:
     """The (FLOPs, bytes) of a kernel: its own estimate or, without one, what a grouped matmul's shapes say; else None.
 
     Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
@@ -40,14 +40,14 @@ def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
     if found is None and _GROUPED in call.op_name:
         # Of [M, D], [E, D, F] and [M, F], any two give the third.
         matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
-        moved = float(memory_traffic.of(module, call)["hbm"])
+        moved = float(memory_traffic.bytes_of(module, call)["hbm"])
         found = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
     buffers = sorted(module.buffers.items(), reverse=True)
     share = next((filled * many / rows for many, filled in buffers if many <= rows < many + grouped.MOST_ROWS), 1.0)
     return found and (found[0] * share, found[1] * share)
 
 
-def computed(
+def tiled_work(
     module: Module, call: Instruction, chip: Chip, operations: float, moved_bytes: float
 ) -> tuple[float, float]:
     """The FLOPs and bytes of a TPU's kernel that says so many: of a grouped matmul, those of its tiles.
@@ -96,7 +96,7 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     positions = 1
     for n in range(dimensions):
         at = str(n)
-        positions *= _met(
+        positions *= _input_pairs(
             left[left_labels.index(at)],
             kernel[kernel_labels.index(at)],
             result[result_labels.index(at)],
@@ -111,7 +111,9 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     return 2.0 * positions * batch * outputs * kernel[kernel_labels.index("i")]
 
 
-def _met(size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int) -> int:
+def _input_pairs(
+    size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int
+) -> int:
     """How many (output, kernel position) pairs of one spatial dimension meet an input."""
     step = left_dilate // math.gcd(stride, left_dilate)
     total = 0

@@ -11,7 +11,7 @@ _ON_CHIP = 1  # a memory space of TPU layouts
 _MEMORY = {0: "hbm", _ON_CHIP: "chip", HOST_SPACE: "host"}
 
 
-def of(module: Module, instruction: Instruction) -> collections.Counter[str]:
+def bytes_of(module: Module, instruction: Instruction) -> collections.Counter[str]:
     """The bytes that one run of an instruction of the schedule reads and writes, in "hbm", "chip" and "host".
 
     "chip" is on-chip memory that the compiler manages (TPU). Semaphores and scalars in other memories are left out.
@@ -21,8 +21,8 @@ def of(module: Module, instruction: Instruction) -> collections.Counter[str]:
     if instruction.opcode == "fusion":
         inside = module.computations[instruction.called["calls"][0]]
         for n, operand in enumerate(operands):
-            _add(found, operand.shape.arrays, _read(module, inside, inside.parameters[n]))
-        _add(found, instruction.shape.arrays, _written(module, inside.root))
+            _add(found, operand.shape.arrays, _bytes_read(module, inside, inside.parameters[n]))
+        _add(found, instruction.shape.arrays, _bytes_written(module, inside.root))
     elif instruction.opcode in _SLICES:
         _add(found, instruction.shape.arrays, None)
         _add(found, operands[0].shape.arrays, instruction.shape.arrays[0].padded_bytes)
@@ -46,7 +46,7 @@ def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes
             found[memory] += round(array.padded_bytes * share)
 
 
-def _read(module: Module, computation: Computation, value: Instruction) -> int:
+def _bytes_read(module: Module, computation: Computation, value: Instruction) -> int:
     """How many bytes of `value`, a parameter or a view of one, a fused computation reads."""
     whole = sum(array.padded_bytes for array in value.shape.arrays)
     total = 0
@@ -59,25 +59,25 @@ def _read(module: Module, computation: Computation, value: Instruction) -> int:
         elif user.opcode in _CARRIED or (user.opcode == "dynamic-update-slice" and first):
             continue
         elif user.opcode in _VIEWS:
-            total += 0 if user.is_root else _read(module, computation, user)
+            total += 0 if user.is_root else _bytes_read(module, computation, user)
         elif user.opcode == "fusion":
             inside = module.computations[user.called["calls"][0]]
-            total += _read(module, inside, inside.parameters[user.operands.index(value.name)])
+            total += _bytes_read(module, inside, inside.parameters[user.operands.index(value.name)])
         else:
             return whole
     return min(total, whole)
 
 
-def _written(module: Module, root: Instruction) -> int:
+def _bytes_written(module: Module, root: Instruction) -> int:
     """How many bytes of a result a fusion writes: the new part of an update in place, none of a value passed on."""
     if root.opcode == "tuple":
-        return sum(_written(module, part) for part in module.operands(root))
+        return sum(_bytes_written(module, part) for part in module.operands(root))
     if root.opcode in ("bitcast", "reshape", "optimization-barrier") and root.operands:
-        return _written(module, module.operand(root))
+        return _bytes_written(module, module.operand(root))
     if root.opcode == "dynamic-update-slice":
         return module.operand(root, 1).shape.arrays[0].padded_bytes
     if root.opcode == "fusion":
-        return _written(module, module.computations[root.called["calls"][0]].root)
+        return _bytes_written(module, module.computations[root.called["calls"][0]].root)
     if root.opcode == "parameter" or root.opcode in _CARRIED:
         return 0
     return sum(array.padded_bytes for array in root.shape.arrays)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, memory_traffic, op_time
-from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
+from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Iteration, Simulation
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
 
 COSTLIEST = 12  # how many operations are listed
-UNKNOWN_TURNS = "while: turns unknown"
+UNKNOWN_TRIP_COUNT = "while: turns unknown"
 _TOO_SHORT = 1e-4  # the share of a turn below which a span is not shown
 
 
@@ -67,17 +67,17 @@ def predict(
     wrong predictions for such chips were. `least_flops` are the FLOPs that the matmuls and attention kernels of one
     device must do; 0 means that they are not known.
     """
-    walk = Walk(module, chip, network)
-    waited = {label: seconds for label, seconds in walk.waited.items() if seconds > 0}
+    walk = Simulation(module, chip, network)
+    waited = {label: seconds for label, seconds in walk.exposed_s.items() if seconds > 0}
     host_s = waited.pop(HOST, 0.0)
-    unpriced = _unpriced(module, walk)
-    step_s = walk.now_s
+    unpriced = _without_time(module, walk)
+    step_s = walk.clock_s
     packed = "; packed documents as whole rows" if any(map(attention.packed, module.kernels)) else ""
     return Prediction(
         step_time_s=step_s,
-        matmul_s=walk.spent["matmul"],
-        attention_s=walk.spent["attention"],
-        other_s=walk.spent["other"],
+        matmul_s=walk.compute_s["matmul"],
+        attention_s=walk.compute_s["attention"],
+        other_s=walk.compute_s["other"],
         exposed_communication_s=sum(waited.values()),
         exposed_by_axis=dict(sorted(waited.items(), key=lambda wait: -wait[1])),
         exposed_host_copy_s=host_s,
@@ -100,18 +100,18 @@ _BASIS = {
 }
 
 
-def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
+def _without_time(module: Module, walk: Simulation) -> dict[str, float]:
     """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
     total, left = 0, collections.Counter[str]()
     for step in module.steps():
         instruction = step.instruction
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
             continue
-        size = step.times * memory_traffic.of(module, instruction).total()
+        size = step.executions * memory_traffic.bytes_of(module, instruction).total()
         total += size
-        unknown = walk.price(instruction).unknown
+        unknown = walk.op_time(instruction).unknown
         if instruction.phase == "-start" and not (
-            module.bodies(instruction) or instruction.base in COPIES or walk.exchanges(instruction)
+            module.bodies(instruction) or instruction.base in COPIES or walk.collective_ops(instruction)
         ):
             unknown = instruction.opcode
         if unknown:
@@ -119,7 +119,7 @@ def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
     for step in module.steps():
         unknown = step.instruction.opcode == "while" and module.trip_count(step.instruction) is None
         if unknown and not parse(step.instruction.op_name).trip_count:
-            left[UNKNOWN_TURNS] += 1
+            left[UNKNOWN_TRIP_COUNT] += 1
     return {name: size / total if total else 0.0 for name, size in left.most_common()}
 
 
@@ -129,23 +129,23 @@ def _flops(module: Module) -> float:
     for step in module.steps():
         if parse(step.instruction.op_name).phase == "recomputation":
             continue
-        done = flops.of(module, step.instruction)
+        done = flops.flops_of(module, step.instruction)
         for call in op_time.kernels_of(module, step.instruction):
-            done += attention.flops(module, call) or (flops.stated(module, call) or (0.0,))[0]
-        total += step.times * done
+            done += attention.flops(module, call) or (flops.kernel_work(module, call) or (0.0,))[0]
+        total += step.executions * done
     return total
 
 
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional")
 
 
-def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
+def _costliest(module: Module, walk: Simulation) -> tuple[tuple[str, float], ...]:
     """The operations that compute longest, each with its seconds."""
     found: collections.defaultdict[str, float] = collections.defaultdict(float)
     for step in module.steps():
-        price = walk.price(step.instruction)
+        price = walk.op_time(step.instruction)
         if price.seconds:
-            found[f"{_label(step.instruction)} ({price.kind})"] += step.times * price.seconds
+            found[f"{_label(step.instruction)} ({price.kind})"] += step.executions * price.seconds
     return tuple(sorted(found.items(), key=lambda item: -item[1])[:COSTLIEST])
 
 
@@ -155,41 +155,44 @@ def _label(instruction: Instruction) -> str:
     return "+".join(name.owners) or ".".join(name.modules[:3]) or instruction.name
 
 
-def _timeline(module: Module, walk: Walk) -> tuple[Span, ...]:
+def _timeline(module: Module, walk: Simulation) -> tuple[Span, ...]:
     """One turn of the longest loop of the forward pass, then one of the backward pass."""
     steps = {step.instruction.name: step for step in module.steps() if step.instruction.opcode == "while"}
-    parts = {name: _part(turn) for name, turn in walk.turns.items()}
+    parts = {name: _part(turn) for name, turn in walk.iterations.items()}
     longest: dict[str, str] = {}
-    for name in sorted(walk.turns, key=lambda name: walk.turns[name].loop_s * steps[name].times):
-        others = {parts[other] for other in walk.turns if name in (loop.name for loop in steps[other].loops)}
+    for name in sorted(walk.iterations, key=lambda name: walk.iterations[name].loop_s * steps[name].executions):
+        others = {parts[other] for other in walk.iterations if name in (loop.name for loop in steps[other].loops)}
         if len(others) < 2:  # a loop over microbatches contains loops of both passes
             longest[parts[name]] = name
     return tuple(
-        span for part in ("forward", "backward") if part in longest for span in _spans(walk.turns[longest[part]], part)
+        span
+        for part in ("forward", "backward")
+        if part in longest
+        for span in _spans(walk.iterations[longest[part]], part)
     )
 
 
-def _part(turn: Turn) -> str:
+def _part(turn: Iteration) -> str:
     """The pass, forward or backward, of most of a turn's compute. Recomputation belongs to the backward pass."""
     spent = {"forward": 0.0, "backward": 0.0}
-    for piece in turn.pieces:
-        if piece.lane == COMPUTE:
+    for piece in turn.events:
+        if piece.track == COMPUTE:
             phase = parse(piece.instruction.op_name).phase
             spent["forward" if phase == "forward" else "backward"] += piece.end_s - piece.begin_s
     return "backward" if spent["backward"] > spent["forward"] else "forward"
 
 
-def _spans(turn: Turn, part: str) -> list[Span]:
+def _spans(turn: Iteration, part: str) -> list[Span]:
     """The spans of a turn. A transfer that ends in the next turn is also shown as it comes from the turn before."""
     found: list[Span] = []
-    for piece in turn.pieces:
+    for piece in turn.events:
         begin_s, end_s = piece.begin_s - turn.begin_s, piece.end_s - turn.begin_s
-        if piece.lane == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
+        if piece.track == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
             continue
         for shift_s in (0.0, turn.seconds):
             low, high = max(0.0, begin_s - shift_s), min(turn.seconds, end_s - shift_s)
             if high - low > turn.seconds * _TOO_SHORT:
-                found.append(Span(low, high, piece.lane, piece.kind, _label(piece.instruction), part))
+                found.append(Span(low, high, piece.track, piece.kind, _label(piece.instruction), part))
     joined: list[Span] = []
     for span in sorted(found, key=lambda span: (span.lane != COMPUTE, span.lane, span.start_s)):
         last = joined[-1] if joined else span

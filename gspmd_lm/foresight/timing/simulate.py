@@ -13,59 +13,59 @@ from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
 
-TURNS = 8  # a loop is walked for at most so many turns, and no further when two turns take equally long
+MAX_ITERATIONS = 8  # a loop is walked for at most so many turns, and no further when two turns take equally long
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 NETWORK = "network"  # the links of collectives that do not run over a torus
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 
 @dataclasses.dataclass(eq=False)
-class Piece:
+class Event:
     """A stretch of time on a lane: compute, or a transfer."""
 
     begin_s: float
     end_s: float
-    lane: str
+    track: str
     kind: str
     instruction: Instruction
     waits_for: str = ""  # what compute waits for in a transfer: mesh axes, HOST or MEMORY
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class Iteration:
     """The last walked turn of a loop whose turns take equally long."""
 
     begin_s: float
     seconds: float
-    pieces: tuple[Piece, ...]
+    events: tuple[Event, ...]
     loop_s: float  # the seconds of all turns
 
 
 # The transfers under way in the value of an instruction: one, those of a tuple's elements, or none.
-Value = Piece | tuple["Value", ...] | None
+InFlight = Event | tuple["InFlight", ...] | None
 
 
-class Walk:
+class Simulation:
     """One simulated run. `spent` has the seconds of compute by kind, `waited` those of waiting by its cause."""
 
     def __init__(self, module: Module, chip: Chip, network: Network):
         self.module, self.chip, self.network = module, chip, network
-        self.now_s = 0.0
-        self.spent: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
-        self.waited: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
+        self.clock_s = 0.0
+        self.compute_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
+        self.exposed_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
         self.communication_s = 0.0
-        self.turns: dict[str, Turn] = {}
-        self._busy: dict[str, float] = {}  # link -> the time from which it is free
-        self._pieces: list[Piece] = []
-        self._chains: dict[str, Piece] = {}  # chain_id, or rendezvous between slices -> the transfer under way
+        self.iterations: dict[str, Iteration] = {}
+        self._free_at_s: dict[str, float] = {}  # link -> the time from which it is free
+        self._events: list[Event] = []
+        self._in_flight: dict[str, Event] = {}  # chain_id, or rendezvous between slices -> the transfer under way
         # Caches stand in the instance, so that they go with the module.
-        self.price = functools.cache(self._price)
-        self.exchanges = functools.cache(self._exchanges)
+        self.op_time = functools.cache(self._op_time)
+        self.collective_ops = functools.cache(self._collective_ops)
         self.run(module.entry, ())
 
-    def run(self, computation: Computation, parameters: Sequence[Value]) -> Value:
+    def run(self, computation: Computation, parameters: Sequence[InFlight]) -> InFlight:
         """The value of a computation's root, after its instructions have run and the clock has moved on."""
-        values: dict[str, Value] = {}
+        values: dict[str, InFlight] = {}
         for instruction in computation.instructions.values():
             operands = [values[name] for name in instruction.operands]
             if instruction.opcode == "parameter":
@@ -75,7 +75,7 @@ class Walk:
             values[instruction.name] = value
         return values[computation.root.name]
 
-    def _instruction(self, instruction: Instruction, operands: list[Value]) -> Value:
+    def _instruction(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         opcode = instruction.opcode
         if opcode == "tuple":
             return tuple(operands) if any(value is not None for value in operands) else None
@@ -100,62 +100,62 @@ class Walk:
         self._synchronous(instruction)
         return None
 
-    def _price(self, instruction: Instruction) -> op_time.Price:
+    def _op_time(self, instruction: Instruction) -> op_time.OpTime:
         """The price of an instruction's compute. Transfers compute nothing."""
         if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
-            return op_time.NOTHING
-        found = op_time.price(self.module, instruction, self.chip)
-        if instruction.opcode == "fusion" and found.kind == "other" and self.exchanges(instruction):
+            return op_time.NO_TIME
+        found = op_time.op_time(self.module, instruction, self.chip)
+        if instruction.opcode == "fusion" and found.kind == "other" and self.collective_ops(instruction):
             return dataclasses.replace(found, seconds=0.0)  # its time is that of the exchange
         return found
 
-    def _exchanges(self, instruction: Instruction) -> tuple[CollectiveOp, ...]:
+    def _collective_ops(self, instruction: Instruction) -> tuple[CollectiveOp, ...]:
         """The collectives that begin with an instruction, among all devices."""
         return ops.collective_ops(self.module, instruction, self.network.slices)
 
     def _synchronous(self, instruction: Instruction) -> None:
         """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
         if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
-            for chain in self.module.carried(instruction, "AsyncCollectiveDone"):
-                self._wait(self._chains.pop(chain, None))
-            for exchange in self.exchanges(instruction):
-                transfer = self._exchange(exchange)
+            for chain in self.module.chain_ids(instruction, "AsyncCollectiveDone"):
+                self._wait(self._in_flight.pop(chain, None))
+            for exchange in self.collective_ops(instruction):
+                transfer = self._start_collective(exchange)
                 if exchange.asynchronous and transfer:
                     inner = exchange.instruction
-                    self._chains[inner.frontend.get("chain_id", inner.name)] = transfer
+                    self._in_flight[inner.frontend.get("chain_id", inner.name)] = transfer
                 else:
                     self._wait(transfer)
-        price = self.price(instruction)
+        price = self.op_time(instruction)
         if price.seconds:
             seconds = self._beside_collectives(price.seconds)
-            self._pieces.append(Piece(self.now_s, self.now_s + seconds, COMPUTE, price.kind, instruction))
-            self.now_s += seconds
-            self.spent[price.kind] += seconds
+            self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, price.kind, instruction))
+            self.clock_s += seconds
+            self.compute_s[price.kind] += seconds
 
     def _beside_collectives(self, seconds: float) -> float:
         """The seconds of compute that starts now: on a GPU, the kernels of collectives take some cores away from it."""
         if self.chip.gpu is None:
             return seconds
         left = 1 - NCCL_CORES / self.chip.gpu.core_count
-        slowed_s = min(seconds / left, max(0.0, self._busy.get(NETWORK, 0.0) - self.now_s))
+        slowed_s = min(seconds / left, max(0.0, self._free_at_s.get(NETWORK, 0.0) - self.clock_s))
         return seconds + slowed_s * (1 - left)
 
-    def _start(self, instruction: Instruction) -> Value:
+    def _start(self, instruction: Instruction) -> InFlight:
         if instruction.base in COLLECTIVES:
-            return tuple(self._exchange(exchange) for exchange in self.exchanges(instruction))
+            return tuple(self._start_collective(exchange) for exchange in self.collective_ops(instruction))
         if instruction.base in COPIES:
             return self._copy(instruction)
-        started: list[Value] = []
+        started: list[InFlight] = []
         beside_s = 0.0  # the compute of a computation that runs on another core
         for body in self.module.bodies(instruction):
             for inner in body.instructions.values():
-                started += [self._exchange(exchange) for exchange in self.exchanges(inner)]
-                beside_s += self.price(inner).seconds
+                started += [self._start_collective(exchange) for exchange in self.collective_ops(inner)]
+                beside_s += self.op_time(inner).seconds
         if beside_s:
             started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
         return tuple(started)
 
-    def _exchange(self, exchange: CollectiveOp) -> Piece | None:
+    def _start_collective(self, exchange: CollectiveOp) -> Event | None:
         axes, link = self.network.axes(exchange.groups), self.network.link(exchange.groups)
         if not axes:
             return None
@@ -164,10 +164,10 @@ class Walk:
         pieces = exchange.group_size if exchange.kind == "all-gather" else 1
         seconds = self.network.time_s(exchange.kind, exchange.input_bytes * pieces, exchange.groups)
         self.communication_s += seconds
-        lane = self.network.lane(exchange.groups)
+        lane = self.network.track(exchange.groups)
         return self._transfer(seconds, links, lane, exchange.kind, exchange.scheduled, "+".join(axes))
 
-    def _copy(self, instruction: Instruction) -> Piece | None:
+    def _copy(self, instruction: Instruction) -> Event | None:
         """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
         given = [operand.shape.arrays[0] for operand in self.module.operands(instruction)]
         updates = instruction.base == "dynamic-update-slice"
@@ -183,90 +183,90 @@ class Walk:
         seconds = moved / op_time.hbm_bytes_per_s(self.chip)
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
-    def _between_slices(self, instruction: Instruction) -> Piece | None:
+    def _between_slices(self, instruction: Instruction) -> Event | None:
         """The transfer of an exchange between slices: a send begins it, and the matching receive waits for it."""
         meeting = ops.rendezvous(instruction)
         if instruction.opcode == "recv":
-            return self._chains.pop(meeting, None)
-        for exchange in self.exchanges(instruction):
-            transfer = self._exchange(exchange)
+            return self._in_flight.pop(meeting, None)
+        for exchange in self.collective_ops(instruction):
+            transfer = self._start_collective(exchange)
             if transfer:
-                self._chains[meeting] = transfer
+                self._in_flight[meeting] = transfer
         return None
 
     def _transfer(self, seconds: float, links: Sequence[str], lane: str, kind: str, instruction: Instruction,
-                  waits_for: str) -> Piece:  # fmt: skip
+                  waits_for: str) -> Event:  # fmt: skip
         """A new transfer. It begins when all the links that it needs are free: first come, first served."""
-        begin_s = max([self.now_s, *(self._busy.get(link, 0.0) for link in links)])
+        begin_s = max([self.clock_s, *(self._free_at_s.get(link, 0.0) for link in links)])
         for link in links:
-            self._busy[link] = begin_s + seconds
-        piece = Piece(begin_s, begin_s + seconds, lane, kind, instruction, waits_for)
-        self._pieces.append(piece)
+            self._free_at_s[link] = begin_s + seconds
+        piece = Event(begin_s, begin_s + seconds, lane, kind, instruction, waits_for)
+        self._events.append(piece)
         return piece
 
-    def _wait(self, value: Value) -> None:
+    def _wait(self, value: InFlight) -> None:
         if isinstance(value, tuple):
             for part in value:
                 self._wait(part)
-        elif value and value.end_s > self.now_s:
+        elif value and value.end_s > self.clock_s:
             if value.waits_for == MEMORY:
-                self.spent["other"] += value.end_s - self.now_s
+                self.compute_s["other"] += value.end_s - self.clock_s
             else:
-                self.waited[value.waits_for] += value.end_s - self.now_s
-            self.now_s = value.end_s
+                self.exposed_s[value.waits_for] += value.end_s - self.clock_s
+            self.clock_s = value.end_s
 
-    def _conditional(self, instruction: Instruction, operands: list[Value]) -> Value:
+    def _conditional(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         """Runs the branch that computes longest."""
         branches = self.module.bodies(instruction)
-        costs = [math.fsum(self.price(i).seconds for i in branch.instructions.values()) for branch in branches]
+        costs = [math.fsum(self.op_time(i).seconds for i in branch.instructions.values()) for branch in branches]
         chosen = max(range(len(branches)), key=lambda n: costs[n])
         return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
 
-    def _loop(self, loop: Instruction, value: Value) -> Value:
+    def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
         """Walks turns of a loop until two take equally long, then adds the others at once."""
         condition, body = self.module.bodies(loop)
         counted = self.module.trip_count(loop)
         turns = 1 if counted is None else counted
-        loop_began_s, took_s, even = self.now_s, math.inf, False
-        for turn in range(min(turns, TURNS)):
-            before = _Mark(self)
+        loop_began_s, took_s, even = self.clock_s, math.inf, False
+        for turn in range(min(turns, MAX_ITERATIONS)):
+            before = _Snapshot(self)
             value = self.run(body, [value])
             self.run(condition, [value])
             even = math.isclose(before.took_s(self), took_s, rel_tol=1e-6, abs_tol=1e-9)
             took_s = before.took_s(self)
-            if even or turn == min(turns, TURNS) - 1:
-                pieces = tuple(dataclasses.replace(p) for p in self._pieces if p.end_s > before.now_s)
+            if even or turn == min(turns, MAX_ITERATIONS) - 1:
+                pieces = tuple(dataclasses.replace(p) for p in self._events if p.end_s > before.now_s)
                 before.repeat(self, turns - turn - 1)
-                self.turns[loop.name] = Turn(before.now_s, took_s, pieces, self.now_s - loop_began_s)
+                self.iterations[loop.name] = Iteration(before.now_s, took_s, pieces, self.clock_s - loop_began_s)
                 break
         return value
 
 
-class _Mark:
+class _Snapshot:
     """The state of a walk before a turn, with which the turn can be repeated."""
 
-    def __init__(self, walk: Walk):
-        self.now_s = walk.now_s
-        self._first = len(walk._pieces)
-        self._spent, self._waited = walk.spent.copy(), walk.waited.copy()
+    def __init__(self, walk: Simulation):
+        self.now_s = walk.clock_s
+        self._first = len(walk._events)
+        self._spent, self._waited = walk.compute_s.copy(), walk.exposed_s.copy()
         self._communication_s = walk.communication_s
-        self._busy = dict(walk._busy)
+        self._busy = dict(walk._free_at_s)
 
-    def took_s(self, walk: Walk) -> float:
-        return walk.now_s - self.now_s
+    def took_s(self, walk: Simulation) -> float:
+        return walk.clock_s - self.now_s
 
-    def repeat(self, walk: Walk, turns: int) -> None:
+    def repeat(self, walk: Simulation, turns: int) -> None:
         """Repeats the turn `turns` times: all clocks move on, also those of links and of transfers under way."""
         shift_s = turns * self.took_s(walk)
-        for now, before in ((walk.spent, self._spent), (walk.waited, self._waited)):
+        for now, before in ((walk.compute_s, self._spent), (walk.exposed_s, self._waited)):
             for name in now:
                 now[name] += turns * (now[name] - before.get(name, 0.0))
         walk.communication_s += turns * (walk.communication_s - self._communication_s)
-        for link, free_s in walk._busy.items():
+        for link, free_s in walk._free_at_s.items():
             if free_s != self._busy.get(link):
-                walk._busy[link] = free_s + shift_s
-        for piece in walk._pieces[self._first :]:
-            if piece.end_s > walk.now_s:
+                walk._free_at_s[link] = free_s + shift_s
+        for piece in walk._events[self._first :]:
+            if piece.end_s > walk.clock_s:
                 piece.begin_s += shift_s
                 piece.end_s += shift_s
-        walk.now_s += shift_s
+        walk.clock_s += shift_s
