@@ -81,7 +81,7 @@ def times(numbers: Sequence[int] | None) -> list[dict[str, Any]]:
     return [errors.compared(number, row, kept.get(row.name, {})) for number, row in enumerate(published)]
 
 
-def priced(numbers: Sequence[int]) -> list[dict[str, Any]]:
+def estimated(numbers: Sequence[int]) -> list[dict[str, Any]]:
     """Published rows beside what plan's prices say of them."""
     found = []
     for number, row in ((n, step_times.rows()[n]) for n in numbers):
@@ -117,8 +117,8 @@ def refitted() -> list[dict[str, Any]]:
     def off(number: int, slowdown: float) -> float:
         module, chip, network = shown[number]
         chip = dataclasses.replace(chip, matmul_slowdown=slowdown)
-        walk = Simulation(module, chip, dataclasses.replace(network, chip=chip))
-        return walk.clock_s / published[number].step_time_s - 1
+        simulation = Simulation(module, chip, dataclasses.replace(network, chip=chip))
+        return simulation.clock_s / published[number].step_time_s - 1
 
     found = []
     for numbers in (errors.HOPPER, *((n,) for n in errors.HOPPER)):
@@ -256,7 +256,7 @@ def main() -> None:
                 compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
     elif arguments.what == "priced":
-        rows = priced(arguments.rows or [])
+        rows = estimated(arguments.rows or [])
         print(measure.markdown(rows, PRICED))
     elif arguments.what == "refitted":
         rows = refitted()

@@ -94,10 +94,10 @@ class Bench:
         self.config, self.target = self.case.load(), targets.parse(self.case.target)
         self.traces = TraceCache(self.config)
         self.space = Space(self.config, self.target, self.traces)
-        self.pricer = self.space.estimator
+        self.estimator = self.space.estimator
 
     def price(self, raw: dict[str, Any]) -> Estimate:
-        return self.pricer.estimate(self.space.rules(raw))
+        return self.estimator.estimate(self.space.rules(raw))
 
     def rankable(self, price: Estimate) -> bool:
         """Whether there is memory enough by estimate. A compiler that runs short of it computes and gathers again."""
@@ -140,8 +140,8 @@ def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
 
 def stratified(bench: Bench, count: int) -> list[dict[str, Any]]:
     """Layouts from the fastest to SLOWEST of it, one of each stratum: the one with most features not yet seen."""
-    priced = [(bench.price(raw), raw) for raw in bench.space]
-    fitting = sorted(((p, raw) for p, raw in priced if bench.rankable(p)), key=lambda one: one[0].step_time_s)
+    estimated = [(bench.price(raw), raw) for raw in bench.space]
+    fitting = sorted(((p, raw) for p, raw in estimated if bench.rankable(p)), key=lambda one: one[0].step_time_s)
     near = [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
     edges = np.linspace(0, len(near), count + 1).astype(int)
     seen = collections.Counter[Any]()
@@ -188,10 +188,10 @@ def rank(name: str, count: int, again: bool) -> None:
 def show_rank(bench: Bench) -> None:
     """Every kept point of a case, and how well the prices of today order them."""
     rows = [row for row in bench.rows() if row["step_time_s"]]
-    priced = [(bench.price(row["rules"]), row) for row in rows]
-    points = [(price, row) for price, row in priced if bench.rankable(price)]
+    estimated = [(bench.price(row["rules"]), row) for row in rows]
+    points = [(price, row) for price, row in estimated if bench.rankable(price)]
     print(f"\n{bench.name}")
-    for price, row in sorted(priced, key=lambda point: point[1]["step_time_s"]):
+    for price, row in sorted(estimated, key=lambda point: point[1]["step_time_s"]):
         told, error = row["parts_s"], price.step_time_s / row["step_time_s"] - 1
         parts = " ".join(f"{part[:-2]} {getattr(price, part):.3f}/{told[part]:.3f}" for part in PARTS)
         waits = sum(price.exposed_by_axis.values()), sum(row["exposed_by_axis"].values())
@@ -253,8 +253,8 @@ def recorded() -> None:
         of_target[target].append((price.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
     for target, points in of_target.items():
         print(f"\nrecorded layouts of 1b on {target}")
-        for priced, told, name in sorted(points, key=lambda point: point[1]):
-            print(f"{priced:8.4f} {told:8.4f} {priced / told - 1:+6.1%}  {name}")
+        for estimated, told, name in sorted(points, key=lambda point: point[1]):
+            print(f"{estimated:8.4f} {told:8.4f} {estimated / told - 1:+6.1%}  {name}")
         print(f"Spearman {spearman(*zip(*(point[:2] for point in points), strict=True)):.3f} over {len(points)}")
 
 
@@ -365,8 +365,8 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
         space = Space(config, target)
         theirs = space.estimator.estimate(row.rules().fill(target.devices))
         limit_bytes = max(theirs.peak_bytes, target.chip.usable_hbm_bytes)
-        priced = search.estimated(space)
-        fitting = [one for one in priced if one.estimate.peak_bytes <= limit_bytes]
+        estimated = search.estimated(space)
+        fitting = [one for one in estimated if one.estimate.peak_bytes <= limit_bytes]
         best = min(fitting, key=lambda one: one.estimate.step_time_s)
         cpu_s = time.process_time() - began_s
         report = explain.reports(config, [best.rules], target, print)[0] if compile_best else None
@@ -378,7 +378,7 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
             "plan_compiled_s": report and report.prediction and round(report.prediction.step_time_s, 4),
             "plan_fits": report and report.memory.fits,
             "rules": dict(best.raw),
-            "layouts": len(priced),
+            "layouts": len(estimated),
             "cpu_s": round(cpu_s, 1),
             "date": datetime.date.today().isoformat(),
         }

@@ -39,17 +39,17 @@ def test_a_model_that_reads_and_writes_a_stream_and_pools_it_is_priced_on_every_
 def test_what_a_stream_sends_is_priced_as_the_compiler_counts_it():
     """What its blocks read is gathered and what they write reduced: once each, forward and backward."""
     layout = rules(SEQUENCE)
-    pricer = Estimator(own_models.POOLED, targets.parse("cpu:8"))
-    priced = pricer.estimate(layout.fill(8)).sent_by_axis
+    estimator = Estimator(own_models.POOLED, targets.parse("cpu:8"))
+    estimated = estimator.estimate(layout.fill(8)).sent_by_axis
     compiled = collections.Counter()
     for one in gspmd_lm.explain(own_models.POOLED, layout, "cpu:8").collectives:
         compiled["+".join(one.mesh_axes)] += one.bytes_per_device_per_step
     stream_bytes = 4 * own_models.ROWS // 2 * own_models.POSITIONS * own_models.WIDTH * 3 / 4
     # The input of the first block has no gradient, and that of the mean is the same at all positions: a price does not
     # know either.
-    assert priced["tensor"] == pytest.approx(2 * 4 * stream_bytes, rel=0.01)
+    assert estimated["tensor"] == pytest.approx(2 * 4 * stream_bytes, rel=0.01)
     assert compiled["tensor"] == pytest.approx((2 * 4 - 2) * stream_bytes, rel=0.03)
-    assert priced["data"] == pytest.approx(compiled["data"], rel=0.02)
+    assert estimated["data"] == pytest.approx(compiled["data"], rel=0.02)
 
 
 def test_what_places_nothing_is_said_and_not_shown_as_placed():

@@ -96,7 +96,7 @@ def report(
         recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
-    named, traced = (
+    named, graph = (
         list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)),
         DataflowGraph.from_recorder(recorded, arrays),
     )
@@ -106,12 +106,12 @@ def report(
         least = any_model.of_training(config, rules, arrays, target.chip)
         needed = least.flops
     elif phase == "train":
-        least = bounds.of_training(config, rules, arrays, target.chip, traced)
-        needed = bounds.necessary_flops(config, rules, arrays, traced)
+        least = bounds.of_training(config, rules, arrays, target.chip, graph)
+        needed = bounds.necessary_flops(config, rules, arrays, graph)
     else:
         whole = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
-        least = bounds.of_generation(config, rules, arrays, target.chip, traced, whole, of_row, cache_bytes)
+        least = bounds.of_generation(config, rules, arrays, target.chip, graph, whole, of_row, cache_bytes)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     module, found, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:
@@ -121,7 +121,7 @@ def report(
         module = hlo.parse(program.text)
         known, accepted = _known(named, rules), target.platform == "tpu"
         held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        found = collectives.find(module, rules, {row.path: row.axes for row in named}, network, traced)
+        found = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
         if target.chip:
             error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
             each = tokens / target.devices
@@ -149,7 +149,7 @@ def report(
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    warned = advice.warnings(said, config, rules, target.processor, problems, traced.looked_up, module, program.notes)
+    warned = advice.warnings(said, config, rules, target.processor, problems, graph.looked_up, module, program.notes)
     return dataclasses.replace(said, warnings=warned)
 
 

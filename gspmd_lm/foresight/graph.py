@@ -221,13 +221,13 @@ class DataflowGraph:
     @functools.cached_property
     def multiplied(self) -> frozenset[str]:
         """Paths of the weights that are multiplied as matrices."""
-        return frozenset(product.path for product in self.matmuls)
+        return frozenset(matmul.path for matmul in self.matmuls)
 
     @functools.cached_property
     def matmul_results(self) -> list[Node]:
         """The activations of the layers that products give, but for what is written to the residual stream."""
-        products = [node for node in self.nodes if node.primitive in MATMULS and node.name.modules]
-        found = [near for node in products for near in self.after([node])[:1] if self.written_to(near) is near]
+        matmuls = [node for node in self.nodes if node.primitive in MATMULS and node.name.modules]
+        found = [near for node in matmuls for near in self.after([node])[:1] if self.written_to(near) is near]
         return list(dict.fromkeys(found))
 
     def carried(self, node: Node) -> Node | None:

@@ -150,15 +150,15 @@ def with_fixes(
     return found
 
 
-def _fix(report: Report, rules: Rules, target: Target, pricer: Estimator) -> str:
+def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> str:
     assert target.chip, "simulated devices have no limit"
     fitting = []
     # What the compiler says of this layout corrects the estimates of those that are like it.
-    more = max(1.0, report.memory.peak_bytes / pricer.estimate(rules).peak_bytes)
+    more = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
     for remat, times in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES):
         changed = dataclasses.replace(rules, remat=remat, microbatches=times * rules.microbatches)
-        if changed != rules and not pricer.traces.problems(changed, target.platform):
-            price = pricer.estimate(changed)
+        if changed != rules and not estimator.traces.problems(changed, target.platform):
+            price = estimator.estimate(changed)
             peak_bytes = more * price.peak_bytes
             if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
                 fitting.append((price.step_time_s, peak_bytes, changed))

@@ -268,9 +268,9 @@ class Estimator:
             found = [attention.splash_s(call, chip) for call in calls]
         else:
             window = int(kernel.mask_window or 0)
-            products = count * size * attention.masked_scores(seq, window)
+            multiply_adds = count * size * attention.masked_scores(seq, window)  # of one matmul
             found = [
-                attention.cudnn_s(2.0 * matmuls * products, matmuls > 2, chip, seq, size, window=window)
+                attention.cudnn_s(2.0 * matmuls * multiply_adds, matmuls > 2, chip, seq, size, window=window)
                 for _, matmuls in _ATTENTION_MATMULS
             ]
         return found[0] or 0.0, found[1] or 0.0
@@ -330,9 +330,9 @@ class Estimator:
     def _gathers_activations(self, rules: Rules, trace: ForwardTrace, pieces: dict[NamedNodes, int]) -> bool:
         """Whether what products read was split finer before it was placed for them."""
         return any(
-            self._shard_count(rules, (home,), pieces) > self._shard_count(rules, (product.input,), pieces)
-            for product in trace.graph.matmuls
-            if (home := trace.graph.gathered_from(product.input))
+            self._shard_count(rules, (home,), pieces) > self._shard_count(rules, (matmul.input,), pieces)
+            for matmul in trace.graph.matmuls
+            if (home := trace.graph.gathered_from(matmul.input))
         )
 
     def _gradient_bytes(self, rules: Rules, itemsize: int = 0) -> float:

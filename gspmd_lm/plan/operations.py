@@ -95,19 +95,19 @@ class SavedActivations:
 class OpGraph:
     """The operations of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
 
-    def __init__(self, traced: DataflowGraph, trained: Collection[str], fused: bool):
+    def __init__(self, graph: DataflowGraph, trained: Collection[str], fused: bool):
         # Caches stand in the instance, so that they go with the trace.
         self.sharded_like = functools.cache(self._sharded_like)
         self.saved_activations = functools.cache(self._saved_activations)
-        self.graph = traced
+        self.graph = graph
         self.attention_ops = self._attention_ops() if fused else []
         self.inside_attention = frozenset(node for kernel in self.attention_ops for node in kernel.nodes)
-        self.matmuls = {product.node: product for product in traced.matmuls}
-        rules = collections.Counter(product.node.residuals for product in traced.matmuls)
+        self.matmuls = {matmul.node: matmul for matmul in graph.matmuls}
+        rules = collections.Counter(matmul.node.residuals for matmul in graph.matmuls)
         # What a frozen weight is multiplied with has no use in the backward pass.
-        frozen = (product.node.residuals for product in traced.matmuls if product.path not in trained)
+        frozen = (matmul.node.residuals for matmul in graph.matmuls if matmul.path not in trained)
         self.unused_residuals = {kept for kept in frozen if kept is not None and rules[kept] == 1}
-        self.blocks = {product.node.name.modules[0] for product in traced.matmuls if product.node.name.modules}
+        self.blocks = {matmul.node.name.modules[0] for matmul in graph.matmuls if matmul.node.name.modules}
         self.ops = [*self._matmul_ops(trained), *self._elementwise_ops()]
 
     @functools.cached_property
@@ -123,8 +123,8 @@ class OpGraph:
             return (node,)
         if node.primitive == "name":  # another name of what was placed
             return self.sharded_like(node.inputs[0])
-        if product := self.matmuls.get(node):
-            return tuple(filter(None, (product.input, product.weight, product.output)))
+        if matmul := self.matmuls.get(node):
+            return tuple(filter(None, (matmul.input, matmul.weight, matmul.output)))
         near = itertools.chain(
             breadth_first([node], lambda one: one.users), breadth_first([node], lambda one: one.inputs)
         )
@@ -139,10 +139,10 @@ class OpGraph:
         for node in self.graph.nodes:
             if node.primitive not in _MATMULS or node in self.inside_attention:
                 continue
-            product, kind = self.matmuls.get(node), "matmul"
+            matmul, kind = self.matmuls.get(node), "matmul"
             backward = 2.0
-            if product:
-                backward = 2.0 if product.path in trained else 1.0
+            if matmul:
+                backward = 2.0 if matmul.path in trained else 1.0
             elif any(near.array == _OUT for near in self.graph.after([node])):
                 kind = "attention"
             places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))

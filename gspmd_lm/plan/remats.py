@@ -33,12 +33,10 @@ class Names(NamedTuple):
     @classmethod
     def from_trace(cls, trace: ForwardTrace, fused: bool, known: tuple[str, ...]) -> "Names":
         """The names of a traced model. `known` are those that its rules files may list."""
-        work, traced = trace.op_graph(fused), trace.graph
-        nodes = [node for node in traced.nodes if node.checkpoint_name in known and work.in_block(node)]
+        work, graph = trace.op_graph(fused), trace.graph
+        nodes = [node for node in graph.nodes if node.checkpoint_name in known and work.in_block(node)]
         inputs = [node.checkpoint_name for node in nodes if node.inputs[0].primitive == "carry"]
-        read = [
-            product.input.array for product in traced.matmuls if traced.gathered_from(product.input)
-        ]  # only placed anew
+        read = [matmul.input.array for matmul in graph.matmuls if graph.gathered_from(matmul.input)]  # only placed anew
         first = [spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V)]
         labels = [node.checkpoint_name for node in nodes if node.checkpoint_name not in (*inputs, *read)]
         kept = [*(name for name in first if name in labels), *labels]
@@ -51,9 +49,9 @@ class Names(NamedTuple):
         return Remat("names", **kept)
 
 
-def policies(pricer: Estimator, rules: Rules, names: Names) -> Iterator[Remat]:
+def policies(estimator: Estimator, rules: Rules, names: Names) -> Iterator[Remat]:
     """The policies that are worth a price for filled and checked `rules`, each once."""
-    chip, knapsack = pricer.chip, _Knapsack(pricer, rules, names)
+    chip, knapsack = estimator.chip, _Knapsack(estimator, rules, names)
     yield from (Remat(), Remat("dots"), Remat("block"))
     if chip is None:
         found = [knapsack.filled(math.inf)]
@@ -71,13 +69,13 @@ def policies(pricer: Estimator, rules: Rules, names: Names) -> Iterator[Remat]:
 class _Knapsack:
     """The choice for one layout."""
 
-    def __init__(self, pricer: Estimator, rules: Rules, names: Names):
-        self.pricer, self.rules, self.names = pricer, rules, names
+    def __init__(self, estimator: Estimator, rules: Rules, names: Names):
+        self.estimator, self.rules, self.names = estimator, rules, names
         self._known: dict[Remat, RematEstimate] = {}
 
     def sketch(self, remat: Remat) -> RematEstimate:
         if remat not in self._known:
-            self._known[remat] = self.pricer.estimate_remat(self.rules, remat)
+            self._known[remat] = self.estimator.estimate_remat(self.rules, remat)
         return self._known[remat]
 
     def filled(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
@@ -108,7 +106,7 @@ class _Knapsack:
 
     def _link_bytes(self, step_s: float) -> float:
         """What a microbatch can send to the host while its loop computes."""
-        chip = self.pricer.chip
+        chip = self.estimator.chip
         assert chip
         share = STEP_SHARE / (chip.devices_per_chip * self.rules.microbatches)
         return max(share * step_s * chip.host_link_bytes_per_s, 1.0)

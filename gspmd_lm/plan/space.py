@@ -267,13 +267,13 @@ def describe(raw: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _roles(traces: TraceCache, traced: DataflowGraph, asked: bool) -> Roles:
+def _roles(traces: TraceCache, graph: DataflowGraph, asked: bool) -> Roles:
     """`asked`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.vocabulary.rows
-    used = {path: nodes[0] for path, nodes in traced.used.items()}
-    matrices = [path for path in used if path in traced.multiplied]
+    used = {path: nodes[0] for path, nodes in graph.used.items()}
+    matrices = [path for path in used if path in graph.multiplied]
     axes = {path: node.placed.axes for path, node in used.items() if node.placed}
-    groups = dict.fromkeys(product.group_axis for product in traced.matmuls if product.group_axis)
+    groups = dict.fromkeys(matmul.group_axis for matmul in graph.matmuls if matmul.group_axis)
     count = collections.Counter(axis for path in used for axis in axes[path] if axis != rows)
     width: list[str] = []
     for axis, _ in count.most_common():
@@ -283,7 +283,7 @@ def _roles(traces: TraceCache, traced: DataflowGraph, asked: bool) -> Roles:
     # Axes that activations sum over among themselves stay whole: a head's size.
     # What chooses groups, as routers do, stays whole too.
     firsts = collections.Counter[str]()
-    grouped = {product.path for product in traced.matmuls if product.group_axis}
+    grouped = {matmul.path for matmul in graph.matmuls if matmul.group_axis}
     beside = {path.rpartition(".")[0] for path in grouped}
     for path in matrices:
         if path.rpartition(".")[0] in beside and path not in grouped:
@@ -292,18 +292,18 @@ def _roles(traces: TraceCache, traced: DataflowGraph, asked: bool) -> Roles:
         if others:
             firsts[others[0]] += math.prod(used[path].shape) * used[path].trip_count
     hidden: list[str] = []
-    arrays = [*axes.values(), *(node.placed.axes for node in traced.activations if node.placed)]
+    arrays = [*axes.values(), *(node.placed.axes for node in graph.activations if node.placed)]
     for axis, _ in firsts.most_common():
         if not any(axis in names and {*hidden} & {*names} for names in arrays):
             hidden.append(axis)
-    homes = [home for product in traced.matmuls if (home := traced.gathered_from(product.input))]
+    homes = [home for matmul in graph.matmuls if (home := graph.gathered_from(matmul.input))]
     between = dict.fromkeys(
         f"{home.placed.array}.{axis}"
         for home in homes if home.placed
         for axis in home.placed.axes if axis != rows and axis not in count
     )  # fmt: skip
     sizes: dict[str, set[int]] = collections.defaultdict(set)
-    for node in (*used.values(), *traced.activations):
+    for node in (*used.values(), *graph.activations):
         if node.placed:  # the loss takes a sequence apart, so that its axis has several sizes
             for axis, size in zip(node.placed.axes, node.shape, strict=True):
                 sizes[axis].add(size)

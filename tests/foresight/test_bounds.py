@@ -25,7 +25,7 @@ MLPS = Lora(rank=4, alpha=8.0, targets=("w_gate", "w_up", "w_down"))
 LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
 
 
-def traced(config, rules, arrays):
+def graph(config, rules, arrays):
     return DataflowGraph.from_recorder(state.recorded(config, arrays, rules.microbatches, rules), arrays)
 
 
@@ -47,7 +47,7 @@ def floor_of(llama):
         others = [row for row in loaded.rows if row.key not in dict(rows)]
         filled = dataclasses.replace(loaded, rows=(*others, *placed), **changes).fill(8)
         check(filled.problems)
-        return of_training(config, filled, arrays, chip, traced(config, filled, arrays))
+        return of_training(config, filled, arrays, chip, graph(config, filled, arrays))
 
     return found
 
@@ -150,7 +150,7 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     two = floor_of("fsdp8", CHIPS["h100"], microbatches=2)
     assert two.memory_s == pytest.approx((state_bytes + 2 * in_use + kept) / 3352.32e9, rel=1e-6)
     rules = dataclasses.replace(rules_file.load("fsdp8"), remat=Remat("none"))
-    program = traced(config, rules, arrays)
+    program = graph(config, rules, arrays)
     assert memory_bytes(rules, arrays, program) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
     held = {node.placed.array for node in program.activations} | {"layer_input"}
     for name in held.intersection(IN_BLOCKS):  # the least is kept under any names, and offloaded is moved too
@@ -170,7 +170,7 @@ def test_what_must_be_multiplied(llama):
 
     def least(config):
         arrays = state.arrays(config)
-        return necessary_flops(config, rules, arrays, traced(config, rules, arrays))
+        return necessary_flops(config, rules, arrays, graph(config, rules, arrays))
 
     per_token = 6 * (L * LAYER + V * D)  # the output matrix; tokens are only looked up
     full = TOKENS / 8 * (per_token + 12 * L * D * (T + 1) / 2)
@@ -216,7 +216,7 @@ def test_what_must_be_multiplied(llama):
 def test_compiled_programs_move_no_less_and_little_more(small, built, rules, changes, model):
     """On CPU in float32: XLA widens bfloat16 there. What they move more are scalars and the gradients of norms."""
     step = built(small(embed=64, mlp=256, **model), rules, **changes)
-    found = traced(step.config, step.rules, step.arrays)
+    found = graph(step.config, step.rules, step.arrays)
     needed = of_training(step.config, step.rules, step.arrays, None, found).communication_bytes
     moved = ring_bytes(count(step.lower_train().compile().as_text()))
     assert needed <= moved <= 1.05 * needed
@@ -230,7 +230,7 @@ def test_an_adapter_sends_its_matrices_and_sums(small, rules):
     def sent(*targets):
         config = small(heads=8, kv_heads=8, compute_dtype="bfloat16", lora=Lora(rank=rank, alpha=8.0, targets=targets))
         arrays = state.arrays(config)
-        return config, of_training(config, filled, arrays, None, traced(config, filled, arrays)).communication_bytes
+        return config, of_training(config, filled, arrays, None, graph(config, filled, arrays)).communication_bytes
 
     (config, without), (_, found) = sent("wk"), sent("wk", "wq", "wo")
     model, tokens = config.model, config.data.batch * config.data.seq
@@ -293,7 +293,7 @@ def test_tokens_travel_to_their_experts_and_back():
     def moves(**more):
         raw = {"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}, **more}
         rules = rules_file.from_dict(raw, "here.yaml").fill(8)
-        found = traced(config, rules, arrays)
+        found = graph(config, rules, arrays)
         sent = of_training(config, rules, arrays, None, found).communication_by_axis["expert"]
         assert necessary_flops(config, rules, arrays, found) > 0
         return sent

@@ -46,7 +46,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def traced(config, rules):
+def graph(config, rules):
     """What is recorded of a train step, and the arrays of its model."""
     arrays = state.arrays(config)
     return DataflowGraph.from_recorder(state.recorded(config, arrays, rules.microbatches, rules), arrays), arrays
@@ -58,7 +58,7 @@ def test_every_array_of_every_family_is_known(small, family, layout):
     """To floor and attribution: each weight is multiplied, looked up or applied to an activation, and stands between
     some; each activation that is placed is made from others."""
     config, rules = small(**FAMILIES[family]), rules_file.load(layout).fill(8)
-    found, arrays = traced(config, rules)
+    found, arrays = graph(config, rules)
     for path in sorted(found.weights):
         both = path in found.looked_up and path in found.multiplied
         assert both == (config.model.tied_embeddings and path == "embedding"), path
@@ -191,7 +191,7 @@ def test_a_mixture_names_its_rows(small, moved_by, family, form):
     keys = [one for one in moved if one.op.startswith("layers.attention") and one.kind == kind
             and one.phase == "forward" and one.mesh_axes == ("context",)]  # fmt: skip
     assert bool(keys) == bool(form) and all(one.rules == ("rules.seq",) for one in keys)
-    found, arrays = traced(config, rules.fill(8))
+    found, arrays = graph(config, rules.fill(8))
     sent = sum(one.bytes_per_device_per_step for one in moved)
     assert of_training(config, rules.fill(8), arrays, None, found).communication_bytes <= sent
 
@@ -279,6 +279,6 @@ def test_under_any_rules_every_collective_has_a_row(small, moved_by, number):
     for one in moved:
         causes = {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes}
         assert one.rules and causes >= mapped.intersection(one.mesh_axes), one
-    found, arrays = traced(config, rules)
+    found, arrays = graph(config, rules)
     sent = sum(one.bytes_per_device_per_step for one in moved)
     assert of_training(config, rules, arrays, None, found).communication_bytes <= sent

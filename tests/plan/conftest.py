@@ -52,15 +52,15 @@ def space_of(traces_of):
 
 
 @pytest.fixture(scope="session")
-def priced(llama, traces_of):
+def estimated(llama, traces_of):
     """A function that prices Llama 3 8B under the plain values of a rules file: priced(raw, "h100:8")."""
-    traces, pricers = traces_of(llama), {}
+    traces, estimators = traces_of(llama), {}
 
     def make(raw, target="h100:8"):
-        if target not in pricers:
+        if target not in estimators:
             where = targets.parse(target)
-            pricers[target] = Estimator(llama, where, traces), Space(llama, where, traces)
-        pricer, space = pricers[target]
-        return pricer.price(space.rules(raw))
+            estimators[target] = Estimator(llama, where, traces), Space(llama, where, traces)
+        estimator, space = estimators[target]
+        return estimator.price(space.rules(raw))
 
     return make

@@ -24,8 +24,8 @@ def bench(request):
 @pytest.fixture(scope="module")
 def points(bench):
     """The rows of a case that have memory enough, each with its price."""
-    priced = [(bench.price(row["rules"]), row) for row in bench.rows() if row["fits"]]
-    return [(price, row) for price, row in priced if bench.rankable(price)]
+    estimated = [(bench.price(row["rules"]), row) for row in bench.rows() if row["fits"]]
+    return [(price, row) for price, row in estimated if bench.rankable(price)]
 
 
 def test_prices_order_layouts_as_compiled_predictions_do(points):

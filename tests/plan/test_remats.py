@@ -33,10 +33,10 @@ def rules(space):
 
 def test_the_published_layout_of_offloaded_names_is_found_or_beaten(space, rules):
     published = Remat("names", (), ("layer_input", "q", "k", "v", "residual"))
-    told = space.pricer.sketch(rules, published)
+    told = space.estimator.sketch(rules, published)
     limit = CHIPS["v6e"].usable_hbm_bytes
-    assert told.peak_bytes < limit < space.pricer.sketch(rules, Remat("dots")).peak_bytes
-    found = [space.pricer.sketch(rules, remat) for remat in policies(space.pricer, rules, space.names)]
+    assert told.peak_bytes < limit < space.estimator.sketch(rules, Remat("dots")).peak_bytes
+    found = [space.estimator.sketch(rules, remat) for remat in policies(space.estimator, rules, space.names)]
     assert any(one.peak_bytes <= limit and one.seconds <= told.seconds for one in found)
 
 
@@ -50,22 +50,22 @@ def test_one_of_them_is_near_the_best_that_fits(space, rules, share, monkeypatch
         own = {name: home for name, home in zip(NAMES, homes, strict=True) if home}
         every.append(space.names.remat({**own, "layer_input": "offload"}))
         every.append(space.names.remat(own))
-    told = [space.pricer.sketch(rules, remat) for remat in every]
+    told = [space.estimator.sketch(rules, remat) for remat in every]
     best = min(one.seconds for one in told if one.peak_bytes <= limit)
-    found = [space.pricer.sketch(rules, remat) for remat in policies(space.pricer, rules, space.names)]
+    found = [space.estimator.sketch(rules, remat) for remat in policies(space.estimator, rules, space.names)]
     assert min(one.seconds for one in found if one.peak_bytes <= limit) <= 1.01 * best
 
 
 def test_the_host_holds_what_its_memory_allows(space, rules, monkeypatch):
-    per_chip = space.pricer.sketch(rules, Remat("names", (), ("layer_input",))).host_bytes
+    per_chip = space.estimator.sketch(rules, Remat("names", (), ("layer_input",))).host_bytes
     small = CHIPS["v6e"].host_bytes / per_chip
-    monkeypatch.setattr(remats, "OF_HOST", 1.5 / small)
-    for remat in policies(space.pricer, rules, space.names):
-        assert space.pricer.sketch(rules, remat).host_bytes <= 1.5 * per_chip
+    monkeypatch.setattr(remats, "HOST_SHARE", 1.5 / small)
+    for remat in policies(space.estimator, rules, space.names):
+        assert space.estimator.sketch(rules, remat).host_bytes <= 1.5 * per_chip
 
 
 def test_each_comes_once_and_what_needs_least_is_among_them(space, rules):
-    found = list(policies(space.pricer, rules, space.names))
+    found = list(policies(space.estimator, rules, space.names))
     assert len(found) == len(set(found)) < 14
     assert Remat("names", (), ("layer_input",)) in found
 
@@ -78,7 +78,7 @@ def test_where_all_fits_nothing_is_offloaded(llama):
 
 
 def test_without_times_what_is_computed_again_decides(llama):
-    pricer = Estimator(llama, targets.parse("cpu:8"))
-    space = Space(llama, targets.parse("cpu:8"), pricer.traces)
-    *_, last = policies(pricer, space.rules(FSDP), space.names)
+    estimator = Estimator(llama, targets.parse("cpu:8"))
+    space = Space(llama, targets.parse("cpu:8"), estimator.traces)
+    *_, last = policies(estimator, space.rules(FSDP), space.names)
     assert last.policy == "names" and {"q", "k", "v", "residual", "hidden"} <= {*last.save}

@@ -35,8 +35,8 @@ def shared(config, target):
     """The space of a config on a target, and its priced layouts, which are the same for every search."""
     key = repr((config, target, remats.FILLED))
     if key not in known:
-        traced = traces.setdefault(repr(config), TraceCache(config))
-        one = space.Space(config, target, traced)
+        graph = traces.setdefault(repr(config), TraceCache(config))
+        one = space.Space(config, target, graph)
         known[key] = one, price_all(one)
     return known[key]
 
@@ -45,7 +45,7 @@ def shared(config, target):
 def priced_once(monkeypatch):
     """Searches of a config on a target price their layouts once for all tests."""
     monkeypatch.setattr(search, "Space", lambda config, target, _: shared(config, target)[0])
-    monkeypatch.setattr(search, "priced", lambda one, _: shared(one.config, one.target)[1])
+    monkeypatch.setattr(search, "estimated", lambda one, _: shared(one.config, one.target)[1])
 
 
 class Compiler:
@@ -54,7 +54,7 @@ class Compiler:
     def __init__(
         self, config, target="h100:4", factor=lambda rules: 1.0, peak=lambda rules: 1, fails=lambda rules: False
     ):
-        self.pricer = shared(config, targets.parse(target))[0].pricer
+        self.estimator = shared(config, targets.parse(target))[0].estimator
         self.factor, self.peak, self.fails, self.asked = factor, peak, fails, []
 
     def __call__(self, config, layouts, target, say):
@@ -64,10 +64,10 @@ class Compiler:
 
     def report(self, rules):
         self.asked.append(rules.path)
-        limit, peak = self.pricer.chip.usable_hbm_bytes, self.peak(rules)
+        limit, peak = self.estimator.chip.usable_hbm_bytes, self.peak(rules)
         fits = peak <= limit
-        seconds = self.pricer.price(rules).step_time_s * self.factor(rules)
-        refused = not fits and self.pricer.target.platform == "tpu"
+        seconds = self.estimator.price(rules).step_time_s * self.factor(rules)
+        refused = not fits and self.estimator.target.platform == "tpu"
         return types.SimpleNamespace(
             prediction=None if refused else types.SimpleNamespace(step_time_s=seconds),
             memory=types.SimpleNamespace(fits=fits, peak_bytes=peak),
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_not_chosen(config):
 def test_only_what_needs_no_less_than_a_like_layout_that_did_not_fit_is_dropped():
     def layout(fits=None, failure="", features=(1, 2, 3, 4), microbatches=2, peak_bytes=10):
         of = {"rules": types.SimpleNamespace(microbatches=microbatches),
-              "price": types.SimpleNamespace(peak_bytes=peak_bytes)}  # fmt: skip
+              "estimate": types.SimpleNamespace(peak_bytes=peak_bytes)}  # fmt: skip
         return types.SimpleNamespace(fits=fits, failure=failure, features=features, **of)
 
     def dropped(one, *tried):
@@ -196,10 +196,10 @@ def test_a_plan_ends_with_its_time_or_its_number_and_goes_on_from_there(config, 
     found = plan(config, target, reports=first, most=4)
     assert found.compiled == 4
     assert first.asked == whole.asked[:4]  # what was compiled is asked for again, and is found in the cache
-    priced = plan(config, target, reports=Compiler(config), most=0)
-    assert priced.best is None
-    assert priced.compiled == 0
-    assert priced.candidates[0].estimate.step_time_s == min(one.estimate.step_time_s for one in priced.candidates)
+    estimated = plan(config, target, reports=Compiler(config), most=0)
+    assert estimated.best is None
+    assert estimated.compiled == 0
+    assert estimated.candidates[0].estimate.step_time_s == min(one.estimate.step_time_s for one in estimated.candidates)
     clock = iter(range(0, 10**6, 200))  # 200 s between any two looks
     monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     late = plan(config, target, reports=Compiler(config), minutes=15)
@@ -222,7 +222,7 @@ def test_compiler_options_that_help_are_taken(config):
 
 
 def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):
-    compiler = Compiler(config, factor=lambda rules: 1 / compiler.pricer.price(rules).step_time_s)
+    compiler = Compiler(config, factor=lambda rules: 1 / compiler.estimator.price(rules).step_time_s)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
     assert found.best and len(found.ties) == found.compiled
     assert found.best.entries == min(one.entries for one in found.ties)

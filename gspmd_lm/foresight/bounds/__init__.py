@@ -32,15 +32,15 @@ class LowerBounds:
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
 
 
-def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, traced: DataflowGraph) -> LowerBounds:
+def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, graph: DataflowGraph) -> LowerBounds:
     """The floor of one train step of `config` under `rules`, filled and checked; `chip` is None for simulated devices.
 
     `traced` is what was recorded of the forward pass of one microbatch under these rules.
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
-    flops, moved_bytes = flops_of_step(config, arrays), memory_bytes(rules, arrays, traced)
-    return _bounds(config, rules, arrays, chip, traced, flops, moved_bytes, trains=True)
+    flops, moved_bytes = flops_of_step(config, arrays), memory_bytes(rules, arrays, graph)
+    return _bounds(config, rules, arrays, chip, graph, flops, moved_bytes, trains=True)
 
 
 def of_generation(
@@ -48,7 +48,7 @@ def of_generation(
     rules: Rules,
     arrays: Arrays,
     chip: Chip | None,
-    traced: DataflowGraph,
+    graph: DataflowGraph,
     sizes: Sizes,
     tokens: int,
     cache_bytes: int,
@@ -65,9 +65,9 @@ def of_generation(
     keys = sizes.slots if alone else sizes.prompt
     per_token = flops_per_token(model, arrays.active_count(model), keys, last=alone) * _FORWARD
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
-    state_bytes = used_bytes(rules, pairs(arrays.named_params, arrays.params), traced) + cache_bytes
+    state_bytes = used_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
     flops = per_token * sizes.rows * tokens
-    return _bounds(config, rules, arrays, chip, traced, flops, round(state_bytes), trains=False)
+    return _bounds(config, rules, arrays, chip, graph, flops, round(state_bytes), trains=False)
 
 
 def _bounds(
@@ -75,7 +75,7 @@ def _bounds(
     rules: Rules,
     arrays: Arrays,
     chip: Chip | None,
-    traced: DataflowGraph,
+    graph: DataflowGraph,
     flops: float,
     moved_bytes: float,
     trains: bool,
@@ -83,7 +83,7 @@ def _bounds(
     """The floor of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
     flops /= rules.devices
     sent, wide = (
-        DecoderTransfers(rules, arrays, traced, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES)
+        DecoderTransfers(rules, arrays, graph, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES)
     )
     return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
@@ -96,7 +96,7 @@ def _bounds(
     )
 
 
-def necessary_flops(config: Config, rules: Rules, arrays: Arrays, traced: DataflowGraph) -> float:
+def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
     """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
 
     Less than the model's FLOPs: weights count only where they are multiplied.
@@ -104,22 +104,22 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, traced: Datafl
     model, seq = config.model, config.data.seq
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     total = 0.0
-    for product in traced.matmuls:
+    for matmul in graph.matmuls:
         # The derivative to the first layer's input is left out where nothing before it is trained.
-        passes = 3.0 if product.path in trained else 2.0 - 1.0 / model.layers
-        total += rules.microbatches * passes * product.node.flops * product.node.trip_count
+        passes = 3.0 if matmul.path in trained else 2.0 - 1.0 / model.layers
+        total += rules.microbatches * passes * matmul.node.flops * matmul.node.trip_count
     total += 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
     return total / rules.devices
 
 
-def memory_bytes(rules: Rules, arrays: Arrays, traced: DataflowGraph) -> float:
+def memory_bytes(rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
     """The bytes that one device reads and writes in a step if everything else stays on the chip.
 
     Weights that are trained, gradients and optimizer state are read and written once; weights in use are read forward
     and backward in each microbatch, in the compute dtype; activations kept for the backward pass are written and read.
     """
     params = pairs(arrays.named_params, arrays.params)
-    again = rules.microbatches * used_bytes(rules, params, traced) + _kept_bytes(rules, traced)
+    again = rules.microbatches * used_bytes(rules, params, graph) + _kept_bytes(rules, graph)
     return updated_bytes(rules, arrays) + 2 * again
 
 
@@ -131,18 +131,14 @@ def updated_bytes(rules: Rules, arrays: Arrays) -> float:
     return 2 * once
 
 
-def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: DataflowGraph) -> float:
+def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations.
 
     Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
     """
-    itemsize = traced.matmuls[0].input.itemsize
-    looked_up = set(traced.looked_up) - traced.multiplied
-    read = {
-        product.path: product.node.shape[0] / product.weight.shape[0]
-        for product in traced.matmuls
-        if product.group_axis
-    }
+    itemsize = graph.matmuls[0].input.itemsize
+    looked_up = set(graph.looked_up) - graph.multiplied
+    read = {matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis}
     return sum(
         bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, read.get(leaf[0].path, 1.0))
         for leaf in params
@@ -156,17 +152,17 @@ def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: i
     return math.prod(like.shape) * itemsize / rules.piece_count(itertools.chain(*spec))
 
 
-def _kept_bytes(rules: Rules, traced: DataflowGraph) -> float:
+def _kept_bytes(rules: Rules, graph: DataflowGraph) -> float:
     """Activations of all layers and microbatches that a device keeps for the backward pass."""
     remat = rules.remat
-    inputs = [node for node in traced.nodes if node.checkpoint_name == "layer_input"]  # whatever name it is kept under
-    placed = [(traced.carried(node), node.trip_count) for node in inputs]
+    inputs = [node for node in graph.nodes if node.checkpoint_name == "layer_input"]  # whatever name it is kept under
+    placed = [(graph.carried(node), node.trip_count) for node in inputs]
     if remat.policy == "names":
         names = {*remat.save, *remat.offload} - {"residual", "layer_input"}
-        named = {(node.placed.array, node.name.modules): node for node in traced.activations if node.placed}
+        named = {(node.placed.array, node.name.modules): node for node in graph.activations if node.placed}
         placed += [(node, node.trip_count) for (name, modules), node in named.items() if name in names and modules]
     elif remat.policy != "block":
-        placed += [(node, node.trip_count) for node in traced.matmul_results]
+        placed += [(node, node.trip_count) for node in graph.matmul_results]
     return sum(times * _activation_bytes(rules, node) for node, times in placed if node) * rules.microbatches
 
 

@@ -80,12 +80,12 @@ class AnyModelTransfers(Transfers):
             for _ in range(1 if self.rules.remat.policy == "none" else 2):  # for the backward pass again
                 self.gather(self.weights[path], self.itemsize(nodes[0]))
         read, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
-        for product in self.graph.matmuls:
-            self.output_transfers(product, written)
-            read[product.input].append(product)
-        for x, products in read.items():
+        for matmul in self.graph.matmuls:
+            self.output_transfers(matmul, written)
+            read[matmul.input].append(matmul)
+        for x, matmuls in read.items():
             home = self.graph.gathered_from(x)
-            self.input_transfers(x, None if home in written else home, products)
+            self.input_transfers(x, None if home in written else home, matmuls)
         for path in set(self.graph.used) - self.graph.multiplied:
             weight, applied = self.weights[path], self.graph.applied_to(path)
             if weight.trained and applied:
@@ -94,12 +94,12 @@ class AnyModelTransfers(Transfers):
                 over = mesh_axes_except(place, *weight.sizes)
                 self.transfer(self.bytes(node), have, weight.gradient, over, node.trip_count, "gradients")
 
-    def output_transfers(self, product: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
+    def output_transfers(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
         """The reduction of a product's result. Results that one `write` adds up are reduced once."""
-        x, y, times = self.sharding(product.input), product.output or product.input, product.node.trip_count
-        use = self.weights[product.path].compute
+        x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
+        use = self.weights[matmul.path].compute
         over = frozenset(mesh_axes_except(use, *(use.keys() - x.keys())))
-        home = self.graph.written_to(y) if product.output else y
+        home = self.graph.written_to(y) if matmul.output else y
         if home is not y:
             if y not in written and self.trains:
                 self.transfer(self.bytes(y), self.sharding(home), self.sharding(y), times=times)  # the gradient
@@ -107,9 +107,9 @@ class AnyModelTransfers(Transfers):
                 return
             written[y].add(over)
         have = {axis: tuple(name for name in names if name not in over) for axis, names in self.sharding(y).items()}
-        self.transfer(self.bytes(product.node), have, self.sharding(home), over, times)
+        self.transfer(self.bytes(matmul.node), have, self.sharding(home), over, times)
 
-    def input_transfers(self, x: Node, home: Node | None, products: list[Matmul]) -> None:
+    def input_transfers(self, x: Node, home: Node | None, matmuls: list[Matmul]) -> None:
         """The gradients of products that have one input. Where `read` gathers it from `home`, the input too, and one
         sum of all gradients."""
         place = self.sharding(x)
@@ -119,12 +119,12 @@ class AnyModelTransfers(Transfers):
                 self.transfer(self.bytes(x), self.sharding(home), place, times=x.trip_count)
         if not self.trains:
             return
-        sums = [frozenset(mesh_axes_except(self.weights[product.path].compute, *place)) for product in products]
+        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *place)) for matmul in matmuls]
         for over in dict.fromkeys(sums) if home else sums:
             self.transfer(self.bytes(x), place, self.sharding(home or x), over, x.trip_count)
-        for product in products:
-            weight = self.weights[product.path]
+        for matmul in matmuls:
+            weight = self.weights[matmul.path]
             if weight.trained:
                 rows = mesh_axes_except(place, *weight.sizes)
-                size_bytes, times = self.bytes(product.weight), product.node.trip_count
+                size_bytes, times = self.bytes(matmul.weight), matmul.node.trip_count
                 self.transfer(size_bytes, weight.compute, weight.gradient, rows, times, "gradients")

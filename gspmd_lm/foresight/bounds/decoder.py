@@ -36,113 +36,113 @@ class DecoderTransfers(Transfers):
     """`Moves` of the decoder, or of any model that reads and writes a residual stream."""
 
     def add_model(self) -> None:
-        traced = self.graph
+        graph = self.graph
         # What blocks read is the residual stream, gathered: their inputs come from there, and their sums go there.
-        self.block_input = next(product.input for product in traced.matmuls if traced.gathered_from(product.input))
-        self.residual = traced.gathered_from(self.block_input) or self.block_input
+        self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
+        self.residual = graph.gathered_from(self.block_input) or self.block_input
         self.blocks()
-        for product in traced.matmuls:
-            if self.is_head(product):
-                self.loss(product) if self.trains else self.logits(product)
-        for path in traced.looked_up:
-            if path not in traced.used or path in traced.multiplied:
+        for matmul in graph.matmuls:
+            if self.is_head(matmul):
+                self.loss(matmul) if self.trains else self.logits(matmul)
+        for path in graph.looked_up:
+            if path not in graph.used or path in graph.multiplied:
                 self.look_up(self.weights[path])
-        for path in set(traced.used) - traced.multiplied:
+        for path in set(graph.used) - graph.multiplied:
             self.small(self.weights[path])
 
     # The layers
 
-    def is_head(self, product: Matmul) -> bool:
+    def is_head(self, matmul: Matmul) -> bool:
         """Whether a product gives the logits: it is part of the loss, and of no word for weights."""
-        return not set(product.node.name.owners) & set(self.weights)
+        return not set(matmul.node.name.owners) & set(self.weights)
 
     def blocks(self) -> None:
         """All products of the layers. How they are read and written is in partial_sums.py."""
-        products = [product for product in self.graph.matmuls if not self.is_head(product)]
-        inner = {source: product for product in products if (source := self.graph.gathered_from(product.input))}
-        adapters = [(first, inner[first.output]) for first in products if first.output in inner]
+        matmuls = [matmul for matmul in self.graph.matmuls if not self.is_head(matmul)]
+        inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
+        adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
         reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
         writes: dict[Node, list[Matmul]] = collections.defaultdict(list)
-        self.read = {product.input for product in products}
-        for product in products:
-            if self.graph.gathered_from(product.input) and not (product.group_axis and product.output):
-                reads[product.input].append(product)
-            elif product.output and self.graph.written_to(product.output) is not product.output:
-                writes[product.output].append(product)
-        adapted = {product.node for pair in adapters for product in pair}
+        self.read = {matmul.input for matmul in matmuls}
+        for matmul in matmuls:
+            if self.graph.gathered_from(matmul.input) and not (matmul.group_axis and matmul.output):
+                reads[matmul.input].append(matmul)
+            elif matmul.output and self.graph.written_to(matmul.output) is not matmul.output:
+                writes[matmul.output].append(matmul)
+        adapted = {matmul.node for pair in adapters for matmul in pair}
         for x, group in reads.items():
             if x not in {second.input for _, second in adapters}:
-                self.fan_out(x, group, [product for product in group if product.node not in adapted])
+                self.fan_out(x, group, [matmul for matmul in group if matmul.node not in adapted])
         for y, group in writes.items():
             if y not in {first.output for first, _ in adapters}:
-                self.fan_in(y, [product for product in group if product.node not in adapted])
+                self.fan_in(y, [matmul for matmul in group if matmul.node not in adapted])
         for first, second in adapters:
             self.adapter(first, second)
-        for path in {product.path for product in products if product.node not in adapted}:
+        for path in {matmul.path for matmul in matmuls if matmul.node not in adapted}:
             weight, used = self.weights[path], self.graph.used[path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
             for _ in range(2 if self.trains and (weight.trained or used.trip_count > 1) else 1):
                 self.gather(weight, self.itemsize(used))
 
-    def fan_out(self, x: Node, group: list[Matmul], products: list[Matmul]) -> None:
+    def fan_out(self, x: Node, group: list[Matmul], matmuls: list[Matmul]) -> None:
         """One input, read with several weights; forward and backward. `products` are those of no adapter."""
         home = self.graph.gathered_from(x)
         assert home and x.placed
         kept = self.rules.remat.policy == "none" or x.placed.array in self.saved
-        learns = any(self.weights[product.path].trained for product in group)
+        learns = any(self.weights[matmul.path].trained for matmul in group)
         for _ in range(2 if learns and not kept else 1):  # the input, gathered; for the weights' gradients again
             self.transfer(self.bytes(x), self.sharding(home), self.sharding(x), times=x.trip_count)
-        for product in products:
-            self.mixed(product, x) if product.group_axis else self.product(product, x, product.output)
-        self.travel(x, [product for product in products if product.group_axis])
+        for matmul in matmuls:
+            self.mixed(matmul, x) if matmul.group_axis else self.matmul(matmul, x, matmul.output)
+        self.travel(x, [matmul for matmul in matmuls if matmul.group_axis])
         if self.trains:
-            self.summed(x, home, products, [product.output for product in products])
+            self.summed(x, home, matmuls, [matmul.output for matmul in matmuls])
 
-    def fan_in(self, y: Node, products: list[Matmul]) -> None:
+    def fan_in(self, y: Node, matmuls: list[Matmul]) -> None:
         """Several inputs, each through its own weight, summed into the residual stream; forward and backward."""
         home = self.graph.written_to(y)
         again = self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
         for _ in range(2 if self.trains and again and self.read_again(home) else 1):
-            self.summed(y, home, products, [product.input for product in products])
+            self.summed(y, home, matmuls, [matmul.input for matmul in matmuls])
         if self.trains:
             self.transfer(self.bytes(y), self.sharding(home), self.sharding(y), times=y.trip_count)  # the gradient
-        for product in products:
-            self.mixed(product, y) if product.group_axis else self.product(product, y, product.input)
+        for matmul in matmuls:
+            self.mixed(matmul, y) if matmul.group_axis else self.matmul(matmul, y, matmul.input)
 
-    def mixed(self, product: Matmul, near: Node) -> None:
+    def mixed(self, matmul: Matmul, near: Node) -> None:
         """The gradient of experts' weights: each device has a sum over its own tokens.
 
         If a matrix of an adapter lacks the axis along which the weight is split, that of the other matrix is a sum over
         it, and the gradient is one too.
         """
-        weight, tokens = self.weights[product.path], mesh_axes(self.sharding(near), "batch", "seq")
-        far = {axis: names for axis, names in self.far(product, near).items() if axis not in weight.sizes}
+        weight, tokens = self.weights[matmul.path], mesh_axes(self.sharding(near), "batch", "seq")
+        far = {axis: names for axis, names in self.far(matmul, near).items() if axis not in weight.sizes}
         if weight.trained and self.trains:
             over = tokens | mesh_axes(far)
             self.transfer(
-                self.bytes(product.weight), weight.compute, weight.gradient, over, near.trip_count, "gradients"
+                self.bytes(matmul.weight), weight.compute, weight.gradient, over, near.trip_count, "gradients"
             )
 
-    def travel(self, x: Node, products: list[Matmul]) -> None:
+    def travel(self, x: Node, matmuls: list[Matmul]) -> None:
         """Tokens on their way to the experts that `products` read them with, and back, if both are split alike."""
-        if not products:
+        if not matmuls:
             return
-        product, place = products[0], self.sharding(x)
-        tokens, over = mesh_axes(place, "batch", "seq"), self.experts(product)
+        matmul, place = matmuls[0], self.sharding(x)
+        tokens, over = mesh_axes(place, "batch", "seq"), self.experts(matmul)
         if not over or not over <= tokens:
             return
-        rows, width = product.node.shape[0], x.shape[-1]
+        rows, width = matmul.node.shape[0], x.shape[-1]
         # There and back; their gradients the other way; and there again for what is computed again.
         again = self.rules.remat.policy != "none" and "dispatched" not in self.saved
-        here, there = {"batch": tuple(tokens)}, {"batch": tuple(tokens - over), product.group_axis: tuple(over)}
+        here, there = {"batch": tuple(tokens)}, {"batch": tuple(tokens - over), matmul.group_axis: tuple(over)}
         for _ in range(4 + again if self.trains else 2):
             self.transfer(rows * width * self.itemsize(x), here, there, times=x.trip_count)
         if self.trains:  # for the gradients of the weights of a token's experts, one number for each of these
             self.transfer(rows * FLOAT32_BYTES, here, there, times=x.trip_count)
 
-    def experts(self, product: Matmul) -> set[str]:
+    def experts(self, matmul: Matmul) -> set[str]:
         """The mesh axes that split the experts of a product."""
-        return set(self.weights[product.path].compute[product.group_axis])
+        return set(self.weights[matmul.path].compute[matmul.group_axis])
 
     def read_again(self, node: Node) -> bool:
         """Whether the same block reads what is written here, so that computing it again needs the sum."""
@@ -157,14 +157,14 @@ class DecoderTransfers(Transfers):
                 waiting.append(user)
         return False
 
-    def product(self, product: Matmul, near: Node, far: Node | None) -> None:
+    def matmul(self, matmul: Matmul, near: Node, far: Node | None) -> None:
         """What a product and its gradients move, but for sums into the residual stream.
 
         `near` is its end at the residual stream, `far` the other one.
         """
         assert far
-        weight, x, y, times = self.weights[product.path], self.sharding(near), self.sharding(far), near.trip_count
-        wide = self.wide(product, near)
+        weight, x, y, times = self.weights[matmul.path], self.sharding(near), self.sharding(far), near.trip_count
+        wide = self.wide(matmul, near)
         shared = [axis for axis in x if axis in weight.sizes]
         rows_bytes = math.prod(near.shape[:2]) * self.itemsize(near)
         size_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in wide)
@@ -191,7 +191,7 @@ class DecoderTransfers(Transfers):
                 self.transfer(size_bytes, {**whole, "seq": x["seq"]}, whole, (), times, what)
         else:
             self.transfer(size_bytes, have, y, over_shared, times)
-        matrix_bytes = self.bytes(product.weight)
+        matrix_bytes = self.bytes(matmul.weight)
         if apart := mesh_axes(weight.compute, *shared) - over_shared:
             # A mesh axis splits the weight in use, but not its input. Either the weight is gathered, or the sums over
             # embed are reduced and the result on the other side is gathered. Only the first is possible where that
@@ -211,17 +211,17 @@ class DecoderTransfers(Transfers):
             in_keys = [self.volume(size_bytes, {**y, **split}, y)]
             self.add_cheapest(in_keys, *([in_matrix] if weight.trained else []), times=times)
 
-    def wide(self, product: Matmul, near: Node) -> list[str]:
+    def wide(self, matmul: Matmul, near: Node) -> list[str]:
         """The axes of a weight that its end at the residual stream has not."""
-        assert product.weight.placed and near.placed
-        return [axis for axis in product.weight.placed.axes if axis not in near.placed.axes]
+        assert matmul.weight.placed and near.placed
+        return [axis for axis in matmul.weight.placed.axes if axis not in near.placed.axes]
 
-    def far(self, product: Matmul, near: Node) -> Sharding:
+    def far(self, matmul: Matmul, near: Node) -> Sharding:
         """How experts' weights are split along the axes that their end at the residual stream has not.
 
         For an adapter it is how its weight is.
         """
-        path = self.rules.vocabulary.adapted(product.path)
+        path = self.rules.vocabulary.adapted(matmul.path)
         used = self.graph.used[path][0].placed
         assert used and near.placed
         return {axis: self.weights[path].compute[axis] for axis in used.axes if axis not in near.placed.axes}
@@ -241,29 +241,29 @@ class DecoderTransfers(Transfers):
         """
         inner: set[str] = set()
         stream = self.sharding(self.block_input)
-        for product in (first, second):
-            weight = self.weights[product.path]
-            gathered = self.volume(weight.elements * self.itemsize(product.weight), weight.storage, weight.compute)
-            self.add(gathered, 1, "weights", product.node.trip_count > 1)
+        for matmul in (first, second):
+            weight = self.weights[matmul.path]
+            gathered = self.volume(weight.elements * self.itemsize(matmul.weight), weight.storage, weight.compute)
+            self.add(gathered, 1, "weights", matmul.node.trip_count > 1)
             wide = mesh_axes_except(weight.compute, "layers", *stream)
             if weight.trained:
                 rows = mesh_axes(stream, "batch", "seq")
-                over, times = rows | inner, product.node.trip_count
-                self.transfer(self.bytes(product.weight), weight.compute, weight.gradient, over, times, "gradients")
-            if product is first:
+                over, times = rows | inner, matmul.node.trip_count
+                self.transfer(self.bytes(matmul.weight), weight.compute, weight.gradient, over, times, "gradients")
+            if matmul is first:
                 inner = wide
             elif wide and self.trains:
-                self.transfer(self.bytes(product.input), stream, stream, wide, product.node.trip_count)
+                self.transfer(self.bytes(matmul.input), stream, stream, wide, matmul.node.trip_count)
 
-    def summed(self, near: Node, home: Node, products: list[Matmul], far: Iterable[Node | None]) -> None:
+    def summed(self, near: Node, home: Node, matmuls: list[Matmul], far: Iterable[Node | None]) -> None:
         """The sum over heads or hidden units, into the residual; products that are split alike are added up first."""
         tokens, partials = mesh_axes(self.sharding(near), "batch", "seq"), set()
-        for product, end in zip(products, far, strict=True):
-            if product.group_axis:  # where tokens travel to experts, their results are whole
-                over = mesh_axes(self.far(product, near))
-                partials.add(frozenset(over - self.experts(product) if self.experts(product) <= tokens else over))
+        for matmul, end in zip(matmuls, far, strict=True):
+            if matmul.group_axis:  # where tokens travel to experts, their results are whole
+                over = mesh_axes(self.far(matmul, near))
+                partials.add(frozenset(over - self.experts(matmul) if self.experts(matmul) <= tokens else over))
             elif end:
-                partials.add(frozenset(mesh_axes(self.sharding(end), *self.wide(product, near))))
+                partials.add(frozenset(mesh_axes(self.sharding(end), *self.wide(matmul, near))))
         for partial in partials:
             self.transfer(self.bytes(near), self.sharding(near), self.sharding(home), partial, near.trip_count)
 

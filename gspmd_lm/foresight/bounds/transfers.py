@@ -75,8 +75,8 @@ class Transfers(abc.ABC):
     than `narrowest`, in bytes of an element, is counted to be as wide.
     """
 
-    def __init__(self, rules: Rules, arrays: Arrays, traced: DataflowGraph, trains: bool = True, narrowest: int = 0):
-        self.rules, self.graph, self.trains, self.narrowest = rules, traced, trains, narrowest
+    def __init__(self, rules: Rules, arrays: Arrays, graph: DataflowGraph, trains: bool = True, narrowest: int = 0):
+        self.rules, self.graph, self.trains, self.narrowest = rules, graph, trains, narrowest
         self.microbatches = rules.microbatches if trains else 1
         self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
         # Mesh axes over which gradients are summed once, after the last microbatch.

@@ -14,11 +14,11 @@ class Attribution:
     activations an operation stands between.
     """
 
-    def __init__(self, rules: Rules, arrays: Mapping[str, Sequence[str]], traced: DataflowGraph):
+    def __init__(self, rules: Rules, arrays: Mapping[str, Sequence[str]], graph: DataflowGraph):
         self.rules = rules
         self.arrays = arrays
-        self.graph = traced
-        self.weights = [path for path in arrays if path in traced.weights]
+        self.graph = graph
+        self.weights = [path for path in arrays if path in graph.weights]
 
     def is_activation(self, array: str) -> bool:
         """Whether an array of the model is an activation."""
@@ -65,9 +65,9 @@ class Attribution:
         """
         weight = name.array if name.phase == "backward" else ""
         found = set()
-        for product in self.graph.matmuls:
-            x, y = product.input.placed, product.output and product.output.placed
-            if product.path == weight and x and y and not self.rows_splitting("rules", [y.array], over):
+        for matmul in self.graph.matmuls:
+            x, y = matmul.input.placed, matmul.output and matmul.output.placed
+            if matmul.path == weight and x and y and not self.rows_splitting("rules", [y.array], over):
                 found |= self.rows_splitting("rules", [x.array], self.rules.mesh, x.axes[:1])
         return found
 
@@ -89,10 +89,8 @@ class Attribution:
         What no trace knows a place of is on its way to groups, as tokens to their experts: those are split too.
         """
         found = {key for mesh_axis in over for key in self._nearest(name, mesh_axis)}
-        for product in self.graph.matmuls if name.array and name.array not in self.arrays else ():
-            found |= self.rows_splitting(
-                "rules", [product.path], over, [product.group_axis] if product.group_axis else []
-            )
+        for matmul in self.graph.matmuls if name.array and name.array not in self.arrays else ():
+            found |= self.rows_splitting("rules", [matmul.path], over, [matmul.group_axis] if matmul.group_axis else [])
         return found
 
     def _nearest(self, name: OpName, mesh_axis: str) -> set[str]:

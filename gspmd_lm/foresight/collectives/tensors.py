@@ -41,7 +41,7 @@ class MovedTensor:
         return self.op.instruction
 
 
-def moved_tensors(module: Module, origins: DefUse, slices: Sequence[int] = ()) -> Iterator[MovedTensor]:
+def moved_tensors(module: Module, def_use: DefUse, slices: Sequence[int] = ()) -> Iterator[MovedTensor]:
     """All of them, in the order of the schedule."""
     loops = (i for i in module.instructions if i.opcode == "while" and "windowed_dot_general_body" in _body(i))
     windows = {
@@ -54,10 +54,10 @@ def moved_tensors(module: Module, origins: DefUse, slices: Sequence[int] = ()) -
         if permutes := windows.get(step.instruction.name):
             yield _tensor_of_window(module, step, permutes)
         for exchange in ops.collective_ops(module, step.instruction, slices):
-            yield from _tensors_of_op(module, origins, step, exchange)
+            yield from _tensors_of_op(module, def_use, step, exchange)
 
 
-def _tensors_of_op(module: Module, origins: DefUse, step: Executed, exchange: CollectiveOp) -> Iterator[MovedTensor]:
+def _tensors_of_op(module: Module, def_use: DefUse, step: Executed, exchange: CollectiveOp) -> Iterator[MovedTensor]:
     instruction, inputs, kind = exchange.instruction, exchange.inputs, exchange.kind
     if kind == "all-to-all" and len(inputs) == exchange.group_size:  # one array, handed in as its pieces
         inputs = (Array(inputs[0].dtype, (len(inputs), *inputs[0].dimensions)),)
@@ -67,7 +67,7 @@ def _tensors_of_op(module: Module, origins: DefUse, step: Executed, exchange: Co
         if exchange.scheduled is not instruction and place[0].opcode == "pad":  # what is added is not sent
             place = module.operand(place[0]), ()
             array = place[0].shape.arrays[0]
-        pieces = origins.concatenated(place) if kind == "all-reduce" else [(place, array.elements)]
+        pieces = def_use.concatenated(place) if kind == "all-reduce" else [(place, array.elements)]
         for piece, elements in pieces:
             one = array if len(pieces) == 1 else Array(array.dtype, (elements,))
             own = names[number] if names and len(pieces) == 1 else ""

@@ -67,30 +67,30 @@ def predict(
     wrong predictions for such chips were. `least_flops` are the FLOPs that the matmuls and attention kernels of one
     device must do; 0 means that they are not known.
     """
-    walk = Simulation(module, chip, network)
-    waited = {label: seconds for label, seconds in walk.exposed_s.items() if seconds > 0}
+    simulation = Simulation(module, chip, network)
+    waited = {label: seconds for label, seconds in simulation.exposed_s.items() if seconds > 0}
     host_s = waited.pop(HOST, 0.0)
-    unpriced = _without_time(module, walk)
-    step_s = walk.clock_s
+    unpriced = _without_time(module, simulation)
+    step_s = simulation.clock_s
     packed = "; packed documents as whole rows" if any(map(attention.packed, module.kernels)) else ""
     return Prediction(
         step_time_s=step_s,
-        matmul_s=walk.compute_s["matmul"],
-        attention_s=walk.compute_s["attention"],
-        other_s=walk.compute_s["other"],
+        matmul_s=simulation.compute_s["matmul"],
+        attention_s=simulation.compute_s["attention"],
+        other_s=simulation.compute_s["other"],
         exposed_communication_s=sum(waited.values()),
         exposed_by_axis=dict(sorted(waited.items(), key=lambda wait: -wait[1])),
         exposed_host_copy_s=host_s,
-        communication_s=walk.communication_s,
+        communication_s=simulation.communication_s,
         mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
         tokens_per_s_per_device=tokens_per_device / step_s if step_s else 0.0,
         basis=_BASIS[chip.platform] + packed,
         error=error,
-        timeline=_timeline(module, walk),
+        timeline=_timeline(module, simulation),
         unpriced=unpriced,
         unpriced_share=sum(unpriced.values()),
         missing_flops_share=max(0.0, 1 - _flops(module) / least_flops) if least_flops else 0.0,
-        fusions=_costliest(module, walk),
+        fusions=_costliest(module, simulation),
     )
 
 
@@ -100,7 +100,7 @@ _BASIS = {
 }
 
 
-def _without_time(module: Module, walk: Simulation) -> dict[str, float]:
+def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
     total, left = 0, collections.Counter[str]()
     for step in module.steps():
@@ -109,9 +109,9 @@ def _without_time(module: Module, walk: Simulation) -> dict[str, float]:
             continue
         size = step.executions * memory_traffic.bytes_of(module, instruction).total()
         total += size
-        unknown = walk.op_time(instruction).unknown
+        unknown = simulation.op_time(instruction).unknown
         if instruction.phase == "-start" and not (
-            module.bodies(instruction) or instruction.base in COPIES or walk.collective_ops(instruction)
+            module.bodies(instruction) or instruction.base in COPIES or simulation.collective_ops(instruction)
         ):
             unknown = instruction.opcode
         if unknown:
@@ -139,11 +139,11 @@ def _flops(module: Module) -> float:
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional")
 
 
-def _costliest(module: Module, walk: Simulation) -> tuple[tuple[str, float], ...]:
+def _costliest(module: Module, simulation: Simulation) -> tuple[tuple[str, float], ...]:
     """The operations that compute longest, each with its seconds."""
     found: collections.defaultdict[str, float] = collections.defaultdict(float)
     for step in module.steps():
-        price = walk.op_time(step.instruction)
+        price = simulation.op_time(step.instruction)
         if price.seconds:
             found[f"{_label(step.instruction)} ({price.kind})"] += step.executions * price.seconds
     return tuple(sorted(found.items(), key=lambda item: -item[1])[:COSTLIEST])
@@ -155,20 +155,22 @@ def _label(instruction: Instruction) -> str:
     return "+".join(name.owners) or ".".join(name.modules[:3]) or instruction.name
 
 
-def _timeline(module: Module, walk: Simulation) -> tuple[Span, ...]:
+def _timeline(module: Module, simulation: Simulation) -> tuple[Span, ...]:
     """One turn of the longest loop of the forward pass, then one of the backward pass."""
     steps = {step.instruction.name: step for step in module.steps() if step.instruction.opcode == "while"}
-    parts = {name: _part(turn) for name, turn in walk.iterations.items()}
+    parts = {name: _part(turn) for name, turn in simulation.iterations.items()}
     longest: dict[str, str] = {}
-    for name in sorted(walk.iterations, key=lambda name: walk.iterations[name].loop_s * steps[name].executions):
-        others = {parts[other] for other in walk.iterations if name in (loop.name for loop in steps[other].loops)}
+    for name in sorted(
+        simulation.iterations, key=lambda name: simulation.iterations[name].loop_s * steps[name].executions
+    ):
+        others = {parts[other] for other in simulation.iterations if name in (loop.name for loop in steps[other].loops)}
         if len(others) < 2:  # a loop over microbatches contains loops of both passes
             longest[parts[name]] = name
     return tuple(
         span
         for part in ("forward", "backward")
         if part in longest
-        for span in _spans(walk.iterations[longest[part]], part)
+        for span in _spans(simulation.iterations[longest[part]], part)
     )
 
 

@@ -245,28 +245,28 @@ class Simulation:
 class _Snapshot:
     """The state of a walk before a turn, with which the turn can be repeated."""
 
-    def __init__(self, walk: Simulation):
-        self.now_s = walk.clock_s
-        self._first = len(walk._events)
-        self._spent, self._waited = walk.compute_s.copy(), walk.exposed_s.copy()
-        self._communication_s = walk.communication_s
-        self._busy = dict(walk._free_at_s)
+    def __init__(self, simulation: Simulation):
+        self.now_s = simulation.clock_s
+        self._first = len(simulation._events)
+        self._spent, self._waited = simulation.compute_s.copy(), simulation.exposed_s.copy()
+        self._communication_s = simulation.communication_s
+        self._busy = dict(simulation._free_at_s)
 
-    def took_s(self, walk: Simulation) -> float:
-        return walk.clock_s - self.now_s
+    def took_s(self, simulation: Simulation) -> float:
+        return simulation.clock_s - self.now_s
 
-    def repeat(self, walk: Simulation, turns: int) -> None:
+    def repeat(self, simulation: Simulation, turns: int) -> None:
         """Repeats the turn `turns` times: all clocks move on, also those of links and of transfers under way."""
-        shift_s = turns * self.took_s(walk)
-        for now, before in ((walk.compute_s, self._spent), (walk.exposed_s, self._waited)):
+        shift_s = turns * self.took_s(simulation)
+        for now, before in ((simulation.compute_s, self._spent), (simulation.exposed_s, self._waited)):
             for name in now:
                 now[name] += turns * (now[name] - before.get(name, 0.0))
-        walk.communication_s += turns * (walk.communication_s - self._communication_s)
-        for link, free_s in walk._free_at_s.items():
+        simulation.communication_s += turns * (simulation.communication_s - self._communication_s)
+        for link, free_s in simulation._free_at_s.items():
             if free_s != self._busy.get(link):
-                walk._free_at_s[link] = free_s + shift_s
-        for piece in walk._events[self._first :]:
-            if piece.end_s > walk.clock_s:
+                simulation._free_at_s[link] = free_s + shift_s
+        for piece in simulation._events[self._first :]:
+            if piece.end_s > simulation.clock_s:
                 piece.begin_s += shift_s
                 piece.end_s += shift_s
-        walk.clock_s += shift_s
+        simulation.clock_s += shift_s

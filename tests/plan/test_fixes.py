@@ -30,8 +30,8 @@ def target():
 def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, traces_of, more):
     layout = rules_file.load("fsdp8", overrides=["rules.remat=none"])
     twice = dataclasses.replace(llama, data=dataclasses.replace(llama.data, batch=2 * llama.data.batch))
-    pricer = Estimator(twice, target, traces_of(twice))
-    peak_bytes = pricer.estimate(layout.fill(8)).peak_bytes
+    estimator = Estimator(twice, target, traces_of(twice))
+    peak_bytes = estimator.estimate(layout.fill(8)).peak_bytes
     limit_bytes = target.chip.usable_hbm_bytes
     assert peak_bytes > limit_bytes
     (found,) = advice.with_fixes(twice, [report_of(round(more * peak_bytes))], [layout], target)
@@ -39,7 +39,7 @@ def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(l
     assert kept.fix == "none"
     sets = re.findall(r"--set (rules\.\S+?),? ", fixed.fix)
     changed = rules_file.load("fsdp8", overrides=["rules.remat=none", *sets]).fill(8)
-    assert sets and more * pricer.estimate(changed).peak_bytes <= advice.SURE * limit_bytes
+    assert sets and more * estimator.estimate(changed).peak_bytes <= advice.SURE * limit_bytes
 
 
 def test_what_no_flag_makes_fit_is_said(llama, target):
