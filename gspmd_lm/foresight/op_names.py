@@ -56,8 +56,8 @@ def parse(op_name: str) -> OpName:
             einsum = word if word.islower() else word.translate(_EINSUM_LETTERS)
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
-    of = tuple(filter(None, scopes.get("of", "").split("+")))
-    in_loss = of == ("loss",)
+    owners = tuple(filter(None, scopes.get("of", "").split("+")))
+    in_loss = owners == ("loss",)
     if "rematted_computation" in words:
         phase = "recomputation"
     elif "transpose" in words or (in_loss and "sum" in scopes):  # the loss works out its gradients on its way forward
@@ -65,9 +65,9 @@ def parse(op_name: str) -> OpName:
     else:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
         phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
-    sums = tuple(filter(None, scopes.get("sum", "").split("+")))
-    more = {name: scopes.get(name, "") for name in ("sees", "turns", "kind")}
-    return OpName(phase, tuple(modules), of, sums, table, array, einsum, **more)
+    summed_axes = tuple(filter(None, scopes.get("sum", "").split("+")))
+    window, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
+    return OpName(phase, tuple(modules), owners, summed_axes, table, array, einsum, window, trip_count, kind)
 
 
 def of_each_tensor(op_name: str, count: int) -> list[str]:

@@ -34,7 +34,7 @@ class Links:
     def link(self, groups):
         return "ici"
 
-    def lane(self, groups):
+    def track(self, groups):
         return "ici " + "+".join(self.axes(groups))
 
     def time_s(self, kind, size_bytes, groups):

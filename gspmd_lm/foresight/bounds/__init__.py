@@ -61,11 +61,11 @@ def of_generation(
     `cache_bytes` is what one device holds of keys and values.
     """
     model = config.model
-    alone = tokens == 1
-    keys = sizes.slots if alone else sizes.prompt
-    per_token = flops_per_token(model, arrays.active_count(model), keys, last=alone) * _FORWARD
+    decodes = tokens == 1
+    keys = sizes.slots if decodes else sizes.prompt
+    per_token = flops_per_token(model, arrays.active_count(model), keys, last=decodes) * _FORWARD
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
-    state_bytes = used_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
+    state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
     flops = per_token * sizes.rows * tokens
     return _bounds(config, rules, arrays, chip, graph, flops, round(state_bytes), trains=False)
 
@@ -82,7 +82,7 @@ def _bounds(
 ) -> LowerBounds:
     """The floor of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
     flops /= rules.devices
-    sent, wide = (
+    sent, sent_as_float32 = (
         DecoderTransfers(rules, arrays, graph, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES)
     )
     return LowerBounds(
@@ -92,7 +92,7 @@ def _bounds(
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
         dtype=config.model.compute_dtype,
-        float32_bytes=round(sum(wide.values())),
+        float32_bytes=round(sum(sent_as_float32.values())),
     )
 
 
@@ -119,8 +119,8 @@ def memory_bytes(rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
     and backward in each microbatch, in the compute dtype; activations kept for the backward pass are written and read.
     """
     params = pairs(arrays.named_params, arrays.params)
-    again = rules.microbatches * used_bytes(rules, params, graph) + _kept_bytes(rules, graph)
-    return updated_bytes(rules, arrays) + 2 * again
+    per_pass = rules.microbatches * compute_bytes(rules, params, graph) + _saved_bytes(rules, graph)
+    return updated_bytes(rules, arrays) + 2 * per_pass
 
 
 def updated_bytes(rules: Rules, arrays: Arrays) -> float:
@@ -131,16 +131,16 @@ def updated_bytes(rules: Rules, arrays: Arrays) -> float:
     return 2 * once
 
 
-def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
+def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations.
 
     Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
     """
     itemsize = graph.matmuls[0].input.itemsize
     looked_up = set(graph.looked_up) - graph.multiplied
-    read = {matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis}
+    rows_read = {matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis}
     return sum(
-        bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, read.get(leaf[0].path, 1.0))
+        bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, rows_read.get(leaf[0].path, 1.0))
         for leaf in params
         if leaf[0].path not in looked_up
     )
@@ -152,7 +152,7 @@ def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: i
     return math.prod(like.shape) * itemsize / rules.piece_count(itertools.chain(*spec))
 
 
-def _kept_bytes(rules: Rules, graph: DataflowGraph) -> float:
+def _saved_bytes(rules: Rules, graph: DataflowGraph) -> float:
     """Activations of all layers and microbatches that a device keeps for the backward pass."""
     remat = rules.remat
     inputs = [node for node in graph.nodes if node.checkpoint_name == "layer_input"]  # whatever name it is kept under

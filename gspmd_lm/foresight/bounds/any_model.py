@@ -58,7 +58,7 @@ def jaxpr_flops(jaxpr: Any) -> float:
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
         total += graph.flops(equation)
-        inner = [jaxpr_flops(one) for one in _jaxprs(params)]
+        inner = [jaxpr_flops(inner_jaxpr) for inner_jaxpr in _inner_jaxprs(params)]
         if primitive == "cond":
             total += max(inner)
         else:
@@ -66,10 +66,10 @@ def jaxpr_flops(jaxpr: Any) -> float:
     return total
 
 
-def _jaxprs(params: Any) -> list[Any]:
+def _inner_jaxprs(params: Any) -> list[Any]:
     leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
-    found = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
-    return [one for one in found if isinstance(one, core.Jaxpr)]
+    jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
+    return [one for one in jaxprs if isinstance(one, core.Jaxpr)]
 
 
 class AnyModelTransfers(Transfers):
@@ -79,52 +79,52 @@ class AnyModelTransfers(Transfers):
         for path, nodes in self.graph.used.items():
             for _ in range(1 if self.rules.remat.policy == "none" else 2):  # for the backward pass again
                 self.gather(self.weights[path], self.itemsize(nodes[0]))
-        read, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
+        readers, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
         for matmul in self.graph.matmuls:
-            self.output_transfers(matmul, written)
-            read[matmul.input].append(matmul)
-        for x, matmuls in read.items():
-            home = self.graph.gathered_from(x)
-            self.input_transfers(x, None if home in written else home, matmuls)
+            self.add_output_side(matmul, written)
+            readers[matmul.input].append(matmul)
+        for x, matmuls in readers.items():
+            source = self.graph.gathered_from(x)
+            self.add_input_side(x, None if source in written else source, matmuls)
         for path in set(self.graph.used) - self.graph.multiplied:
             weight, applied = self.weights[path], self.graph.applied_to(path)
             if weight.trained and applied:
-                place, node = self.sharding(applied), self.graph.used[path][0]
-                have = {axis: names for axis, names in place.items() if axis in weight.sizes}
-                over = mesh_axes_except(place, *weight.sizes)
-                self.transfer(self.bytes(node), have, weight.gradient, over, node.trip_count, "gradients")
+                sharding, node = self.sharding(applied), self.graph.used[path][0]
+                local_gradient = {axis: names for axis, names in sharding.items() if axis in weight.sizes}
+                summed_over = mesh_axes_except(sharding, *weight.sizes)
+                self.transfer(self.bytes(node), local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")
 
-    def output_transfers(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
+    def add_output_side(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
         """The reduction of a product's result. Results that one `write` adds up are reduced once."""
         x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
-        use = self.weights[matmul.path].compute
-        over = frozenset(mesh_axes_except(use, *(use.keys() - x.keys())))
-        home = self.graph.written_to(y) if matmul.output else y
-        if home is not y:
+        compute = self.weights[matmul.path].compute
+        summed_over = frozenset(mesh_axes_except(compute, *(compute.keys() - x.keys())))
+        destination = self.graph.written_to(y) if matmul.output else y
+        if destination is not y:
             if y not in written and self.trains:
-                self.transfer(self.bytes(y), self.sharding(home), self.sharding(y), times=times)  # the gradient
-            if over in written.setdefault(y, set()):
+                self.transfer(self.bytes(y), self.sharding(destination), self.sharding(y), times=times)  # the gradient
+            if summed_over in written.setdefault(y, set()):
                 return
-            written[y].add(over)
-        have = {axis: tuple(name for name in names if name not in over) for axis, names in self.sharding(y).items()}
-        self.transfer(self.bytes(matmul.node), have, self.sharding(home), over, times)
+            written[y].add(summed_over)
+        computed = {axis: tuple(name for name in names if name not in summed_over) for axis, names in self.sharding(y).items()}
+        self.transfer(self.bytes(matmul.node), computed, self.sharding(destination), summed_over, times)
 
-    def input_transfers(self, x: Node, home: Node | None, matmuls: list[Matmul]) -> None:
+    def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
         """The gradients of products that have one input. Where `read` gathers it from `home`, the input too, and one
         sum of all gradients."""
-        place = self.sharding(x)
-        if home:
-            kept = not self.trains or self.rules.remat.policy == "none" or x.array in self.saved
-            for _ in range(1 if kept else 2):
-                self.transfer(self.bytes(x), self.sharding(home), place, times=x.trip_count)
+        sharding = self.sharding(x)
+        if source:
+            input_saved = not self.trains or self.rules.remat.policy == "none" or x.array in self.saved
+            for _ in range(1 if input_saved else 2):
+                self.transfer(self.bytes(x), self.sharding(source), sharding, times=x.trip_count)
         if not self.trains:
             return
-        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *place)) for matmul in matmuls]
-        for over in dict.fromkeys(sums) if home else sums:
-            self.transfer(self.bytes(x), place, self.sharding(home or x), over, x.trip_count)
+        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *sharding)) for matmul in matmuls]
+        for summed_over in dict.fromkeys(sums) if source else sums:
+            self.transfer(self.bytes(x), sharding, self.sharding(source or x), summed_over, x.trip_count)
         for matmul in matmuls:
             weight = self.weights[matmul.path]
             if weight.trained:
-                rows = mesh_axes_except(place, *weight.sizes)
+                row_axes = mesh_axes_except(sharding, *weight.sizes)
                 size_bytes, times = self.bytes(matmul.weight), matmul.node.trip_count
-                self.transfer(size_bytes, weight.compute, weight.gradient, rows, times, "gradients")
+                self.transfer(size_bytes, weight.compute, weight.gradient, row_axes, times, "gradients")

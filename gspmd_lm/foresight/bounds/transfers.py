@@ -91,22 +91,22 @@ class Transfers(abc.ABC):
             sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), max(like.dtype.itemsize, narrowest)
             self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
         self.add_model()
-        waiting, self.reduced_last = self.reduced_last, set()
+        reduced_last, self.reduced_last = self.reduced_last, set()
         for weight in self.weights.values():
             if not weight.trained:
                 continue
             gradient_bytes = weight.elements * FLOAT32_BYTES
-            self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, waiting), 1, "gradients")
+            self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, reduced_last), 1, "gradients")
             # The update runs where the optimizer's state lives; its result goes where weights rest.
             self.add(self.volume(weight.elements * weight.itemsize, weight.gradient, weight.storage), 1, "weights")
 
     @functools.cached_property
     def bytes_by_axes(self) -> dict[str, float]:
         """Mesh axes -> the bytes that one device sends over them in a step."""
-        found: dict[str, float] = collections.defaultdict(float)
-        for move in self.all:
-            found[move.axes] += move.bytes * move.times_per_step
-        return found
+        total: dict[str, float] = collections.defaultdict(float)
+        for transfer in self.all:
+            total[transfer.axes] += transfer.bytes * transfer.times_per_step
+        return total
 
     @abc.abstractmethod
     def add_model(self) -> None:
@@ -126,45 +126,45 @@ class Transfers(abc.ABC):
         spec = self.rules.resolve("rules", array, axes, node.shape)[0]
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
-    def transfer(self, size_bytes: float, have: Sharding, want: Sharding, partial: Iterable[str] = (), times: int = 1,
-             what: str = "activations") -> None:  # fmt: skip
+    def transfer(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = (), times: int = 1,
+             kind: str = "activations") -> None:  # fmt: skip
         """Adds what a device sends for an array of `size_bytes` in all to get from where it is to where it is wanted,
         `times` in each microbatch.
 
         `partial` are mesh axes over which it is still to be summed. Dropping what is not wanted costs nothing, and
         comes first.
         """
-        self.add(self.volume(size_bytes, have, want, partial), self.microbatches * times, what, times > 1)
+        self.add(self.volume(size_bytes, source, target, summed_over), self.microbatches * times, kind, times > 1)
 
     def add_cheapest(self, *ways: list[Volume], times: int = 1) -> None:
         """Adds the way that sends least."""
         for cost in min(ways, key=lambda way: sum(sum(cost.values()) for cost in way)):
-            self.add(cost, self.microbatches * times, looped=times > 1)
+            self.add(cost, self.microbatches * times, in_loop=times > 1)
 
-    def add(self, cost: Volume, times: int, what: str = "activations", looped: bool = False) -> None:
-        self.all += [Transfer(what, axes, sent_bytes, times, looped) for axes, sent_bytes in cost.items() if sent_bytes]
+    def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:
+        self.all += [Transfer(kind, axes, sent_bytes, times_per_step, in_loop) for axes, sent_bytes in volume.items() if sent_bytes]
 
-    def volume(self, size_bytes: float, have: Sharding, want: Sharding, partial: Iterable[str] = ()) -> Volume:
+    def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
         """What `move` adds in one microbatch."""
-        has, wants = mesh_axes(have), mesh_axes(want)
-        summed = set(partial) - has - self.reduced_last
-        moved = {name for axis, names in have.items() for name in names if name in wants - set(want.get(axis, ()))}
-        found: dict[str, float] = collections.defaultdict(float)
-        local = size_bytes / self.rules.piece_count(has | (wants - summed))
-        for over, passes, shrinks in ((summed & wants, 1, True), (summed - wants, 2, False), (moved, 1, False)):
-            pieces = self.rules.piece_count(over)
-            if pieces > 1:
-                found[self.axes_key(over)] += passes * local * (pieces - 1) / pieces
-            local /= pieces if shrinks else 1
-        if (pieces := self.rules.piece_count(has - wants)) > 1:
-            found[self.axes_key(has - wants)] += local * (pieces - 1)
-        return found
+        source_axes, target_axes = mesh_axes(source), mesh_axes(target)
+        summed = set(summed_over) - source_axes - self.reduced_last
+        exchanged = {name for axis, names in source.items() for name in names if name in target_axes - set(target.get(axis, ()))}
+        bytes_over: dict[str, float] = collections.defaultdict(float)
+        local = size_bytes / self.rules.piece_count(source_axes | (target_axes - summed))
+        for over, passes, shrinks in ((summed & target_axes, 1, True), (summed - target_axes, 2, False), (exchanged, 1, False)):
+            shards = self.rules.piece_count(over)
+            if shards > 1:
+                bytes_over[self.axes_key(over)] += passes * local * (shards - 1) / shards
+            local /= shards if shrinks else 1
+        if (shards := self.rules.piece_count(source_axes - target_axes)) > 1:
+            bytes_over[self.axes_key(source_axes - target_axes)] += local * (shards - 1)
+        return bytes_over
 
     def axes_key(self, mesh_axes: Iterable[str]) -> str:
         return "+".join(name for name in self.rules.mesh if name in set(mesh_axes))
 
     def gather(self, weight: Parameter, itemsize: int) -> None:
         """A weight goes from where it rests to where it is used. One that no loop uses stays for all microbatches."""
-        turns = max((node.trip_count for node in self.graph.used.get(weight.path, ())), default=1)
-        cost = self.volume(weight.elements * itemsize / turns, weight.storage, weight.compute)
-        self.add(cost, self.microbatches * turns if turns > 1 else 1, "weights", turns > 1)
+        iterations = max((node.trip_count for node in self.graph.used.get(weight.path, ())), default=1)
+        volume = self.volume(weight.elements * itemsize / iterations, weight.storage, weight.compute)
+        self.add(volume, self.microbatches * iterations if iterations > 1 else 1, "weights", iterations > 1)
