@@ -138,7 +138,9 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
     """
     itemsize = graph.matmuls[0].input.itemsize
     looked_up = set(graph.looked_up) - graph.multiplied
-    rows_read = {matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis}
+    rows_read = {
+        matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis
+    }
     return sum(
         bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, rows_read.get(leaf[0].path, 1.0))
         for leaf in params

@@ -25,7 +25,7 @@ from gspmd_lm.sharding.shapes import Arrays
 
 
 def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> LowerBounds:
-    """The floor of one train step of `task` under `rules`, filled and checked; `chip` is None for simulated devices.
+    """The lower bounds of a train step of `task` under `rules`, filled and checked; `chip` is None if simulated.
 
     FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
@@ -41,7 +41,7 @@ def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> 
 
 
 def flops_of_step(task: Task, arrays: Arrays) -> float:
-    """What the products and convolutions of the loss and its gradients take, as they are traced for one device."""
+    """The FLOPs of the matmuls and convolutions of the loss and its gradients, as they are traced for one device."""
 
     def loss(trained: Any, params: Any, batch: Any, key: Any) -> jax.Array:
         joined = unflatten_dict(flatten_dict(params) | flatten_dict(trained))
@@ -53,7 +53,7 @@ def flops_of_step(task: Task, arrays: Arrays) -> float:
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
-    """2 for each multiplication and addition of products and convolutions. A loop of unknown length counts once."""
+    """2 for each multiply-add of matmuls and convolutions. A loop whose trip count is unknown counts once."""
     total = 0.0
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
@@ -73,7 +73,7 @@ def _inner_jaxprs(params: Any) -> list[Any]:
 
 
 class AnyModelTransfers(Transfers):
-    """`Moves` of any model."""
+    """The transfers of any model."""
 
     def add_model(self) -> None:
         for path, nodes in self.graph.used.items():
@@ -92,10 +92,12 @@ class AnyModelTransfers(Transfers):
                 sharding, node = self.sharding(applied), self.graph.used[path][0]
                 local_gradient = {axis: names for axis, names in sharding.items() if axis in weight.sizes}
                 summed_over = mesh_axes_except(sharding, *weight.sizes)
-                self.transfer(self.bytes(node), local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")
+                self.transfer(
+                    self.bytes(node), local_gradient, weight.gradient, summed_over, node.trip_count, "gradients"
+                )
 
     def add_output_side(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
-        """The reduction of a product's result. Results that one `write` adds up are reduced once."""
+        """Adds the reduction of a matmul's partial sums. Results that one `write` adds up are reduced once."""
         x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
         compute = self.weights[matmul.path].compute
         summed_over = frozenset(mesh_axes_except(compute, *(compute.keys() - x.keys())))
@@ -106,12 +108,16 @@ class AnyModelTransfers(Transfers):
             if summed_over in written.setdefault(y, set()):
                 return
             written[y].add(summed_over)
-        computed = {axis: tuple(name for name in names if name not in summed_over) for axis, names in self.sharding(y).items()}
+        computed = {
+            axis: tuple(name for name in names if name not in summed_over) for axis, names in self.sharding(y).items()
+        }
         self.transfer(self.bytes(matmul.node), computed, self.sharding(destination), summed_over, times)
 
     def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
-        """The gradients of products that have one input. Where `read` gathers it from `home`, the input too, and one
-        sum of all gradients."""
+        """Adds the gradients of matmuls that have one input.
+
+        Where `read` gathers that input from a `source`, the gather is added too, and the gradients are summed once.
+        """
         sharding = self.sharding(x)
         if source:
             input_saved = not self.trains or self.rules.remat.policy == "none" or x.array in self.saved

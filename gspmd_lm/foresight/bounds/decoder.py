@@ -1,9 +1,9 @@
-"""What a split of the decoder must move: the bytes that one device sends in a step, at the least.
+"""The communication volume of a sharded decoder: the bytes that one device must send in a step.
 
-For tensor parallelism that gives Megatron's count, arXiv 1909.08053: four reductions of [B, T, D] per layer, each of
+For tensor parallelism it is Megatron's count, arXiv 1909.08053: four reductions of [B, T, D] per layer, each of
 2 (n-1)/n; with a sequence-split residual, arXiv 2205.05198, four reduce-scatters and six all-gathers of (n-1)/n, since
-a product's input is gathered again for its weight's gradient. For fully sharded weights it gives ZeRO's, arXiv
-1910.02054: gathered once forward and once backward in the compute dtype (recomputation needs no third time) and their
+a matmul's input is gathered again for its weight's gradient. For fully sharded weights it is ZeRO's, arXiv 1910.02054:
+weights are gathered once forward and once backward in the compute dtype (recomputation needs no third time) and their
 gradients reduce-scattered, all of it in each microbatch. Gradients are reduced in the dtype that model/ sums them in:
 float32 for token tables and norms, the compute dtype for the rest.
 
@@ -33,17 +33,20 @@ _INT32_BYTES = 4
 
 
 class DecoderTransfers(Transfers):
-    """`Moves` of the decoder, or of any model that reads and writes a residual stream."""
+    """The transfers of the decoder, or of any model that reads and writes a residual stream.
+
+    A matmul of a layer has one end at the residual stream. `stream_end` is that end, and `inner_end` is the other one.
+    """
 
     def add_model(self) -> None:
         graph = self.graph
-        # What blocks read is the residual stream, gathered: their inputs come from there, and their sums go there.
+        # Blocks read the residual stream, gathered, and their sums go back to it.
         self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
         self.residual = graph.gathered_from(self.block_input) or self.block_input
         self.add_layers()
         for matmul in graph.matmuls:
             if self.is_head(matmul):
-                self.add_loss(matmul) if self.trains else self.logits(matmul)
+                self.add_loss(matmul) if self.trains else self.add_logits(matmul)
         for path in graph.looked_up:
             if path not in graph.used or path in graph.multiplied:
                 self.add_look_up(self.weights[path])
@@ -53,11 +56,11 @@ class DecoderTransfers(Transfers):
     # The layers
 
     def is_head(self, matmul: Matmul) -> bool:
-        """Whether a product gives the logits: it is part of the loss, and of no word for weights."""
+        """Whether a matmul gives the logits: it is part of the loss, and no weight's name is on it."""
         return not set(matmul.node.name.owners) & set(self.weights)
 
     def add_layers(self) -> None:
-        """All products of the layers. How they are read and written is in partial_sums.py."""
+        """Adds what the matmuls of all layers move. partial_sums.py says how they read and write the stream."""
         matmuls = [matmul for matmul in self.graph.matmuls if not self.is_head(matmul)]
         inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
         adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
@@ -85,12 +88,13 @@ class DecoderTransfers(Transfers):
                 self.gather(weight, self.itemsize(used))
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
-        """One input, read with several weights; forward and backward. `products` are those of no adapter."""
+        """Adds what one input of several matmuls moves, forward and backward. `matmuls`: those without adapters."""
         stream = self.graph.gathered_from(x)
         assert stream and x.placed
         input_saved = self.rules.remat.policy == "none" or x.placed.array in self.saved
         any_trained = any(self.weights[matmul.path].trained for matmul in readers)
-        for _ in range(2 if any_trained and not input_saved else 1):  # the input, gathered; for the weights' gradients again
+        # The input is gathered, and once more for the gradients of the weights.
+        for _ in range(2 if any_trained and not input_saved else 1):
             self.transfer(self.bytes(x), self.sharding(stream), self.sharding(x), times=x.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, x) if matmul.group_axis else self.add_matmul(matmul, x, matmul.output)
@@ -99,7 +103,7 @@ class DecoderTransfers(Transfers):
             self.add_partial_sums(x, stream, matmuls, [matmul.output for matmul in matmuls])
 
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
-        """Several inputs, each through its own weight, summed into the residual stream; forward and backward."""
+        """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
         recomputed = self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
         for _ in range(2 if self.trains and recomputed and self.read_in_same_block(stream) else 1):
@@ -110,21 +114,27 @@ class DecoderTransfers(Transfers):
             self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
 
     def add_expert_gradient(self, matmul: Matmul, stream_end: Node) -> None:
-        """The gradient of experts' weights: each device has a sum over its own tokens.
+        """Adds the reduction of the gradient of experts' weights, of which each device has a sum over its own tokens.
 
-        If a matrix of an adapter lacks the axis along which the weight is split, that of the other matrix is a sum over
-        it, and the gradient is one too.
+        If a matrix of an adapter lacks the axis along which the weight is split, the result of the other matrix is a
+        partial sum over that axis, and so is the gradient.
         """
         weight, tokens = self.weights[matmul.path], mesh_axes(self.sharding(stream_end), "batch", "seq")
-        inner_sharding = {axis: names for axis, names in self.inner_sharding(matmul, stream_end).items() if axis not in weight.sizes}
+        inner = self.inner_sharding(matmul, stream_end)
+        lacking = {axis: names for axis, names in inner.items() if axis not in weight.sizes}
         if weight.trained and self.trains:
-            over = tokens | mesh_axes(inner_sharding)
+            summed_over = tokens | mesh_axes(lacking)
             self.transfer(
-                self.bytes(matmul.weight), weight.compute, weight.gradient, over, stream_end.trip_count, "gradients"
+                self.bytes(matmul.weight),
+                weight.compute,
+                weight.gradient,
+                summed_over,
+                stream_end.trip_count,
+                "gradients",
             )
 
     def add_dispatch(self, x: Node, matmuls: list[Matmul]) -> None:
-        """Tokens on their way to the experts that `products` read them with, and back, if both are split alike."""
+        """Adds the dispatch of tokens to their experts, and the combine, if both are split over the same mesh axes."""
         if not matmuls:
             return
         matmul, sharding = matmuls[0], self.sharding(x)
@@ -132,20 +142,21 @@ class DecoderTransfers(Transfers):
         if not expert_axes or not expert_axes <= token_axes:
             return
         rows, width = matmul.node.shape[0], x.shape[-1]
-        # There and back; their gradients the other way; and there again for what is computed again.
+        # Dispatch and combine, the same for the gradients, and one more dispatch where it is recomputed.
         recomputed = self.rules.remat.policy != "none" and "dispatched" not in self.saved
-        by_tokens, by_experts = {"batch": tuple(token_axes)}, {"batch": tuple(token_axes - expert_axes), matmul.group_axis: tuple(expert_axes)}
+        by_tokens = {"batch": tuple(token_axes)}
+        by_experts = {"batch": tuple(token_axes - expert_axes), matmul.group_axis: tuple(expert_axes)}
         for _ in range(4 + recomputed if self.trains else 2):
             self.transfer(rows * width * self.itemsize(x), by_tokens, by_experts, times=x.trip_count)
-        if self.trains:  # for the gradients of the weights of a token's experts, one number for each of these
+        if self.trains:  # one number for each expert of a token: the gradient of its router weight
             self.transfer(rows * FLOAT32_BYTES, by_tokens, by_experts, times=x.trip_count)
 
     def expert_axes(self, matmul: Matmul) -> set[str]:
-        """The mesh axes that split the experts of a product."""
+        """The mesh axes that split the experts of a matmul."""
         return set(self.weights[matmul.path].compute[matmul.group_axis])
 
     def read_in_same_block(self, node: Node) -> bool:
-        """Whether the same block reads what is written here, so that computing it again needs the sum."""
+        """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""
         waiting, seen = [node], {node}
         while waiting:
             for user in waiting.pop().users:
@@ -158,18 +169,17 @@ class DecoderTransfers(Transfers):
         return False
 
     def add_matmul(self, matmul: Matmul, stream_end: Node, inner_end: Node | None) -> None:
-        """What a product and its gradients move, but for sums into the residual stream.
-
-        `near` is its end at the residual stream, `far` the other one.
-        """
+        """Adds what a matmul and its gradients move, but for the partial sums at the residual stream."""
         assert inner_end
-        weight, stream, inner, times = self.weights[matmul.path], self.sharding(stream_end), self.sharding(inner_end), stream_end.trip_count
+        weight, times = self.weights[matmul.path], stream_end.trip_count
+        stream, inner = self.sharding(stream_end), self.sharding(inner_end)
         inner_axes = self.inner_axes(matmul, stream_end)
-        contracted = [axis for axis in stream if axis in weight.sizes]
+        stream_axes = [axis for axis in stream if axis in weight.sizes]
         rows_bytes = math.prod(stream_end.shape[:2]) * self.itemsize(stream_end)
         inner_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in inner_axes)
-        computed = {"batch": stream["batch"], "seq": stream["seq"], **{axis: weight.compute[axis] for axis in inner_axes}}
-        summed_over = mesh_axes(stream, *contracted)
+        rows = {"batch": stream["batch"], "seq": stream["seq"]}
+        computed = {**rows, **{axis: weight.compute[axis] for axis in inner_axes}}
+        summed_over = mesh_axes(stream, *stream_axes)
         if not self.trains:
             self.transfer(inner_bytes, computed, inner, summed_over, times)
             return
@@ -179,10 +189,10 @@ class DecoderTransfers(Transfers):
         recomputed = self.rules.remat.policy != "none"
         if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):
             self.transfer(inner_bytes, computed, {**inner, "seq": stream["seq"]}, summed_over, times)
-            apart = {**inner, "seq": (), inner_axes[0]: (*inner[inner_axes[0]], *stream["seq"])}
+            by_heads = {**inner, "seq": (), inner_axes[0]: (*inner[inner_axes[0]], *stream["seq"])}
             recomputed &= inner_end.placed.array != _OUT or _OUT not in self.saved
-            for _ in range(2 + recomputed):  # heads for tokens, their gradients, and what is computed again
-                self.transfer(inner_bytes, {**inner, "seq": stream["seq"]}, apart, times=times)
+            for _ in range(2 + recomputed):  # to heads, back for the gradients, and once more where it is recomputed
+                self.transfer(inner_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
         elif query_axes:  # each query reads all keys; their gradients come from everywhere
             all_keys, kind = {**inner, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
             self.transfer(inner_bytes, computed, all_keys, summed_over, times, kind)
@@ -192,52 +202,60 @@ class DecoderTransfers(Transfers):
         else:
             self.transfer(inner_bytes, computed, inner, summed_over, times)
         matrix_bytes = self.bytes(matmul.weight)
-        if apart := mesh_axes(weight.compute, *contracted) - summed_over:
-            # A mesh axis splits the weight in use, but not its input. Either the weight is gathered, or the sums over
-            # embed are reduced and the result on the other side is gathered. Only the first is possible where that
-            # mesh axis splits the rows.
-            gathered = [self.volume(matrix_bytes, weight.compute, {**weight.compute, **dict.fromkeys(contracted, ())})]
-            reduced = [self.volume(inner_bytes, computed, inner, apart)]
-            result = [self.volume(self.bytes(stream_end), {**stream, contracted[0]: tuple(apart)}, stream)]
+        if weight_only := mesh_axes(weight.compute, *stream_axes) - summed_over:
+            # A mesh axis splits the weight, but not the array at the stream. Either the weight is gathered, or partial
+            # sums are reduced at the inner end and the result at the stream is gathered. Only the first is possible
+            # where that mesh axis splits the rows.
+            gathered = [self.volume(matrix_bytes, weight.compute, {**weight.compute, **dict.fromkeys(stream_axes, ())})]
+            reduced = [self.volume(inner_bytes, computed, inner, weight_only)]
+            result = [self.volume(self.bytes(stream_end), {**stream, stream_axes[0]: tuple(weight_only)}, stream)]
             for alternative in (reduced, result):
-                self.add_cheapest(gathered, *([] if apart & mesh_axes(computed) else [alternative]), times=times)
+                self.add_cheapest(gathered, *([] if weight_only & mesh_axes(computed) else [alternative]), times=times)
         if weight.trained:
-            local_gradient = {**{axis: stream[axis] for axis in contracted}, **{axis: inner[axis] for axis in inner_axes}}
-            self.transfer(matrix_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients")
+            local_gradient = {
+                **{axis: stream[axis] for axis in stream_axes},
+                **{axis: inner[axis] for axis in inner_axes},
+            }
+            self.transfer(
+                matrix_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients"
+            )
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
-            # Heads are split finer than their keys: the gradients of a key's heads meet, in the keys or in the matrix.
+            # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
+            # are summed, either as those of the keys or as those of the weight.
             split = {inner_axes[0]: (*inner[inner_axes[0]], *head_axes)}
-            in_matrix = [self.volume(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
-            in_keys = [self.volume(inner_bytes, {**inner, **split}, inner)]
-            self.add_cheapest(in_keys, *([in_matrix] if weight.trained else []), times=times)
+            of_weight = [self.volume(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
+            of_keys = [self.volume(inner_bytes, {**inner, **split}, inner)]
+            self.add_cheapest(of_keys, *([of_weight] if weight.trained else []), times=times)
 
     def inner_axes(self, matmul: Matmul, stream_end: Node) -> list[str]:
-        """The axes of a weight that its end at the residual stream has not."""
+        """The axes of a weight that the array at the residual stream lacks."""
         assert matmul.weight.placed and stream_end.placed
         return [axis for axis in matmul.weight.placed.axes if axis not in stream_end.placed.axes]
 
     def inner_sharding(self, matmul: Matmul, stream_end: Node) -> Sharding:
-        """How experts' weights are split along the axes that their end at the residual stream has not.
+        """How experts' weights are split along the axes that the array at the residual stream lacks.
 
-        For an adapter it is how its weight is.
+        An adapter is split as its weight is.
         """
         path = self.rules.vocabulary.adapted(matmul.path)
         compute_spec = self.graph.used[path][0].placed
         assert compute_spec and stream_end.placed
-        return {axis: self.weights[path].compute[axis] for axis in compute_spec.axes if axis not in stream_end.placed.axes}
+        return {
+            axis: self.weights[path].compute[axis] for axis in compute_spec.axes if axis not in stream_end.placed.axes
+        }
 
     def sharding_of_queries(self, keys: Node) -> Sharding:
-        """Where the queries live that read keys or values; nowhere for other activations."""
+        """The sharding of the queries that read keys or values; empty for other activations."""
         if not keys.placed or "kv_seq" not in keys.placed.axes:
             return {}
         queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
         return self.sharding(queries[0]) if queries else {}
 
     def add_adapter(self, first: Matmul, second: Matmul) -> None:
-        """What a low-rank adapter moves: its two matrices, their gradients, and the sum of what lies between.
+        """Adds what a low-rank adapter moves: its two matrices, their gradients, and the sum between the two matmuls.
 
-        An adapter of a matrix that writes to the residual stream makes no such sum: its addends join those of the
-        matrix, and the gradient of its second matrix is summed over the axes that split its first.
+        An adapter of a weight that writes to the residual stream makes no such sum: its partial sums join those of the
+        weight, and the gradient of its second matrix is summed over the mesh axes that split its first.
         """
         inner_axes: set[str] = set()
         stream = self.sharding(self.block_input)
@@ -249,28 +267,39 @@ class DecoderTransfers(Transfers):
             if weight.trained:
                 row_axes = mesh_axes(stream, "batch", "seq")
                 summed_over, times = row_axes | inner_axes, matmul.node.trip_count
-                self.transfer(self.bytes(matmul.weight), weight.compute, weight.gradient, summed_over, times, "gradients")
+                self.transfer(
+                    self.bytes(matmul.weight), weight.compute, weight.gradient, summed_over, times, "gradients"
+                )
             if matmul is first:
                 inner_axes = rank_axes
             elif rank_axes and self.trains:
                 self.transfer(self.bytes(matmul.input), stream, stream, rank_axes, matmul.node.trip_count)
 
-    def add_partial_sums(self, written: Node, stream: Node, matmuls: list[Matmul], inner_ends: Iterable[Node | None]) -> None:
-        """The sum over heads or hidden units, into the residual; products that are split alike are added up first."""
+    def add_partial_sums(
+        self, written: Node, stream: Node, matmuls: list[Matmul], inner_ends: Iterable[Node | None]
+    ) -> None:
+        """Adds the reduction into the residual stream of sums over heads or hidden units.
+
+        Matmuls that are summed over the same mesh axes are reduced once.
+        """
         token_axes, partials = mesh_axes(self.sharding(written), "batch", "seq"), set()
         for matmul, inner_end in zip(matmuls, inner_ends, strict=True):
-            if matmul.group_axis:  # where tokens travel to experts, their results are whole
+            if matmul.group_axis:  # what is combined from experts is whole
                 over = mesh_axes(self.inner_sharding(matmul, written))
-                partials.add(frozenset(over - self.expert_axes(matmul) if self.expert_axes(matmul) <= token_axes else over))
+                partials.add(
+                    frozenset(over - self.expert_axes(matmul) if self.expert_axes(matmul) <= token_axes else over)
+                )
             elif inner_end:
                 partials.add(frozenset(mesh_axes(self.sharding(inner_end), *self.inner_axes(matmul, written))))
         for partial in partials:
-            self.transfer(self.bytes(written), self.sharding(written), self.sharding(stream), partial, written.trip_count)
+            self.transfer(
+                self.bytes(written), self.sharding(written), self.sharding(stream), partial, written.trip_count
+            )
 
     # Before and after the layers
 
     def add_look_up(self, table: Parameter) -> None:
-        """The token table and learned positions, forward and backward: see `partial_sums.look_up`.
+        """Adds look-ups in the token table and in learned positions, forward and backward: see `partial_sums.look_up`.
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """
@@ -278,19 +307,24 @@ class DecoderTransfers(Transfers):
         ids, width = table.sizes
         itemsize = self.itemsize(self.block_input)
         residual, block_input = self.sharding(self.residual), self.sharding(self.block_input)
-        row_axes, token_axes, column_axes = table.compute[ids], mesh_axes(residual, "batch", "seq"), mesh_axes(table.storage, width)
+        row_axes, token_axes, column_axes = (
+            table.compute[ids],
+            mesh_axes(residual, "batch", "seq"),
+            mesh_axes(table.storage, width),
+        )
         if row_axes:
             self.gather(table, 0 if tied else itemsize)
             self.transfer(size_bytes, block_input, residual, row_axes)
             if table.trained:
                 self.transfer(size_bytes, residual, block_input)
         elif not (tied and self.trains):
-            # Read where it rests, for which the ids of others are needed, or gathered, whichever is less.
+            # Either rows are looked up where the table is stored, for which the ids of other devices are needed, or the
+            # table is gathered.
             looked_up_where_stored = self.volume(size_bytes, {width: tuple(column_axes)}, residual)
             table_gathered = self.volume(table.elements * itemsize, table.storage, {})
             self.add_cheapest([looked_up_where_stored, self.token_ids(column_axes & token_axes)], [table_gathered])
-        # The gradients have two ways too. Those of the tables are reduced, or the gradient of x goes to the devices
-        # that hold its columns, where it is added up.
+        # Either the gradients of the tables are reduced, or the gradient of the activations is sent to the devices
+        # that hold its columns, and is summed there.
         gradients = [] if tied or not table.trained else [(table, FLOAT32_BYTES)]
         used = [self.weights[path] for path in self.graph.looked_up if path in self.graph.used and path != table.path]
         gradients += [(positions, itemsize) for positions in used if positions.trained]
@@ -301,9 +335,13 @@ class DecoderTransfers(Transfers):
             self.volume(like.elements * itemsize, {ids: like.compute.get(ids, ())}, like.gradient, token_axes)
             for like, itemsize in gradients
         ]
-        activations_sent = [self.volume(size_bytes, residual, {**remaining, **by_columns}), self.token_ids(shared_axes - column_axes)]
+        activations_sent = [
+            self.volume(size_bytes, residual, {**remaining, **by_columns}),
+            self.token_ids(shared_axes - column_axes),
+        ]
         activations_sent += [
-            self.volume(like.elements * itemsize, by_columns, like.gradient, token_axes - shared_axes) for like, itemsize in gradients
+            self.volume(like.elements * itemsize, by_columns, like.gradient, token_axes - shared_axes)
+            for like, itemsize in gradients
         ]
         self.add_cheapest(gradients_reduced, *([activations_sent] if shared_axes and gradients else []))
 
@@ -314,10 +352,13 @@ class DecoderTransfers(Transfers):
         return self.volume(ids_bytes, {"batch": (*gathered_axes, *other_axes)}, {"batch": tuple(other_axes)})
 
     def add_loss(self, head: Matmul) -> None:
-        """Logits, softmax and their gradients, which are found in the forward pass: see model/loss.py."""
+        """Adds logits, softmax and their gradients, which the forward pass computes: see model/loss.py."""
         assert head.output
         table, x, logits = self.weights[head.path], self.sharding(head.input), self.sharding(head.output)
-        stream, vocab_axes = self.sharding(self.graph.gathered_from(head.input) or head.input), self.inner_axes(head, head.input)
+        stream, vocab_axes = (
+            self.sharding(self.graph.gathered_from(head.input) or head.input),
+            self.inner_axes(head, head.input),
+        )
         summed_over = mesh_axes(logits, *vocab_axes)
         self.transfer(self.bytes(head.input), stream, x)
         self.gather(table, self.itemsize(head.weight))
@@ -330,8 +371,8 @@ class DecoderTransfers(Transfers):
             token_axes = mesh_axes(x, "batch", "seq")
             self.transfer(table.elements * FLOAT32_BYTES, local_gradient, table.gradient, token_axes, kind="gradients")
 
-    def logits(self, head: Matmul) -> None:
-        """The logits of one token per row, whole on every device, which chooses the next token."""
+    def add_logits(self, head: Matmul) -> None:
+        """Adds the logits of one token per row, which every device holds whole to choose the next token."""
         assert head.output
         self.gather(self.weights[head.path], self.itemsize(head.weight))
         logits = self.sharding(head.output)
@@ -339,7 +380,7 @@ class DecoderTransfers(Transfers):
         self.transfer(head.output.shape[0] * head.output.shape[-1] * FLOAT32_BYTES, computed, {})
 
     def add_small(self, weight: Parameter) -> None:
-        """A norm's scale, a bias or a table of positions: used once, its gradient summed over everything else."""
+        """Adds a norm's scale, a bias or a table of positions: it is gathered once, and its gradient is summed."""
         itemsize = self.itemsize(self.graph.used[weight.path][0])
         self.gather(weight, itemsize)
         applied = self.graph.applied_to(weight.path)

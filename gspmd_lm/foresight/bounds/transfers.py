@@ -1,11 +1,10 @@
-"""What one device sends in a step, as it is counted: what it takes to bring arrays from where they are to where they
-are wanted.
+"""The communication volume of a step: what one device sends to bring arrays from one sharding to another.
 
-What must be moved follows from where the rules put each array, by logic on axes alone:
+What must be moved follows from the sharding of each array, by logic on axes alone:
 
-  an axis that a product sums over is split      its partial sums are reduced: scattered where the result is split
+  an axis that a matmul sums over is split       its partial sums are reduced: scattered where the result is split
                                                  over the same mesh axis, else reduced to all
-  an array rests split, and is used whole        it is gathered
+  an array is stored split, and is used whole    it is gathered
   a mesh axis splits another dimension in use    its devices exchange pieces, all to all
 
 Scalars are left out, and what optimizers such as muon or adafactor sum over a split matrix.
@@ -29,36 +28,36 @@ Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends ove
 FLOAT32_BYTES = 4
 
 
-def mesh_axes(place: Sharding, *axes: str) -> set[str]:
+def mesh_axes(sharding: Sharding, *axes: str) -> set[str]:
     """The mesh axes that split some logical axes; all of them where none is named."""
-    return {name for axis in axes or place for name in place.get(axis, ())}
+    return {name for axis in axes or sharding for name in sharding.get(axis, ())}
 
 
-def mesh_axes_except(place: Sharding, *axes: str) -> set[str]:
+def mesh_axes_except(sharding: Sharding, *axes: str) -> set[str]:
     """The mesh axes that split the other logical axes."""
-    return {name for axis, names in place.items() if axis not in axes for name in names}
+    return {name for axis, names in sharding.items() if axis not in axes for name in names}
 
 
 class Transfer(NamedTuple):
-    """What one device sends again and again in a step."""
+    """What one device sends over some mesh axes, one or more times in a step."""
 
     kind: str  # weights, gradients, activations, or keys that go round beside attention
     axes: str  # mesh axes: fsdp, or fsdp+tensor
     bytes: float  # sent each time
-    times_per_step: int  # in a step
+    times_per_step: int
     in_loop: bool  # in a loop of the model, such as that over its layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter, and where the three tables place it."""
+    """A parameter, and its sharding in each of the three tables of the rules."""
 
     path: str
     sizes: Mapping[str, int]  # by logical axis
     itemsize: int
-    storage: Sharding
-    compute: Sharding
-    gradient: Sharding
+    storage: Sharding  # table `weights`
+    compute: Sharding  # table `rules`
+    gradient: Sharding  # table `optimizer`
     trained: bool
 
     @property
@@ -67,12 +66,10 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `moves`, and `sent`, which has their sums by mesh axes.
+    """What one device sends in a step: `all` transfers, and `bytes_by_axes`, their sums by mesh axes.
 
-    They are found as the traced program is gone through once.
-
-    `trains` says whether the program runs backward too. If it does not, it is a step of generation. What is less wide
-    than `narrowest`, in bytes of an element, is counted to be as wide.
+    `trains` says whether the program runs backward too. If it does not, it is a step of generation. An element that has
+    fewer bytes than `narrowest` is counted with so many.
     """
 
     def __init__(self, rules: Rules, arrays: Arrays, graph: DataflowGraph, trains: bool = True, narrowest: int = 0):
@@ -87,9 +84,9 @@ class Transfers(abc.ABC):
         for leaf, like in pairs(arrays.named_params, arrays.params):
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
-            rest, use, gradient = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
+            shardings = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
             sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), max(like.dtype.itemsize, narrowest)
-            self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, rest, use, gradient, leaf.path in trained)
+            self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, *shardings, trained=leaf.path in trained)
         self.add_model()
         reduced_last, self.reduced_last = self.reduced_last, set()
         for weight in self.weights.values():
@@ -97,7 +94,7 @@ class Transfers(abc.ABC):
                 continue
             gradient_bytes = weight.elements * FLOAT32_BYTES
             self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, reduced_last), 1, "gradients")
-            # The update runs where the optimizer's state lives; its result goes where weights rest.
+            # The update runs in the sharding of the optimizer's state; its result goes to that of stored weights.
             self.add(self.volume(weight.elements * weight.itemsize, weight.gradient, weight.storage), 1, "weights")
 
     @functools.cached_property
@@ -120,38 +117,47 @@ class Transfers(abc.ABC):
         return math.prod(node.shape) * self.itemsize(node)
 
     def sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
-        """Where the rules put an activation. Key positions are called seq here: both come from the block's input."""
+        """The sharding of an activation. Key positions are called seq, for both come from the block's input."""
         assert node.placed
         array, axes, _ = node.placed
         spec = self.rules.resolve("rules", array, axes, node.shape)[0]
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
-    def transfer(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = (), times: int = 1,
-             kind: str = "activations") -> None:  # fmt: skip
-        """Adds what a device sends for an array of `size_bytes` in all to get from where it is to where it is wanted,
-        `times` in each microbatch.
+    def transfer(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = (),
+                 times: int = 1, kind: str = "activations") -> None:  # fmt: skip
+        """Adds what a device sends to bring an array from one sharding to another, `times` in each microbatch.
 
-        `partial` are mesh axes over which it is still to be summed. Dropping what is not wanted costs nothing, and
-        comes first.
+        size_bytes: of the whole array. summed_over: the mesh axes over which the array is a partial sum. A device first
+        drops what its target shard does not have, which costs nothing.
         """
         self.add(self.volume(size_bytes, source, target, summed_over), self.microbatches * times, kind, times > 1)
 
     def add_cheapest(self, *ways: list[Volume], times: int = 1) -> None:
         """Adds the way that sends least."""
-        for cost in min(ways, key=lambda way: sum(sum(cost.values()) for cost in way)):
-            self.add(cost, self.microbatches * times, in_loop=times > 1)
+        for volume in min(ways, key=lambda way: sum(sum(volume.values()) for volume in way)):
+            self.add(volume, self.microbatches * times, in_loop=times > 1)
 
     def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:
-        self.all += [Transfer(kind, axes, sent_bytes, times_per_step, in_loop) for axes, sent_bytes in volume.items() if sent_bytes]
+        self.all += [
+            Transfer(kind, axes, sent_bytes, times_per_step, in_loop)
+            for axes, sent_bytes in volume.items()
+            if sent_bytes
+        ]
 
     def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
-        """What `move` adds in one microbatch."""
+        """What `transfer` adds in one microbatch."""
         source_axes, target_axes = mesh_axes(source), mesh_axes(target)
         summed = set(summed_over) - source_axes - self.reduced_last
-        exchanged = {name for axis, names in source.items() for name in names if name in target_axes - set(target.get(axis, ()))}
+        exchanged = {
+            name for axis, names in source.items() for name in names if name in target_axes - set(target.get(axis, ()))
+        }
         bytes_over: dict[str, float] = collections.defaultdict(float)
         local = size_bytes / self.rules.piece_count(source_axes | (target_axes - summed))
-        for over, passes, shrinks in ((summed & target_axes, 1, True), (summed - target_axes, 2, False), (exchanged, 1, False)):
+        for over, passes, shrinks in (
+            (summed & target_axes, 1, True),
+            (summed - target_axes, 2, False),
+            (exchanged, 1, False),
+        ):
             shards = self.rules.piece_count(over)
             if shards > 1:
                 bytes_over[self.axes_key(over)] += passes * local * (shards - 1) / shards
@@ -160,11 +166,11 @@ class Transfers(abc.ABC):
             bytes_over[self.axes_key(source_axes - target_axes)] += local * (shards - 1)
         return bytes_over
 
-    def axes_key(self, mesh_axes: Iterable[str]) -> str:
-        return "+".join(name for name in self.rules.mesh if name in set(mesh_axes))
+    def axes_key(self, names: Iterable[str]) -> str:
+        return "+".join(name for name in self.rules.mesh if name in set(names))
 
     def gather(self, weight: Parameter, itemsize: int) -> None:
-        """A weight goes from where it rests to where it is used. One that no loop uses stays for all microbatches."""
+        """Adds the gather of a weight for compute. A weight that no loop uses is gathered once for all microbatches."""
         iterations = max((node.trip_count for node in self.graph.used.get(weight.path, ())), default=1)
         volume = self.volume(weight.elements * itemsize / iterations, weight.storage, weight.compute)
         self.add(volume, self.microbatches * iterations if iterations > 1 else 1, "weights", iterations > 1)
