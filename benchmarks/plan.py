@@ -96,7 +96,7 @@ class Bench:
         self.space = Space(self.config, self.target, self.traces)
         self.estimator = self.space.estimator
 
-    def price(self, raw: dict[str, Any]) -> Estimate:
+    def estimate(self, raw: dict[str, Any]) -> Estimate:
         return self.estimator.estimate(self.space.rules(raw))
 
     def rankable(self, price: Estimate) -> bool:
@@ -140,7 +140,7 @@ def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
 
 def stratified(bench: Bench, count: int) -> list[dict[str, Any]]:
     """Layouts from the fastest to SLOWEST of it, one of each stratum: the one with most features not yet seen."""
-    estimated = [(bench.price(raw), raw) for raw in bench.space]
+    estimated = [(bench.estimate(raw), raw) for raw in bench.space]
     fitting = sorted(((p, raw) for p, raw in estimated if bench.rankable(p)), key=lambda one: one[0].step_time_s)
     near = [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
     edges = np.linspace(0, len(near), count + 1).astype(int)
@@ -174,7 +174,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 def rank(name: str, count: int, again: bool) -> None:
     bench = Bench(name, "plan_rank")
-    done = [row["rules"] for row in bench.rows() if bench.rankable(bench.price(row["rules"]))]
+    done = [row["rules"] for row in bench.rows() if bench.rankable(bench.estimate(row["rules"]))]
     for raw in done if again else ():
         others = [row for row in kept(bench.kept) if (row["case"], row["rules"]) != (name, raw)]
         measure.write(bench.kept, others)
@@ -188,7 +188,7 @@ def rank(name: str, count: int, again: bool) -> None:
 def show_rank(bench: Bench) -> None:
     """Every kept point of a case, and how well the prices of today order them."""
     rows = [row for row in bench.rows() if row["step_time_s"]]
-    estimated = [(bench.price(row["rules"]), row) for row in rows]
+    estimated = [(bench.estimate(row["rules"]), row) for row in rows]
     points = [(price, row) for price, row in estimated if bench.rankable(price)]
     print(f"\n{bench.name}")
     for price, row in sorted(estimated, key=lambda point: point[1]["step_time_s"]):
@@ -215,7 +215,7 @@ def show_prices() -> None:
     for name in CASES:
         bench = Bench(name, "plan_rank")
         for row in bench.rows():
-            price = bench.price(row["rules"])
+            price = bench.estimate(row["rules"])
             if row["step_time_s"] and bench.rankable(price):
                 kind = bench.target.chip and bench.target.chip.name, is_several(bench.target)
                 errors[kind].append(abs(np.log(price.step_time_s / row["step_time_s"])))
@@ -231,7 +231,7 @@ def show_memory() -> None:
         rows = {str(row["rules"]): row for file in ("plan_rank", "plan_regret") for row in kept(file)
                 if row["case"] == name and row["fits"]}  # fmt: skip
         for row in rows.values():
-            errors[bench.target.platform].append(bench.price(row["rules"]).peak_bytes / row["peak_bytes"] - 1)
+            errors[bench.target.platform].append(bench.estimate(row["rules"]).peak_bytes / row["peak_bytes"] - 1)
     for platform, found in errors.items():
         print(f"\nmemory on {platform}: {len(found)} layouts, mean error {np.abs(found).mean():.1%}, "
               f"from {min(found):+.1%} to {max(found):+.1%}")  # fmt: skip

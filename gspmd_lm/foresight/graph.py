@@ -20,15 +20,8 @@ from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 _SAME_VALUES = (
-    "name",
-    "convert_element_type",
-    "reshape",
-    "transpose",
-    "broadcast_in_dim",
-    "squeeze",
-    "stop_gradient",
-    "copy",
-)
+    "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
+)  # fmt: skip
 GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows
 MATMULS = ("dot_general", GROUPED)  # of matrices
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # of `remat: dots`; see placement.policy
@@ -201,7 +194,7 @@ class DataflowGraph:
             for operand, weight in zip(reversed(factors), map(self._weight, factors), strict=True):
                 before = [operand] if self.is_activation(operand) else self.before([operand])
                 if not before and found and node.primitive == GROUPED:
-                    before = [found[-1].x]  # nothing is placed between the products of the same groups
+                    before = [found[-1].input]  # nothing is placed between the matmuls of the same groups
                 if weight and before:
                     found.append(Matmul(weight, before[0], next(iter(self.after([node])), None), node))
         return found

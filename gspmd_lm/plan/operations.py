@@ -125,10 +125,10 @@ class OpGraph:
             return self.sharded_like(node.inputs[0])
         if matmul := self.matmuls.get(node):
             return tuple(filter(None, (matmul.input, matmul.weight, matmul.output)))
-        near = itertools.chain(
+        neighbours = itertools.chain(
             breadth_first([node], lambda one: one.users), breadth_first([node], lambda one: one.inputs)
         )
-        return tuple(itertools.islice((one for one in near if one.placed), 1))
+        return tuple(itertools.islice((one for one in neighbours if one.placed), 1))
 
     def in_block(self, node: Node) -> bool:
         return bool(node.name.modules) and node.name.modules[0] in self.blocks
@@ -145,10 +145,10 @@ class OpGraph:
                 backward = 2.0 if matmul.path in trained else 1.0
             elif any(near.array == _OUT for near in self.graph.after([node])):
                 kind = "attention"
-            places = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
-            touched = tuple((float(near.bytes), self.sharded_like(near)) for near in (*node.inputs[:2], node))
-            widths = tuple(near.itemsize for near in (*node.inputs[:2], node))
-            yield Op(kind, node.flops, _hlo_dtype(node.inputs[0]), widths, places, touched, node.trip_count, backward,
+            nodes = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
+            moved = tuple((float(near.bytes), self.sharded_like(near)) for near in (*node.inputs[:2], node))
+            itemsizes = tuple(near.itemsize for near in (*node.inputs[:2], node))
+            yield Op(kind, node.flops, _hlo_dtype(node.inputs[0]), itemsizes, nodes, moved, node.trip_count, backward,
                             frozenset([node]), self.in_block(node))  # fmt: skip
 
     def _elementwise_ops(self) -> Iterable[Op]:
@@ -160,69 +160,69 @@ class OpGraph:
                 node = group[node]
             return node
 
-        own = [
+        elementwise = [
             node
             for node in self.graph.nodes
             if node.primitive not in _NOT_ELEMENTWISE and node not in self.inside_attention
         ]
-        for node in own:
+        for node in elementwise:
             group[node] = node
-        for node in own:
-            for near in node.inputs:
-                named = near.placed is not None and node.primitive != "name"
+        for node in elementwise:
+            for operand in node.inputs:
+                named = operand.placed is not None and node.primitive != "name"
                 if (
-                    near in group
-                    and near.trip_count == node.trip_count
+                    operand in group
+                    and operand.trip_count == node.trip_count
                     and not named
-                    and near.is_float
+                    and operand.is_float
                     and node.is_float
                 ):
-                    group[root(node)] = root(near)
+                    group[root(node)] = root(operand)
         members: dict[Node, list[Node]] = {}
-        for node in own:
+        for node in elementwise:
             members.setdefault(root(node), []).append(node)
         for nodes in members.values():
             if all(node.primitive in _VIEWS for node in nodes):
                 continue
             within = set(nodes)
-            touched: dict[Node, float] = {}
+            bytes_of: dict[Node, float] = {}
             for node in nodes:
-                for n, near in enumerate(node.inputs):
-                    if near in within or not near.is_float or near.primitive == "constant":
+                for n, operand in enumerate(node.inputs):
+                    if operand in within or not operand.is_float or operand.primitive == "constant":
                         continue
                     # Of what is looked up or taken apart, only the part that is read counts.
                     elements = math.prod(node.shape) if node.primitive in ("gather", "dynamic_slice") and n == 0 else 0
                     elements = elements or (
-                        math.prod(near.shape) if near.trip_count == node.trip_count else math.prod(node.shape)
+                        math.prod(operand.shape) if operand.trip_count == node.trip_count else math.prod(node.shape)
                     )
-                    read = float(min(math.prod(near.shape), elements) * near.itemsize)
-                    touched[near] = max(touched.get(near, 0.0), read)
+                    read = float(min(math.prod(operand.shape), elements) * operand.itemsize)
+                    bytes_of[operand] = max(bytes_of.get(operand, 0.0), read)
                 if node.is_float and not (node.users and all(user in within for user in node.users)):
-                    touched[node] = float(node.bytes)
-            if touched:
-                moved = tuple((size, self.sharded_like(near)) for near, size in touched.items())
+                    bytes_of[node] = float(node.bytes)
+            if bytes_of:
+                moved = tuple((size, self.sharded_like(near)) for near, size in bytes_of.items())
                 in_block = any(map(self.in_block, nodes))
                 yield Op("other", 0.0, "", (), (), moved, nodes[0].trip_count, 2.0, frozenset(nodes), in_block)
 
     def _attention_ops(self) -> list[AttentionOp]:
-        found = []
+        ops = []
         for out in self.graph.activations:
             if out.array != _OUT:
                 continue
-            waiting, inside, read = list(out.inputs), set[Node](), list[Node]()
+            waiting, inside, operands = list(out.inputs), set[Node](), list[Node]()
             while waiting:
                 node = waiting.pop()
                 if node in inside or node.trip_count < out.trip_count:
                     continue
                 if node.checkpoint_name in (*_READ, _OUT):  # what a remat policy knows it by
-                    read.append(node)
+                    operands.append(node)
                     continue
                 inside.add(node)
                 waiting += node.inputs
-            queries = [node.inputs[0] for node in read if node.checkpoint_name == _QUERIES]
+            queries = [node.inputs[0] for node in operands if node.checkpoint_name == _QUERIES]
             if queries and inside:
-                found.append(AttentionOp(queries[0], out.trip_count, frozenset(inside)))
-        return found
+                ops.append(AttentionOp(queries[0], out.trip_count, frozenset(inside)))
+        return ops
 
     # What is kept
 
@@ -238,7 +238,7 @@ class OpGraph:
 
     def _saved_activations(self, remat: Remat) -> SavedActivations:
         """What the backward pass finds, and what it computes again."""
-        host, device, again = dict[Node, None](), dict[Node, None](), set[Node]()
+        on_host, on_device, recomputed = dict[Node, None](), dict[Node, None](), set[Node]()
         waiting = [
             near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
         ]
@@ -246,26 +246,26 @@ class OpGraph:
                     if near not in kernel.nodes]  # fmt: skip
         while waiting:
             node = waiting.pop()
-            if node in again or node in host or node in device:
+            if node in recomputed or node in on_host or node in on_device:
                 continue
             if not node.is_float or node not in self._differentiable or self._is_weight(node):
                 continue
             if node.always_recomputed:
-                again.add(node)
+                recomputed.add(node)
                 waiting += node.inputs
             elif node.checkpoint_name in remat.offload and remat.policy == "names":
-                host[node] = None
+                on_host[node] = None
             elif self._is_saved(node, remat):
-                device[node] = None
+                on_device[node] = None
             else:
-                again.add(node)
+                recomputed.add(node)
                 waiting += node.inputs
         on_device, on_host = (
             tuple((float(node.bytes * self._saved_times(node)), self.sharded_like(node)) for node in nodes)
-            for nodes in (self._distinct(device), self._distinct(host))
+            for nodes in (self._distinct(on_device), self._distinct(on_host))
         )
         return SavedActivations(
-            on_device, on_host, frozenset(one for one in (*self.ops, *self.attention_ops) if one.nodes & again)
+            on_device, on_host, frozenset(one for one in (*self.ops, *self.attention_ops) if one.nodes & recomputed)
         )
 
     def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
@@ -292,8 +292,8 @@ class OpGraph:
 
     def _is_weight(self, node: Node) -> bool:
         """Whether a node is a weight on its way to where it is used: it is not kept, but gathered again."""
-        places = self.sharded_like(node)
-        return len(places) == 1 and places[0].array in self.graph.weights
+        nodes = self.sharded_like(node)
+        return len(nodes) == 1 and nodes[0].array in self.graph.weights
 
     def _distinct(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes that are not only another name of one of the others."""
@@ -350,19 +350,19 @@ class TraceCache:
         """The trace of filled `rules`, whose microbatches divide the batch."""
         key = rules.microbatches, self._pattern(rules)
         if key not in self._traces:
-            recorded = state.recorded(self.config, self.arrays, rules.microbatches, rules)
-            self._compared |= recorded.compared
+            recorder = state.recorded(self.config, self.arrays, rules.microbatches, rules)
+            self._compared |= recorder.compared
             key = rules.microbatches, self._pattern(rules)  # of all that it compares
             trace = ForwardTrace(
-                recorded, DataflowGraph.from_recorder(recorded, self.arrays), self.trained, len(self._traces)
+                recorder, DataflowGraph.from_recorder(recorder, self.arrays), self.trained, len(self._traces)
             )
             self._traces[key] = trace
         return self._traces[key]
 
     def _pattern(self, rules: Rules) -> tuple[int, ...]:
         """Which of the splits that the model compares are equal, and which split nothing."""
-        found = [(), *(rules.split("rules", array, axis) for array, axis in sorted(self._compared))]
-        return tuple(map(found.index, found))
+        splits = [(), *(rules.split("rules", array, axis) for array, axis in sorted(self._compared))]
+        return tuple(map(splits.index, splits))
 
     def problems(self, rules: Rules, platform: str) -> list[Problem]:
         """What is wrong with filled `rules`, warnings left out: what `state.checked` would raise.
@@ -374,20 +374,20 @@ class TraceCache:
         trace = self.trace(rules)
         params = pairs(self.arrays.named_params, self.arrays.params)
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
-        noted = self._recorder_under(trace, rules)
-        found = placement.problems(rules, params, noted, optimizer)
+        recorder = self._recorder_under(trace, rules)
+        problems = placement.problems(rules, params, recorder, optimizer)
         if isinstance(self.config, Config):
-            found += state.config_problems(self.config, rules, platform)
-        return [problem for problem in found if not problem.warning]
+            problems += state.config_problems(self.config, rules, platform)
+        return [problem for problem in problems if not problem.warning]
 
     def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
         """What would have been recorded under `rules`."""
-        found = Recorder(rules)
-        found.axes, found.arrays = trace.recorder.axes, trace.recorder.arrays
+        recorder = Recorder(rules)
+        recorder.axes, recorder.arrays = trace.recorder.axes, trace.recorder.arrays
         named = {(node.placed, node.shape) for node in trace.graph.activations if node.placed}
         rows = self.task.rows // rules.microbatches
         inputs = self.task.batch(rows)
         named |= {(spec, inputs[name].shape) for name, spec in self.task.specs().items()}
         for (array, axes, table), shape in named:
-            found.problems += rules.resolve(table, array, axes, shape)[1]
-        return found
+            recorder.problems += rules.resolve(table, array, axes, shape)[1]
+        return recorder

@@ -61,6 +61,6 @@ def estimated(llama, traces_of):
             where = targets.parse(target)
             estimators[target] = Estimator(llama, where, traces), Space(llama, where, traces)
         estimator, space = estimators[target]
-        return estimator.price(space.rules(raw))
+        return estimator.estimate(space.rules(raw))
 
     return make

@@ -58,7 +58,7 @@ def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
         for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
             rules = dataclasses.replace(one, remat=remat)
             least = of_training(llama, rules, arrays, None, graph)
-            assert estimator.price(rules).sent_by_axis == least.communication_by_axis
+            assert estimator.estimate(rules).sent_by_axis == least.communication_by_axis
 
 
 def test_products_of_a_step_are_those_of_its_gradients(mixer):

@@ -24,7 +24,7 @@ def bench(request):
 @pytest.fixture(scope="module")
 def points(bench):
     """The rows of a case that have memory enough, each with its price."""
-    estimated = [(bench.price(row["rules"]), row) for row in bench.rows() if row["fits"]]
+    estimated = [(bench.estimate(row["rules"]), row) for row in bench.rows() if row["fits"]]
     return [(price, row) for price, row in estimated if bench.rankable(price)]
 
 

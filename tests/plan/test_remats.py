@@ -33,10 +33,10 @@ def rules(space):
 
 def test_the_published_layout_of_offloaded_names_is_found_or_beaten(space, rules):
     published = Remat("names", (), ("layer_input", "q", "k", "v", "residual"))
-    told = space.estimator.sketch(rules, published)
+    told = space.estimator.estimate_remat(rules, published)
     limit = CHIPS["v6e"].usable_hbm_bytes
-    assert told.peak_bytes < limit < space.estimator.sketch(rules, Remat("dots")).peak_bytes
-    found = [space.estimator.sketch(rules, remat) for remat in policies(space.estimator, rules, space.names)]
+    assert told.peak_bytes < limit < space.estimator.estimate_remat(rules, Remat("dots")).peak_bytes
+    found = [space.estimator.estimate_remat(rules, remat) for remat in policies(space.estimator, rules, space.names)]
     assert any(one.peak_bytes <= limit and one.seconds <= told.seconds for one in found)
 
 
@@ -50,18 +50,18 @@ def test_one_of_them_is_near_the_best_that_fits(space, rules, share, monkeypatch
         own = {name: home for name, home in zip(NAMES, homes, strict=True) if home}
         every.append(space.names.remat({**own, "layer_input": "offload"}))
         every.append(space.names.remat(own))
-    told = [space.estimator.sketch(rules, remat) for remat in every]
+    told = [space.estimator.estimate_remat(rules, remat) for remat in every]
     best = min(one.seconds for one in told if one.peak_bytes <= limit)
-    found = [space.estimator.sketch(rules, remat) for remat in policies(space.estimator, rules, space.names)]
+    found = [space.estimator.estimate_remat(rules, remat) for remat in policies(space.estimator, rules, space.names)]
     assert min(one.seconds for one in found if one.peak_bytes <= limit) <= 1.01 * best
 
 
 def test_the_host_holds_what_its_memory_allows(space, rules, monkeypatch):
-    per_chip = space.estimator.sketch(rules, Remat("names", (), ("layer_input",))).host_bytes
+    per_chip = space.estimator.estimate_remat(rules, Remat("names", (), ("layer_input",))).host_bytes
     small = CHIPS["v6e"].host_bytes / per_chip
     monkeypatch.setattr(remats, "HOST_SHARE", 1.5 / small)
     for remat in policies(space.estimator, rules, space.names):
-        assert space.estimator.sketch(rules, remat).host_bytes <= 1.5 * per_chip
+        assert space.estimator.estimate_remat(rules, remat).host_bytes <= 1.5 * per_chip
 
 
 def test_each_comes_once_and_what_needs_least_is_among_them(space, rules):

@@ -66,7 +66,7 @@ class Compiler:
         self.asked.append(rules.path)
         limit, peak = self.estimator.chip.usable_hbm_bytes, self.peak(rules)
         fits = peak <= limit
-        seconds = self.estimator.price(rules).step_time_s * self.factor(rules)
+        seconds = self.estimator.estimate(rules).step_time_s * self.factor(rules)
         refused = not fits and self.estimator.target.platform == "tpu"
         return types.SimpleNamespace(
             prediction=None if refused else types.SimpleNamespace(step_time_s=seconds),
@@ -222,7 +222,7 @@ def test_compiler_options_that_help_are_taken(config):
 
 
 def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):
-    compiler = Compiler(config, factor=lambda rules: 1 / compiler.estimator.price(rules).step_time_s)
+    compiler = Compiler(config, factor=lambda rules: 1 / compiler.estimator.estimate(rules).step_time_s)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
     assert found.best and len(found.ties) == found.compiled
     assert found.best.entries == min(one.entries for one in found.ties)
