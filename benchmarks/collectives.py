@@ -81,8 +81,8 @@ def count(text: str) -> list[Collective]:
                 moved = moved[:: exchange.group_size]
             for array in moved:
                 found.append(
-                    Collective(exchange.kind, array.dtype, _output(exchange, array), exchange.group_size, step.executions,
-                               len(step.loops), step.computation.name, exchange.instruction.op_name)
+                    Collective(exchange.kind, array.dtype, _output(exchange, array), exchange.group_size,
+                               step.executions, len(step.loops), step.computation.name, exchange.instruction.op_name)
                 )  # fmt: skip
     return found
 

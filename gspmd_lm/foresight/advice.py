@@ -50,7 +50,7 @@ def warnings(
     training = decoder and report.phase == "train" and rules.kernel(on.platform) == "xla"
     fused = faster_kernel(rules, decoder, on, state.asked(decoder)) if decoder and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
-    found = [
+    findings = [
         *_too_large(memory),
         *_unpriced(predicted),
         *_above_floor(report),
@@ -67,7 +67,7 @@ def warnings(
           for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
         *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
     ]  # fmt: skip
-    return tuple(found)
+    return tuple(findings)
 
 
 def _above_floor(report: Report) -> Iterator[Finding]:

@@ -46,16 +46,16 @@ def reports(
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
     filled = [_settled(config, rules, target, phase) for rules in filled]
-    found = [_checked(config, rules, target.platform, phase) for rules in filled]
-    own = sizes(found[0][0]) if isinstance(config, Task) else None
+    checked = [_checked(config, rules, target.platform, phase) for rules in filled]
+    parameter_sizes = sizes(checked[0][0]) if isinstance(config, Task) else None
     keep = export is not None
-    compiled = programs([CompileRequest(config, rules, target, keep, phase, own) for rules in filled], say)
+    compiled = programs([CompileRequest(config, rules, target, keep, phase, parameter_sizes) for rules in filled], say)
     if export and compiled[0].executable:
         files.replace(export, compiled[0].executable.read_bytes())
         exported.record(export)
     return [
         report(config, rules, target, arrays, problems, program, phase)
-        for rules, (arrays, problems), program in zip(filled, found, compiled, strict=True)
+        for rules, (arrays, problems), program in zip(filled, checked, compiled, strict=True)
     ]
 
 
@@ -103,30 +103,33 @@ def report(
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
-        least = any_model.of_training(config, rules, arrays, target.chip)
-        needed = least.flops
+        lower_bounds = any_model.of_training(config, rules, arrays, target.chip)
+        needed = lower_bounds.flops
     elif phase == "train":
-        least = bounds.of_training(config, rules, arrays, target.chip, graph)
+        lower_bounds = bounds.of_training(config, rules, arrays, target.chip, graph)
         needed = bounds.necessary_flops(config, rules, arrays, graph)
     else:
         whole = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
-        least = bounds.of_generation(config, rules, arrays, target.chip, graph, whole, of_row, cache_bytes)
+        lower_bounds = bounds.of_generation(config, rules, arrays, target.chip, graph, whole, of_row, cache_bytes)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
-    module, found, predicted, reason = None, (), None, NOT_ON_CPU
+    module, moved, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:
-        held = memory.refused(program.refusal, program.state_bytes, limit_bytes)
+        device_memory = memory.refused(program.refusal, program.state_bytes, limit_bytes)
         reason = "the compiler refused the program: it does not fit"
     else:
         module = hlo.parse(program.text)
         known, accepted = _known(named, rules), target.platform == "tpu"
-        held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        found = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
+        device_memory = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
+        moved = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
         if target.chip:
             error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
             each = tokens / target.devices
-            predicted, reason = predict.predict(module, target.chip, network, least.flops, each, error, needed), ""
-    said = Report(
+            predicted, reason = (
+                predict.predict(module, target.chip, network, lower_bounds.flops, each, error, needed),
+                "",
+            )
+    report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
         devices=target.devices,
@@ -138,19 +141,19 @@ def report(
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if isinstance(config, Config) else arrays.parameter_count,
         tokens=tokens,
-        memory=held,
-        collectives=found,
+        memory=device_memory,
+        collectives=moved,
         prediction=predicted,
         no_prediction=reason,
-        floor=least,
+        floor=lower_bounds,
         warnings=(),
         compile_s=program.compile_s,
         versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    warned = advice.warnings(said, config, rules, target.processor, problems, graph.looked_up, module, program.notes)
-    return dataclasses.replace(said, warnings=warned)
+    warned = advice.warnings(report, config, rules, target.processor, problems, graph.looked_up, module, program.notes)
+    return dataclasses.replace(report, warnings=warned)
 
 
 def _attention(config: Any, rules: Rules, target: Target, phase: str) -> str:

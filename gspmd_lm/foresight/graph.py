@@ -22,8 +22,8 @@ from gspmd_lm.sharding.shapes import Arrays, pairs
 _SAME_VALUES = (
     "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
 )  # fmt: skip
-GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows
-MATMULS = ("dot_general", GROUPED)  # of matrices
+GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
+MATMULS = ("dot_general", GROUPED)
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # of `remat: dots`; see placement.policy
 _CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
 _CUSTOM_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
@@ -68,7 +68,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A product of an activation and a weight in use. Its ends are the placements before and after it."""
+    """A matmul of an activation and a weight. Its input and output are the placements before and after it."""
 
     weight: Node  # where the weight is placed in use
     input: Node
@@ -131,31 +131,32 @@ class DataflowGraph:
             return known[atom]
 
         for eqn in jaxpr.eqns:
-            given = [node_of(atom) for atom in eqn.invars]
-            own = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
+            operands = [node_of(atom) for atom in eqn.invars]
+            name_stack = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
             inner = next(iter(_inner_jaxprs(eqn)), None)
             if inner is not None and eqn.primitive.name == "scan":
                 # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.
                 # jax has other parameters for that in 0.10 than in 0.12.
                 count = _count_of_same_rank(inner.outvars, eqn.outvars)
                 first = _count_of_same_rank(inner.invars, eqn.invars) - count
-                begin = zip(inner.invars[first:], given[first : first + count], strict=False)
-                carried = [self._node("carry", own, var.aval, times, [init]) for var, init in begin]
-                turns = times * eqn.params["length"]
-                results = self._add_operations(inner, [*given[:first], *carried, *given[first + count :]], own, turns)
+                begin = zip(inner.invars[first:], operands[first : first + count], strict=False)
+                carried = [self._node("carry", name_stack, var.aval, times, [init]) for var, init in begin]
+                trip_count = times * eqn.params["length"]
+                operands[first : first + count] = carried
+                results = self._add_operations(inner, operands, name_stack, trip_count)
                 for node, result in zip(carried, results, strict=False):
                     node.inputs.append(result)
-            elif inner is not None and len(inner.invars) == len(given):
+            elif inner is not None and len(inner.invars) == len(operands):
                 begin, count = len(self.nodes), len(eqn.outvars)
                 rule = _with_residuals(eqn, inner) if eqn.primitive.name == _CUSTOM_DERIVATIVE else None
-                found = self._add_operations(rule or inner, given, own, times)
-                results = found[:count]
+                outputs = self._add_operations(rule or inner, operands, name_stack, times)
+                results = outputs[:count]
                 for node in self.nodes[begin:]:
                     node.always_recomputed |= eqn.primitive.name in _CHECKPOINT
-                    node.residuals = tuple(found[count:]) if rule else node.residuals
+                    node.residuals = tuple(outputs[count:]) if rule else node.residuals
             else:
                 like = eqn.outvars[0].aval if eqn.outvars else None
-                node = self._node(eqn.primitive.name, own, like, times, given)
+                node = self._node(eqn.primitive.name, name_stack, like, times, operands)
                 node.flops = flops(eqn)
                 node.saved_by_dots = bool(DOTS(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params))
                 if eqn.primitive.name == "name":
@@ -179,37 +180,37 @@ class DataflowGraph:
     @functools.cached_property
     def used(self) -> dict[str, list[Node]]:
         """Path of a weight -> where it is placed in use."""
-        found: dict[str, list[Node]] = {}
+        nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
             if node.array in self.weights and node.placed and node.placed.table == "rules":
-                found.setdefault(node.array, []).append(node)
-        return found
+                nodes.setdefault(node.array, []).append(node)
+        return nodes
 
     @functools.cached_property
     def matmuls(self) -> list[Matmul]:
-        """The products of placed activations and weights, in the order of the program."""
-        found = []
+        """The matmuls of placed activations and weights, in the order of the program."""
+        matmuls = []
         for node in self.nodes:
             factors = node.inputs[:2] if node.primitive in MATMULS else []
             for operand, weight in zip(reversed(factors), map(self._weight, factors), strict=True):
                 before = [operand] if self.is_activation(operand) else self.before([operand])
-                if not before and found and node.primitive == GROUPED:
-                    before = [found[-1].input]  # nothing is placed between the matmuls of the same groups
+                if not before and matmuls and node.primitive == GROUPED:
+                    before = [matmuls[-1].input]  # nothing is placed between the matmuls of the same groups
                 if weight and before:
-                    found.append(Matmul(weight, before[0], next(iter(self.after([node])), None), node))
-        return found
+                    matmuls.append(Matmul(weight, before[0], next(iter(self.after([node])), None), node))
+        return matmuls
 
     @functools.cached_property
     def looked_up(self) -> dict[str, list[Node]]:
         """Path of a table -> the operations that look up rows of it."""
-        found: dict[str, list[Node]] = {}
+        nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
             if node.primitive == "gather" and node.is_float:
                 weight = self._weight(node.inputs[0])
                 paths = [weight.array] if weight else node.name.owners
                 for path in self.weights.intersection(paths):
-                    found.setdefault(path, []).append(node)
-        return found
+                    nodes.setdefault(path, []).append(node)
+        return nodes
 
     @functools.cached_property
     def multiplied(self) -> frozenset[str]:
@@ -218,10 +219,10 @@ class DataflowGraph:
 
     @functools.cached_property
     def matmul_results(self) -> list[Node]:
-        """The activations of the layers that products give, but for what is written to the residual stream."""
+        """The results of the layers' matmuls, but for what is written to the residual stream."""
         matmuls = [node for node in self.nodes if node.primitive in MATMULS and node.name.modules]
-        found = [near for node in matmuls for near in self.after([node])[:1] if self.written_to(near) is near]
-        return list(dict.fromkeys(found))
+        results = [near for node in matmuls for near in self.after([node])[:1] if self.written_to(near) is near]
+        return list(dict.fromkeys(results))
 
     def carried(self, node: Node) -> Node | None:
         """The activation that a loop hands to its body, or that was placed before an operation."""
@@ -230,14 +231,14 @@ class DataflowGraph:
     def applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
 
-        Of a bias of groups, it is what their products read.
+        Of a bias of groups, it is what their matmuls read.
         """
         between = self._between(self.used.get(path, []))
         before = self.before(between, past_matmuls=False)
-        found = [*before, *map(self.written_to, self.after(between, past_matmuls=False))]
+        candidates = [*before, *map(self.written_to, self.after(between, past_matmuls=False))]
         module = path.rpartition(".")[0]
-        found += [p.input for p in self.matmuls if p.group_axis and p.path.rpartition(".")[0] == module]
-        return next(iter(found), None)
+        candidates += [p.input for p in self.matmuls if p.group_axis and p.path.rpartition(".")[0] == module]
+        return next(iter(candidates), None)
 
     def written_to(self, node: Node) -> Node:
         """Where an activation goes that is placed twice in a row: what a block writes, from `write` to the residual."""
@@ -285,52 +286,47 @@ class DataflowGraph:
         Operations that belong to another weight are not passed, nor integers.
         """
         start = list(start)
-        own = {(), *(node.name.owners for node in start)}
+        owners = {(), *(node.name.owners for node in start)}
 
         def passes(node: Node) -> bool:
-            return not node.placed and node.name.owners in own and (past_matmuls or node.primitive not in MATMULS)
+            return not node.placed and node.name.owners in owners and (past_matmuls or node.primitive not in MATMULS)
 
         return breadth_first(
-            start, lambda node: [one for one in (node.users if forward else node.inputs) if one.is_float], passes
+            start, lambda node: [n for n in (node.users if forward else node.inputs) if n.is_float], passes
         )
 
     def _activations_around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
         """Names of the activations that operations stand between: those of a weight, or part of the step, or module."""
-        own = [node for node in self.nodes if weight in node.name.owners] if weight else []
-        start = own or [node for node in self.nodes if node.name.modules == modules and not node.name.owners]
-        if weight and not own:
+        named = [node for node in self.nodes if weight in node.name.owners] if weight else []
+        start = named or [node for node in self.nodes if node.name.modules == modules and not node.name.owners]
+        if weight and not named:
             start = self._between(self.used.get(weight, []))
-        found = [node for node in start if self.is_activation(node)]
-        if not (own and found):  # a part of the step, such as the loss, places itself what it is given
-            found += [*self.before(start), *self.after(start)]
-        integers = [] if found and not any(n.primitive == "gather" for n in start) else self._integers(start)
-        placed = [*map(self.written_to, found), *integers] if own else [*found, *integers]
+        placed_within = [node for node in start if self.is_activation(node)]
+        if not (named and placed_within):  # a part of the step, such as the loss, places itself what it is given
+            placed_within += [*self.before(start), *self.after(start)]
+        integers = [] if placed_within and not any(n.primitive == "gather" for n in start) else self._tokens_read(start)
+        placed = [*map(self.written_to, placed_within), *integers] if named else [*placed_within, *integers]
         if weight and not placed and (applied := self.applied_to(weight)):
             placed = [applied]
         return frozenset(node.array for node in placed)
 
-    def _integers(self, start: Iterable[Node]) -> list[Node]:
-        """The tokens that some operations read."""
-        found = breadth_first(start, lambda node: [one for one in node.inputs if not one.is_float])
-        return [node for node in found if node.placed]
+    def _tokens_read(self, start: Iterable[Node]) -> list[Node]:
+        integers = breadth_first(start, lambda node: [one for one in node.inputs if not one.is_float])
+        return [node for node in integers if node.placed]
 
     def _made_from(self, array: str, backward: bool = False) -> frozenset[str]:
         """Names of the activations that one is made from; in the backward pass, that its gradient is made from.
 
         One that is only placed anew is made from itself in its other place, forward and backward.
         """
-        own = [node for node in self.activations if node.array == array]
-        anew = [
-            near
-            for node in own
-            for near in (*node.users, self.gathered_from(node))
-            if near and self.is_activation(near)
-        ]
+        placements = [node for node in self.activations if node.array == array]
+        next_to = [near for node in placements for near in (*node.users, self.gathered_from(node)) if near]
+        anew = [near for near in next_to if self.is_activation(near)]
         if not anew:
-            region = self._between(own) if backward else own
+            region = self._between(placements) if backward else placements
             # Past what belongs to other weights too.
             earlier = breadth_first(region, lambda node: [one for one in node.inputs if one.is_float])
-            anew = [*(self.after(own) if backward else ()), *filter(self.is_activation, earlier)]
+            anew = [*(self.after(placements) if backward else ()), *filter(self.is_activation, earlier)]
         return frozenset(node.array for node in anew if node.placed != _TOKENS)
 
 
@@ -355,7 +351,7 @@ def breadth_first(
 
 
 def flops(equation: Any) -> float:
-    """2 for each multiplication and addition of a product or convolution; 0 for another operation."""
+    """2 for each multiply-add of a matmul or convolution; 0 for another operation."""
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
@@ -381,18 +377,18 @@ def _with_residuals(equation: Any, function: Any) -> Any:
     if not (least := _flops_within(function)):
         return None
     avals: list[Any] = [var.aval for var in function.invars]
-    given = [core.Var(aval) for aval in avals]
-    call = equation.replace(invars=given)
-    one = core.Jaxpr((), given, equation.outvars, [call], debug_info=function.debug_info)
+    operands = [core.Var(aval) for aval in avals]
+    call = equation.replace(invars=operands)
+    one = core.Jaxpr((), operands, equation.outvars, [call], debug_info=function.debug_info)
     alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))
     like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     # The leaves of a vjp function are what it keeps.
-    found = jax.make_jaxpr(lambda *given: jax.tree.leaves(jax.vjp(alone, *given)))(*like).jaxpr
-    return found if _flops_within(found) == least else None
+    with_residuals = jax.make_jaxpr(lambda *given: jax.tree.leaves(jax.vjp(alone, *given)))(*like).jaxpr
+    return with_residuals if _flops_within(with_residuals) == least else None
 
 
 def _flops_within(jaxpr: Any) -> float:
-    """The FLOPs of a program whose loops have one turn each."""
+    """The FLOPs of a program whose loops have one iteration each."""
     return sum(flops(eqn) + sum(map(_flops_within, _inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
@@ -402,5 +398,4 @@ def _count_of_same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
 
 
 def _inner_jaxprs(equation: Any) -> list[Any]:
-    """The programs that an operation runs."""
     return [x for x in (getattr(x, "jaxpr", x) for x in equation.params.values()) if hasattr(x, "eqns")]

@@ -139,7 +139,7 @@ def _op(op_name: str) -> str:
 
 def _largest(module: hlo.Module, known: list[DeviceArray], count: int = 3) -> tuple[Temporary, ...]:
     """The largest buffers that the program makes on the device, those alike told once."""
-    found: dict[tuple[str, str], Temporary] = {}
+    largest: dict[tuple[str, str], Temporary] = {}
     for step in module.steps():
         instruction = step.instruction
         arrays = instruction.shape.arrays
@@ -151,9 +151,9 @@ def _largest(module: hlo.Module, known: list[DeviceArray], count: int = 3) -> tu
         shape = f"{array.dtype}[{','.join(map(str, array.dimensions))}]"
         op = _op(instruction.op_name)
         axes = _axes(array.dimensions, op, known)
-        found.setdefault((shape, op), Temporary(array.bytes, shape, axes, instruction.source, op))
+        largest.setdefault((shape, op), Temporary(array.bytes, shape, axes, instruction.source, op))
     distinct: dict[tuple[str, str], Temporary] = {}
-    for temporary in sorted(found.values(), key=lambda temporary: (-temporary.bytes, not temporary.source)):
+    for temporary in sorted(largest.values(), key=lambda temporary: (-temporary.bytes, not temporary.source)):
         distinct.setdefault((temporary.shape, temporary.source), temporary)
     return tuple(distinct.values())[:count]
 

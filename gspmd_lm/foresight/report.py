@@ -65,9 +65,9 @@ class Report:
 
     @property
     def above_floor(self) -> float | None:
-        """Communication over its floor; None if nothing must be sent or nothing was compiled.
+        """Communication over its lower bound; None if nothing must be sent or nothing was compiled.
 
-        Where something is sent in another width than the floor counts, both are counted as float32.
+        Where something is sent in another width than the bound counts, both are counted as float32.
         """
         floor, alike = self.floor, not self.other_width
         least_bytes = floor.communication_bytes if alike else floor.float32_bytes
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def other_width(self) -> str:
-        """The share that is sent in another width than the floor counts, as '52% in bf16'; '' if there is none.
+        """The share that is sent in another width than the lower bound counts, as '52% in bf16'; '' if there is none.
 
         The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
         """
@@ -99,14 +99,14 @@ def to_json(reports: Sequence[Report]) -> dict[str, Any] | list[dict[str, Any]]:
 
 
 def _object(report: Report) -> dict[str, Any]:
-    found = {"schema": SCHEMA, **json.loads(json.dumps(dataclasses.asdict(report)))}
-    reason = found.pop("no_prediction")
-    prediction = found["prediction"] or dict.fromkeys(field.name for field in dataclasses.fields(Prediction))
-    found["timeline"] = prediction.pop("timeline") or []
-    found["unpriced"] = prediction.pop("unpriced") or {}
-    found["unpriced_share"] = prediction.pop("unpriced_share")
+    json_object = {"schema": SCHEMA, **json.loads(json.dumps(dataclasses.asdict(report)))}
+    reason = json_object.pop("no_prediction")
+    prediction = json_object["prediction"] or dict.fromkeys(field.name for field in dataclasses.fields(Prediction))
+    json_object["timeline"] = prediction.pop("timeline") or []
+    json_object["unpriced"] = prediction.pop("unpriced") or {}
+    json_object["unpriced_share"] = prediction.pop("unpriced_share")
     if report.prediction is not None:
         reason = None
         prediction["fusions"] = [{"name": name, "seconds": seconds} for name, seconds in report.prediction.fusions]
-    found["prediction"] = {"reason": reason, **prediction}
-    return found
+    json_object["prediction"] = {"reason": reason, **prediction}
+    return json_object

@@ -60,21 +60,21 @@ class Target:
 
 def parse(text: str) -> Target:
     """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
-    found = _parsed(text)
-    if found.devices > MOST_DEVICES:
+    target = _parsed(text)
+    if target.devices > MOST_DEVICES:
         raise InputError(
-            f"--target={text}: {found.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
-            f"  fix   fewer {'slices' if found.platform == 'tpu' else 'devices'}"
+            f"--target={text}: {target.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
+            f"  fix   fewer {'slices' if target.platform == 'tpu' else 'devices'}"
         )
-    return found
+    return target
 
 
 def _parsed(text: str) -> Target:
     place = f"--target={text}"
     hardware, slash, network = text.partition("/")
     slices, at, rest = hardware.rpartition("@")
-    if named := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
-        rest = _topology_of_cloud_name(place, *named.groups())
+    if cloud_name := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
+        rest = _topology_of_cloud_name(place, *cloud_name.groups())
         text = f"{slices}{at}{rest}"
     name, colon, size = rest.partition(":")
     if name not in (*CHIPS, "cpu"):
@@ -91,8 +91,8 @@ def _parsed(text: str) -> Target:
     if chip is None or chip.platform == "gpu":
         if at:
             raise InputError(f"{place}: only TPUs have slices\n  fix   write hosts x devices, such as h100:4x8")
-        found = _without_torus(place, text, name, chip, dimensions)
-        return _with_network(place, found, network) if slash else found
+        target = _without_torus(place, text, name, chip, dimensions)
+        return _with_network(place, target, network) if slash else target
     wrong = _no_such_topology(chip, dimensions)
     if wrong:
         raise InputError(f"{place}: {name} has no topology {size}\n  fix   {wrong}")
@@ -214,8 +214,8 @@ def _limit_bytes(devices: Sequence[Any]) -> int | None:
     """The memory of a GPU that jax has taken for this process, or None."""
     import jax
 
-    here = next((device for device in devices if device.process_index == jax.process_index()), None)
-    return (here.memory_stats() or {}).get("bytes_limit") if here else None
+    local_device = next((device for device in devices if device.process_index == jax.process_index()), None)
+    return (local_device.memory_stats() or {}).get("bytes_limit") if local_device else None
 
 
 def device_locations(mesh: Any) -> dict[str, tuple[Any, ...]]:

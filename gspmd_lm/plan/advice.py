@@ -36,29 +36,29 @@ class Change(NamedTuple):
 
 
 def changes(config: Config | Task, plan: Plan) -> list[Change]:
-    """What would help the best layout of a plan, the most first; priced, not compiled."""
+    """What would help the best layout of a plan, the most first; estimated, not compiled."""
     best, chip = plan.best, plan.target.chip
     assert best and chip
     traces = TraceCache(config)
     before_s = Estimator(config, plan.target, traces).estimate(best.rules).step_time_s
-    found = []
+    changes = []
     for what, changed in _faster(chip):
         if changed != chip:
             target = dataclasses.replace(plan.target, chip=changed)
             after_s = Estimator(config, target, traces).estimate(best.rules).step_time_s
-            found.append(Change(what, before_s / after_s - 1))
+            changes.append(Change(what, before_s / after_s - 1))
     if isinstance(config, Config):
         twice = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=2 * config.data.batch))
         after_s = Estimator(twice, plan.target).estimate(best.rules).step_time_s
-        found.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
+        changes.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
     corrected = best.step_time_s / before_s
     limit = chip.usable_hbm_bytes
     more = [one for one in plan.candidates if one.fits is False and one.estimate.peak_bytes <= 2 * limit]
     if more:
         fastest = min(more, key=lambda one: one.estimate.step_time_s)
         gain = best.step_time_s / (fastest.estimate.step_time_s * corrected) - 1
-        found.append(Change(f"twice the memory, for {fastest.name}", gain))
-    return sorted((change for change in found if change.gain > SMALL), key=lambda change: -change.gain)
+        changes.append(Change(f"twice the memory, for {fastest.name}", gain))
+    return sorted((change for change in changes if change.gain > SMALL), key=lambda change: -change.gain)
 
 
 def _faster(chip: Chip) -> Iterator[tuple[str, Chip]]:
@@ -86,8 +86,8 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Lar
     traces = TraceCache(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        found = estimated(Space(config, target, traces))
-        least = min(found, key=lambda one: one.estimate.peak_bytes, default=None)
+        candidates = estimated(Space(config, target, traces))
+        least = min(candidates, key=lambda one: one.estimate.peak_bytes, default=None)
         if least is None or least.estimate.peak_bytes > target.chip.usable_hbm_bytes:
             continue
         say(f"compiling {least.name} for {target.text}, to see whether it fits")
@@ -118,15 +118,15 @@ def savings(config: Config | Task, plan: Plan) -> list[tuple[str, int]]:
             config, optimizer=dataclasses.replace(optimizer, name="adafactor")
         ),
     }
-    before, found = nearest.estimate.peak_bytes, []
+    before, savings = nearest.estimate.peak_bytes, []
     for setting, changed in tried.items():
         try:
             after = Estimator(changed, plan.target).estimate(nearest.rules).peak_bytes
         except InputError:  # the layout does not divide the smaller batch, or the optimizer needs another rule
             continue
         if after < before:
-            found.append((setting, before - after))
-    return sorted(found, key=lambda pair: -pair[1])
+            savings.append((setting, before - after))
+    return sorted(savings, key=lambda pair: -pair[1])
 
 
 def with_fixes(
@@ -134,34 +134,34 @@ def with_fixes(
 ) -> list[Report]:
     """Reports of train steps, each under its rules. Of one that does not fit, the fix is a change that was tried.
 
-    Tried are fewer kept activations and more microbatches. Of those that are estimated to fit, the fix is the fastest
-    by its price. Nothing is compiled.
+    Tried are fewer saved activations and more microbatches. Of those that are estimated to fit, the fix is the one that
+    is estimated to be fastest. Nothing is compiled.
     """
     if all(report.memory.fits or report.phase != "train" for report in reports):
         return list(reports)  # without tracing the model once more
-    traces, found = TraceCache(config), []
+    traces, fixed = TraceCache(config), []
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
         if not report.memory.fits and report.phase == "train":
             filled = settled(config, rules.fill(target.devices), target.processor)
             fix = _fix(report, filled, target, Estimator(config, target, traces))
             warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
-        found.append(dataclasses.replace(report, warnings=tuple(warnings)))
-    return found
+        fixed.append(dataclasses.replace(report, warnings=tuple(warnings)))
+    return fixed
 
 
 def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> str:
     assert target.chip, "simulated devices have no limit"
     fitting = []
     # What the compiler says of this layout corrects the estimates of those that are like it.
-    more = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
+    correction = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
     for remat, times in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES):
         changed = dataclasses.replace(rules, remat=remat, microbatches=times * rules.microbatches)
         if changed != rules and not estimator.traces.problems(changed, target.platform):
-            price = estimator.estimate(changed)
-            peak_bytes = more * price.peak_bytes
+            estimate = estimator.estimate(changed)
+            peak_bytes = correction * estimate.peak_bytes
             if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
-                fitting.append((price.step_time_s, peak_bytes, changed))
+                fitting.append((estimate.step_time_s, peak_bytes, changed))
     if not fitting:
         return (
             "no rules.remat and no rules.microbatches is estimated to fit under this mesh; "

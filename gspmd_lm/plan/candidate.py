@@ -20,13 +20,13 @@ FAR_ABOVE = 1.2  # the share of the limit above which nothing is compiled while 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One layout: its rules, its price and, where it was compiled, its report."""
+    """One layout: its rules, its estimate and, where it was compiled, its report."""
 
     raw: Mapping[str, Any]  # the plain values of its rules file
     rules: Rules  # filled
     estimate: Estimate
-    report: Report | None = None  # None: priced alone
-    corrected_s: float = 0.0  # the price, corrected by what compiled layouts like it showed
+    report: Report | None = None  # None: only estimated
+    corrected_s: float = 0.0  # the estimated step time, corrected by what compiled layouts like it showed
     limit_bytes: int | None = None
     failure: str = ""  # why it could not be compiled
 
@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def step_time_s(self) -> float:
-        """The seconds of a step as predicted, else as priced; infinite where the compiler refused it."""
+        """The seconds of a step as predicted, else as estimated; infinite where the compiler refused it."""
         if self.report is None:
             return self.corrected_s or self.estimate.step_time_s
         return self.report.prediction.step_time_s if self.report.prediction else math.inf
@@ -95,7 +95,7 @@ class Plan:
     seconds: float
     error: float  # of predictions for the chip, as a share
     best: Candidate | None  # None: nothing fits
-    estimate_error: float | None = None  # of corrected prices, as compiled layouts of this plan say; None: too few
+    estimate_error: float | None = None  # of corrected estimates, as compiled layouts of this plan say; None: too few
     refused: int = 0  # candidates that a check of the rules refused
     nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
     stopped: str = ""  # why the search ended
@@ -107,14 +107,14 @@ def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:
 
 
 def expectation(plan: Plan, candidate: Candidate) -> str:
-    """What is expected of a candidate: of its program where it was compiled, else by its price."""
+    """What is expected of a candidate: of its program where it was compiled, else by its estimate."""
     peak = human_bytes(candidate.peak_bytes)
     if plan.target.chip is None:
         sent = human_bytes(candidate.estimate.sent_bytes)
         return f"{sent} sent and about {peak} per device; simulated devices have no times"
     seconds = human_seconds(candidate.step_time_s)
     if candidate.report is None or candidate.report.prediction is None:
-        return f"priced at {seconds} a step, {peak} per device, not compiled"
+        return f"estimated at {seconds} a step, {peak} per device, not compiled"
     return f"predicted: {seconds} a step, {peak} per device; error of predictions: {candidate.report.prediction.error}"
 
 

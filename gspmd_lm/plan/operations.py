@@ -45,7 +45,7 @@ _READ = (_QUERIES, _array(attention.K), _array(attention.V))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """A product, or elementwise operations that are one kernel. Numbers are of one run forward, of all devices."""
+    """A matmul, or elementwise operations that are one kernel. Numbers are of one run forward, of all devices."""
 
     kind: str  # matmul, attention or other
     flops: float
@@ -60,12 +60,12 @@ class Op:
 
     @property
     def grouped(self) -> bool:
-        """Whether it is a product of rows with the matrices of their groups, such as experts."""
+        """Whether it multiplies rows with the matrices of their groups, such as experts."""
         return any(node.primitive == GROUPED for node in self.nodes)
 
     @property
     def only_casts(self) -> bool:
-        """Whether it changes nothing but the dtype, as of a weight before its product."""
+        """Whether it changes nothing but the dtype, as of a weight before its matmul."""
         return not self.flops and all(node.primitive in (*_VIEWS, "convert_element_type") for node in self.nodes)
 
 
@@ -85,7 +85,7 @@ class AttentionOp:
 
 @dataclasses.dataclass(frozen=True)
 class SavedActivations:
-    """What a remat policy keeps of a microbatch for the backward pass, and what it computes again."""
+    """What a remat policy saves of a microbatch for the backward pass, and which ops are recomputed."""
 
     on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
     on_host: tuple[tuple[float, NamedNodes], ...]
@@ -93,7 +93,7 @@ class SavedActivations:
 
 
 class OpGraph:
-    """The operations of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
+    """The ops of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
 
     def __init__(self, graph: DataflowGraph, trained: Collection[str], fused: bool):
         # Caches stand in the instance, so that they go with the trace.
@@ -112,13 +112,13 @@ class OpGraph:
 
     @functools.cached_property
     def trip_counts(self) -> list[int]:
-        """The turns of each loop that has products."""
+        """The trip count of each loop that has matmuls."""
         return sorted({(node.name.modules[:1], node.trip_count): node.trip_count for node in self.matmuls}.values())
 
     # Where arrays live
 
     def _sharded_like(self, node: Node) -> NamedNodes:
-        """What tells where an array lives: itself, what it is next placed as, or what was placed last."""
+        """The nodes that tell how an array is sharded: itself, the next placement, or the last one."""
         if node.placed:
             return (node,)
         if node.primitive == "name":  # another name of what was placed
@@ -152,7 +152,7 @@ class OpGraph:
                             frozenset([node]), self.in_block(node))  # fmt: skip
 
     def _elementwise_ops(self) -> Iterable[Op]:
-        """Groups of elementwise operations that nothing interrupts: neither a product nor an array that has a name."""
+        """Groups of elementwise operations that nothing interrupts: neither a matmul nor an array that has a name."""
         group: dict[Node, Node] = {}
 
         def root(node: Node) -> Node:
@@ -237,7 +237,7 @@ class OpGraph:
         return frozenset(weights).union(breadth_first(weights, derived, lambda _: True))
 
     def _saved_activations(self, remat: Remat) -> SavedActivations:
-        """What the backward pass finds, and what it computes again."""
+
         on_host, on_device, recomputed = dict[Node, None](), dict[Node, None](), set[Node]()
         waiting = [
             near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
@@ -260,13 +260,12 @@ class OpGraph:
             else:
                 recomputed.add(node)
                 waiting += node.inputs
-        on_device, on_host = (
+        device_bytes, host_bytes = (
             tuple((float(node.bytes * self._saved_times(node)), self.sharded_like(node)) for node in nodes)
             for nodes in (self._distinct(on_device), self._distinct(on_host))
         )
-        return SavedActivations(
-            on_device, on_host, frozenset(one for one in (*self.ops, *self.attention_ops) if one.nodes & recomputed)
-        )
+        ops = frozenset(op for op in (*self.ops, *self.attention_ops) if op.nodes & recomputed)
+        return SavedActivations(device_bytes, host_bytes, ops)
 
     def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
         """The values that the derivative of an operation needs."""
@@ -306,7 +305,7 @@ class OpGraph:
         return list(sources.values())
 
     def _saved_times(self, node: Node) -> int:
-        """How often a kept value is kept: once for each turn of its loop. What a loop carries is kept in each, too."""
+        """How often a value is saved: once in each iteration of its loop. What a loop carries is saved in each, too."""
         return (
             max([node.trip_count, *(user.trip_count for user in node.users)])
             if node.primitive == "carry"
@@ -330,14 +329,14 @@ class ForwardTrace:
     _op_graphs: dict[bool, OpGraph] = dataclasses.field(default_factory=dict)
 
     def op_graph(self, fused: bool) -> OpGraph:
-        """Its operations. `fused`: attention is a kernel of its own."""
+        """Its ops. `fused`: attention is a kernel of its own."""
         if fused not in self._op_graphs:
             self._op_graphs[fused] = OpGraph(self.graph, self.trained, fused)
         return self._op_graphs[fused]
 
 
 class TraceCache:
-    """The traces of a config or task. One depends on the microbatches, and on which splits the model finds equal."""
+    """The traces of a config or task. They depend on the microbatches, and on which splits the model finds equal."""
 
     def __init__(self, config: Config | Task):
         self.config, self.task = config, decoder.task(config)

@@ -1,4 +1,4 @@
-"""The search for the best layout: everything is priced, few are compiled, and what they show corrects the prices."""
+"""The search for the best layout: all are estimated, few are compiled, and what these show corrects the estimates."""
 
 import dataclasses
 import itertools
@@ -26,11 +26,11 @@ EQUAL = 0.002  # two predictions that differ by less are the same time: memory a
 HOPELESS = "it needs more memory than a layout like it that does not fit"
 GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
-ESTIMATE_ERROR = 0.05  # taken for that of prices where none is known and nothing is compiled yet
-LEAST_ERROR = 0.01  # of corrected prices, however well they agree
+ESTIMATE_ERROR = 0.05  # taken for that of estimates where none is known and nothing is compiled yet
+LEAST_ERROR = 0.01  # of corrected estimates, however well they agree
 SIMILARITY = 0.25  # how much less a compiled layout says of another for each feature in which they differ
 FARTHEST = 3  # features in which layouts differ that have nothing to say of each other
-ESTIMATING = 0.5  # the share of the minutes in which layouts are priced
+ESTIMATING = 0.5  # the share of the minutes in which layouts are estimated
 FEWEST = 8  # compilations before a plan may be content
 EXPLORED = 1.15  # of the first compilations, every other looks so far above the shortest promise
 FINALISTS = 2  # layouts with host offload that are compiled where that takes long
@@ -46,10 +46,10 @@ def ranking(target: Target) -> RankBy:
 
 
 def estimated(space: Space, until_s: float = math.inf) -> list[Candidate]:
-    """Every layout of a space, with its price. until_s: see `Space.filled`."""
-    chip, price = space.target.chip, space.estimator.estimate
+    """Every layout of a space, with its estimate. until_s: see `Space.filled`."""
+    chip, estimate = space.target.chip, space.estimator.estimate
     limit_bytes = chip.usable_hbm_bytes if chip else None
-    return [Candidate(raw, rules, price(rules), limit_bytes=limit_bytes) for raw, rules in space.filled(until_s)]
+    return [Candidate(raw, rules, estimate(rules), limit_bytes=limit_bytes) for raw, rules in space.filled(until_s)]
 
 
 def plan(
@@ -64,8 +64,8 @@ def plan(
 ) -> Plan:
     """The best layout of `config` on `target`, and what else was looked at.
 
-    minutes: half of them may go into prices, and the compiler starts nothing after them. most: how many layouts are
-    compiled; with 0 all are priced alone.
+    minutes: half of them may go into estimates, and the compiler starts nothing after them. most: how many layouts are
+    compiled; with 0 all are only estimated.
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
     what compiles, as `explain.reports` does. Raises InputError where a target has no times, and where no mesh of its
     devices divides the batch.
@@ -75,35 +75,35 @@ def plan(
         raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
     traces = TraceCache(config)
     space = Space(config, target, traces)
-    found = estimated(space, began + 60 * minutes * ESTIMATING)
-    if not found:
+    candidates = estimated(space, began + 60 * minutes * ESTIMATING)
+    if not candidates:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
         say(note)
-    unpriced = f"; {space.left_out:,} meshes and tables were not priced for want of time" if space.left_out else ""
-    say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s{unpriced}")
-    search = _Search(config, space, found, say, reports, began, minutes, most)
+    left_out = f"; {space.left_out:,} meshes and tables were not estimated for want of time" if space.left_out else ""
+    say(f"estimated {len(candidates):,} layouts in {time.monotonic() - began:.0f} s{left_out}")
+    search = _Search(config, space, candidates, say, reports, began, minutes, most)
     if rank_by == "time":
         search.run()
     else:
         search.stopped = "layouts are ranked by bytes alone"
-    search.stopped += unpriced
+    search.stopped += left_out
     return search.result(traces.task.tokens or traces.task.rows, space.refused, rank_by)
 
 
 class _Search:
-    def __init__(self, config: Config | Task, space: Space, found: Sequence[Candidate], say: Callable[[str], None],
+    def __init__(self, config: Config | Task, space: Space, candidates: Sequence[Candidate], say: Callable[[str], None],
                  reports: Reports, began: float, minutes: float, most: int):  # fmt: skip
         self.config, self.space, self.target, self.say, self.reports = config, space, space.target, say, reports
         self.began, self.minutes, self.most = began, minutes, most
-        self.searched = len(found)
-        may_fit = [one for one in found if one.fits is not False]
+        self.searched = len(candidates)
+        may_fit = [one for one in candidates if one.fits is not False]
         self.untried = [one for one in may_fit if not self._is_slow(one)]
         self.slow = [one for one in may_fit if self._is_slow(one)]
-        self.far = [one for one in found if one.fits is False]
+        self.far = [one for one in candidates if one.fits is False]
         self.tried: list[Candidate] = []
         self.dropped: list[Candidate] = []  # HOPELESS
-        self.compiled_error: float | None = None  # of prices, by the layouts that were compiled
+        self.compiled_error: float | None = None  # of estimates, by the layouts that were compiled
         _, known_error = estimate_error(self.target) or (0, ESTIMATE_ERROR)
         self.known_error = known_error
         self.stopped = ""
@@ -175,14 +175,14 @@ class _Search:
                 self._compile([dataclasses.replace(best, raw=raw, rules=self.space.rules(raw), report=None)])
 
     def _promised_s(self, one: Candidate) -> float:
-        """The shortest time that a layout may have: the less like the compiled ones, the less its price is known.
+        """The shortest time that a layout may have: the less like the compiled ones, the less its estimate is known.
 
         A GPU program that does not fit takes as long to compile as one that does, so such layouts come later.
         """
-        told = [other for other in self.tried if other.report]
-        unlike = min((_distance(one, other) for other in told), default=FARTHEST)
+        compiled = [other for other in self.tried if other.report]
+        distance = min((_distance(one, other) for other in compiled), default=FARTHEST)
         error = self.known_error if self.compiled_error is None else max(LEAST_ERROR, self.compiled_error)
-        seconds = one.step_time_s * math.exp(-error * min(unlike, FARTHEST))
+        seconds = one.step_time_s * math.exp(-error * min(distance, FARTHEST))
         if self.target.platform == "gpu" and one.limit_bytes:
             seconds *= max(1.0, one.estimate.peak_bytes / one.limit_bytes) ** 2
         return seconds
@@ -213,10 +213,10 @@ class _Search:
 
     def _compile(self, chosen: Sequence[Candidate]) -> None:
         best = self.best
-        known = f"; best so far {best.step_time_s:.4g} s: {best.name}" if best else ""
-        self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{known}")
+        best_so_far = f"; best so far {best.step_time_s:.4g} s: {best.name}" if best else ""
+        self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{best_so_far}")
         try:
-            found: list[Report | None] = [
+            reports: list[Report | None] = [
                 *self.reports(self.config, [one.rules for one in chosen], self.target, self.say)
             ]
         except RunFailed as error:
@@ -227,7 +227,7 @@ class _Search:
             self.say(f"left out: {chosen[0].name}: {error}")
             self._done(dataclasses.replace(chosen[0], failure=str(error)), chosen[0])
             return
-        for one, report in zip(chosen, found, strict=True):
+        for one, report in zip(chosen, reports, strict=True):
             self._done(dataclasses.replace(one, report=report), one)
 
     def _done(self, tried: Candidate, before: Candidate) -> None:
@@ -236,29 +236,29 @@ class _Search:
         self.slow = [one for one in self.slow if one is not before]
 
     def _correct(self) -> None:
-        """Prices anew what is left: by the compiled layouts, those that are like it above all.
+        """Corrects the estimates of what is left by the compiled layouts, by those that are like it above all.
 
         A layout that needs more than one that was refused, and is like it in all but what it keeps, is dropped.
         """
-        told = [one for one in self.tried if one.report and one.report.prediction]
-        ratios = [math.log(one.step_time_s / one.estimate.step_time_s) for one in told]
-        if len(told) > 2:  # each from the others
-            errors = [ratio - _log_correction(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
-                      for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
+        compiled = [one for one in self.tried if one.report and one.report.prediction]
+        ratios = [math.log(one.step_time_s / one.estimate.step_time_s) for one in compiled]
+        if len(compiled) > 2:  # each from the others
+            errors = [ratio - _log_correction(one, [*compiled[:n], *compiled[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
+                      for n, (one, ratio) in enumerate(zip(compiled, ratios, strict=True))]  # fmt: skip
             self.compiled_error = statistics.mean(map(abs, errors))
-        left: list[list[Candidate]] = []
+        kept: list[list[Candidate]] = []
         for those in (self.untried, self.slow):
-            left.append([])
+            kept.append([])
             for one in those:
                 if self._hopeless(one):
                     self.dropped.append(dataclasses.replace(one, failure=HOPELESS))
                 else:
-                    corrected_s = one.estimate.step_time_s * math.exp(_log_correction(one, told, ratios))
-                    left[-1].append(dataclasses.replace(one, corrected_s=corrected_s))
-        self.untried, self.slow = left
+                    corrected_s = one.estimate.step_time_s * math.exp(_log_correction(one, compiled, ratios))
+                    kept[-1].append(dataclasses.replace(one, corrected_s=corrected_s))
+        self.untried, self.slow = kept
 
     def _hopeless(self, one: Candidate) -> bool:
-        """Whether a layout of the same kind that needs no more memory by its price did not fit."""
+        """Whether a layout of the same kind that is estimated to need no more memory did not fit."""
         return any(
             other.fits is False and not other.failure and other.features[:-2] == one.features[:-2]
             and one.rules.microbatches <= other.rules.microbatches
@@ -269,8 +269,8 @@ class _Search:
     def _error(self) -> float:
         """The known error of predictions for the target, as a share."""
         chip, best = self.target.chip, self.best
-        found = mean_error(kind_of(self.target, best.rules)) if chip and best else None
-        return UNKNOWN_ERROR if found is None else found
+        error = mean_error(kind_of(self.target, best.rules)) if chip and best else None
+        return UNKNOWN_ERROR if error is None else error
 
     def result(self, tokens: int, refused: int, rank_by: RankBy) -> Plan:
         """The plan, as far as it has come."""
@@ -304,11 +304,11 @@ class _Search:
         )
 
 
-def _log_correction(one: Candidate, told: Sequence[Candidate], ratios: Sequence[float]) -> float:
-    """The logarithm of prediction over price that compiled layouts make likely, each by its likeness."""
-    if not told:
+def _log_correction(one: Candidate, compiled: Sequence[Candidate], ratios: Sequence[float]) -> float:
+    """The logarithm of prediction over estimate that compiled layouts make likely, each by its similarity."""
+    if not compiled:
         return 0.0
-    weights = [SIMILARITY ** _distance(one, other) for other in told]
+    weights = [SIMILARITY ** _distance(one, other) for other in compiled]
     return sum(map(operator.mul, weights, ratios)) / sum(weights)
 
 

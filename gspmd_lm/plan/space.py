@@ -113,21 +113,21 @@ class Space:
                 for remat in (
                     remats.policies(self.estimator, rules, self.names) if "remat" in self.asked else (rules.remat,)
                 ):
-                    own = raw | _plain(remat)
-                    yield own, dataclasses.replace(rules, remat=remat, path=describe(own))
+                    named = raw | _plain(remat)
+                    yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout under other compiler options whose effect is known."""
         platform = self.target.platform
-        own = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
+        defaults = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
         for options in OPTIONS.get(platform, ()):
-            if all(rows.keys().isdisjoint(options) for rows in own):  # what offloads has its own limit of memory
+            if all(rows.keys().isdisjoint(options) for rows in defaults):  # what offloads has its own limit of memory
                 yield {**raw, "compiler_options": {platform: options}}
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
         """The rules of plain values, filled, with the attention kernel that they would run with."""
-        found = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
-        return settled(self.config, found.fill(self.target.devices), self.target.processor)
+        rules = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
+        return settled(self.config, rules.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
 
@@ -199,16 +199,16 @@ class Space:
         count = self.target.topology[0] if gpu else self.target.slices
         if count == 1:
             return [{}]
-        found = []
+        splits = []
         for data in _divisors(math.gcd(count, mesh.get("data", 1))):
             fsdp = count // data
             if mesh.get("fsdp", 1) % fsdp == 0:
-                found.append({name: n for name, n in (("data", data), ("fsdp", fsdp)) if n > 1})
+                splits.append({name: n for name, n in (("data", data), ("fsdp", fsdp)) if n > 1})
         if gpu:  # hosts follow the order of devices, in which the first mesh axis is the outermost
             natural = math.gcd(count, mesh.get("data", 1))
-            own = {name: n for name, n in (("data", natural), ("fsdp", count // natural)) if n > 1}
-            found = [{} if dcn == own else dcn for dcn in found]
-        return found
+            implied = {name: n for name, n in (("data", natural), ("fsdp", count // natural)) if n > 1}
+            splits = [{} if dcn == implied else dcn for dcn in splits]
+        return splits
 
     def _microbatches(self, mesh: Mapping[str, int]) -> list[int]:
         rows = self.task.rows // math.prod(mesh.get(name, 1) for name in ("data", "fsdp", "expert"))
@@ -267,7 +267,7 @@ def describe(raw: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _roles(traces: TraceCache, graph: DataflowGraph, asked: bool) -> Roles:
+def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> Roles:
     """`asked`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.vocabulary.rows
     used = {path: nodes[0] for path, nodes in graph.used.items()}
@@ -296,10 +296,10 @@ def _roles(traces: TraceCache, graph: DataflowGraph, asked: bool) -> Roles:
     for axis, _ in firsts.most_common():
         if not any(axis in names and {*hidden} & {*names} for names in arrays):
             hidden.append(axis)
-    homes = [home for matmul in graph.matmuls if (home := graph.gathered_from(matmul.input))]
+    streams = [home for matmul in graph.matmuls if (home := graph.gathered_from(matmul.input))]
     between = dict.fromkeys(
         f"{home.placed.array}.{axis}"
-        for home in homes if home.placed
+        for home in streams if home.placed
         for axis in home.placed.axes if axis != rows and axis not in count
     )  # fmt: skip
     sizes: dict[str, set[int]] = collections.defaultdict(set)
@@ -308,7 +308,7 @@ def _roles(traces: TraceCache, graph: DataflowGraph, asked: bool) -> Roles:
             for axis, size in zip(node.placed.axes, node.shape, strict=True):
                 sizes[axis].add(size)
                 sizes[f"{node.placed.array}.{axis}"].add(size)
-    sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if asked else {}
+    sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if splits_sequence else {}
     found = {axis: tuple(found) for axis, found in sizes.items()}
     return Roles(rows, tuple(width), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), found)
 

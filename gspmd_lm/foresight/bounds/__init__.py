@@ -1,4 +1,4 @@
-"""The least a step could take: compute at peak, memory at full bandwidth, and the bytes this split must move."""
+"""Lower bounds of a step: compute at peak, memory at full bandwidth, and the communication volume of the sharding."""
 
 import dataclasses
 import itertools
@@ -33,9 +33,9 @@ class LowerBounds:
 
 
 def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, graph: DataflowGraph) -> LowerBounds:
-    """The floor of one train step of `config` under `rules`, filled and checked; `chip` is None for simulated devices.
+    """The lower bounds of a train step of `config` under `rules`, filled and checked; `chip` is None if simulated.
 
-    `traced` is what was recorded of the forward pass of one microbatch under these rules.
+    `graph` is what was recorded of the forward pass of one microbatch under these rules.
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
@@ -53,10 +53,10 @@ def of_generation(
     tokens: int,
     cache_bytes: int,
 ) -> LowerBounds:
-    """The floor of prefill (`tokens` per row, all slots of a prompt) or decode (one token per row).
+    """The lower bounds of prefill (`tokens` per row, all slots of a prompt) or decode (one token per row).
 
-    The same logic as in `floor`, of the forward pass alone, which `traced` recorded. Every weight and, in decode, every
-    slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
+    The same logic as in `of_training`, of the forward pass alone, whose graph is given. Every weight and, in decode,
+    every slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
 
     `cache_bytes` is what one device holds of keys and values.
     """
@@ -80,7 +80,7 @@ def _bounds(
     moved_bytes: float,
     trains: bool,
 ) -> LowerBounds:
-    """The floor of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
+    """The lower bounds of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
     flops /= rules.devices
     sent, sent_as_float32 = (
         DecoderTransfers(rules, arrays, graph, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES)
@@ -97,7 +97,7 @@ def _bounds(
 
 
 def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
-    """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
+    """The FLOPs that matmuls and attention kernels of one device must do in a train step: a check on predictions.
 
     Less than the model's FLOPs: weights count only where they are multiplied.
     """

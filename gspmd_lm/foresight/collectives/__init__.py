@@ -180,7 +180,7 @@ def _is_about(weight: str, name: OpName) -> bool:
 
 
 def _with_readers(name: OpName, readers: Sequence[tuple[OpName, bool]], attribution: Attribution) -> OpName:
-    """The name of a gathered tensor, completed by the names of its readers, each with whether it reads the tensor itself.
+    """The name of a gathered tensor, completed by its readers' names, each with whether it reads it directly.
 
     The name says which array is gathered. The matmuls that read it whole say which weights they belong to.
     """

@@ -34,24 +34,24 @@ class DefUse:
 
         The last one computed the value, or is the program's argument.
         """
-        found: list[Instruction] = []
+        chain: list[Instruction] = []
         seen: set[Value] = set()
         current: Value | None = place
         while current and current not in seen:
             seen.add(current)
-            found.append(current[0])
+            chain.append(current[0])
             current = self._before(current)
-        return found
+        return chain
 
     def ancestors(self, place: Value) -> Iterator[Instruction]:
         """Everything that a value is made of, the nearest first, where `trail` finds no name."""
         waiting, seen = [place], set()
         while waiting:
-            trail = self.def_chain(waiting.pop(0))
-            last = trail[-1]
+            chain = self.def_chain(waiting.pop(0))
+            last = chain[-1]
             if last not in seen:
                 seen.add(last)
-                yield from trail
+                yield from chain
                 waiting += [(operand, ()) for operand in self.module.operands(last)]
 
     def concatenated(self, place: Value) -> list[tuple[Value, int]]:
@@ -68,23 +68,23 @@ class DefUse:
 
         A result of the step has the name of the argument that it replaces.
         """
-        found: dict[Instruction, tuple[str, str]] = {}
+        state: dict[Instruction, tuple[str, str]] = {}
         arguments, root = self.module.entry.parameters, self.module.entry.root
         pairs = re.findall(r"\{(\d+)\}: \((\d+),", self.module.attributes.get("input_output_alias", ""))
         for result, argument in pairs if root.opcode == "tuple" else ():
             for at in self.def_chain((self.module.operand(root, int(result)), ())):
                 if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
-                    found.setdefault(at, state_array(arguments[int(argument)].op_name))
-        return found
+                    state.setdefault(at, state_array(arguments[int(argument)].op_name))
+        return state
 
     @functools.cached_property
     def by_op_name(self) -> Mapping[str, list[Instruction]]:
         """The instructions of each op_name."""
-        found: Mapping[str, list[Instruction]] = collections.defaultdict(list)
+        named: Mapping[str, list[Instruction]] = collections.defaultdict(list)
         for instruction in self.module.instructions:
             if instruction.op_name:
-                found[instruction.op_name].append(instruction)
-        return found
+                named[instruction.op_name].append(instruction)
+        return named
 
     def users_of(self, instruction: Instruction) -> Iterator[Instruction]:
         """Those who use a value, the nearest first, within the computation."""
@@ -102,11 +102,11 @@ class DefUse:
 
     @functools.cached_property
     def _users(self) -> Mapping[Instruction, list[Instruction]]:
-        found: Mapping[Instruction, list[Instruction]] = collections.defaultdict(list)
+        users: Mapping[Instruction, list[Instruction]] = collections.defaultdict(list)
         for instruction in self.module.instructions:
             for operand in self.module.operands(instruction):
-                found[operand].append(instruction)
-        return found
+                users[operand].append(instruction)
+        return users
 
     def _before(self, place: Value) -> Value | None:
         """One step back, also through collectives and into the loops that computed a value."""

@@ -52,10 +52,10 @@ def collective_ops(module: Module, instruction: Instruction, slices: Sequence[in
     through the host. With `slices`, the slice of each partition, groups are told in partitions of the whole.
     """
     if instruction.opcode == "send":
-        found = [_send_between_slices(module, instruction, slices)]
+        ops = [_send_between_slices(module, instruction, slices)]
     else:
-        found = [_collective_op(module, inner, instruction, slices) for inner in module.collectives(instruction)]
-    return tuple(exchange for exchange in found if exchange)
+        ops = [_collective_op(module, inner, instruction, slices) for inner in module.collectives(instruction)]
+    return tuple(exchange for exchange in ops if exchange)
 
 
 def rendezvous(instruction: Instruction) -> str:
@@ -63,18 +63,22 @@ def rendezvous(instruction: Instruction) -> str:
     return instruction.frontend.get("_xla_host_transfer_rendezvous", "")
 
 
-def _collective_op(module: Module, inner: Instruction, runs: Instruction, slices: Sequence[int]) -> CollectiveOp:
+def _collective_op(module: Module, inner: Instruction, scheduled: Instruction, slices: Sequence[int]) -> CollectiveOp:
     inputs = tuple(array for operand in module.operands(inner) for array in operand.shape.arrays)
     if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer for the worst case
         inputs = (min(inputs[:2], key=lambda array: array.elements),)
-    kind = "reduce-scatter" if inner.base == "all-reduce" and _is_reduce_scatter(module, inner, runs) else inner.base
-    around = module.callers.get(runs.computation, ())
+    kind = (
+        "reduce-scatter" if inner.base == "all-reduce" and _is_reduce_scatter(module, inner, scheduled) else inner.base
+    )
+    callers = module.callers.get(scheduled.computation, ())
     asynchronous = inner.phase == "-start" or "async_collective_fusion_config" in inner.config
-    asynchronous |= any(caller.phase == "-start" for caller, _ in around)  # on the sparse core, say
-    among = groups(inner, module.devices)
+    asynchronous |= any(caller.phase == "-start" for caller, _ in callers)  # on the sparse core, say
+    partitions = groups(inner, module.devices)
     if len(slices) > module.devices:
-        among = tuple(tuple(inside[k] for k in group) for inside in _partitions_of_slices(slices) for group in among)
-    return CollectiveOp(kind, inputs, among, inner, runs, asynchronous)
+        partitions = tuple(
+            tuple(inside[k] for k in group) for inside in _partitions_of_slices(slices) for group in partitions
+        )
+    return CollectiveOp(kind, inputs, partitions, inner, scheduled, asynchronous)
 
 
 def _send_between_slices(module: Module, send: Instruction, slices: Sequence[int]) -> CollectiveOp | None:
@@ -92,7 +96,7 @@ def _partitions_of_slices(slices: Sequence[int]) -> list[list[int]]:
     return [[k for k, at in enumerate(slices) if at == n] for n in sorted(set(slices))]
 
 
-def _is_reduce_scatter(module: Module, inner: Instruction, runs: Instruction) -> bool:
+def _is_reduce_scatter(module: Module, inner: Instruction, scheduled: Instruction) -> bool:
     """Whether a device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter."""
     users = {user.opcode for user in module.siblings(inner).values() if inner.name in user.operands}
-    return runs is not inner and users == {"dynamic-slice"}
+    return scheduled is not inner and users == {"dynamic-slice"}

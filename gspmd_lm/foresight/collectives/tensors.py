@@ -53,27 +53,27 @@ def moved_tensors(module: Module, def_use: DefUse, slices: Sequence[int] = ()) -
             continue
         if permutes := windows.get(step.instruction.name):
             yield _tensor_of_window(module, step, permutes)
-        for exchange in ops.collective_ops(module, step.instruction, slices):
-            yield from _tensors_of_op(module, def_use, step, exchange)
+        for op in ops.collective_ops(module, step.instruction, slices):
+            yield from _tensors_of_op(module, def_use, step, op)
 
 
-def _tensors_of_op(module: Module, def_use: DefUse, step: Executed, exchange: CollectiveOp) -> Iterator[MovedTensor]:
-    instruction, inputs, kind = exchange.instruction, exchange.inputs, exchange.kind
-    if kind == "all-to-all" and len(inputs) == exchange.group_size:  # one array, handed in as its pieces
+def _tensors_of_op(module: Module, def_use: DefUse, step: Executed, op: CollectiveOp) -> Iterator[MovedTensor]:
+    instruction, inputs, kind = op.instruction, op.inputs, op.kind
+    if kind == "all-to-all" and len(inputs) == op.group_size:  # one array, handed in as its pieces
         inputs = (Array(inputs[0].dtype, (len(inputs), *inputs[0].dimensions)),)
-    names, overlapped = of_each_tensor(instruction.op_name, len(inputs)), _overlaps(module, exchange)
+    names, overlapped = of_each_tensor(instruction.op_name, len(inputs)), _overlaps(module, op)
     for number, array in enumerate(inputs):
-        place = module.operand(instruction, number), ()
-        if exchange.scheduled is not instruction and place[0].opcode == "pad":  # what is added is not sent
-            place = module.operand(place[0]), ()
-            array = place[0].shape.arrays[0]
-        pieces = def_use.concatenated(place) if kind == "all-reduce" else [(place, array.elements)]
+        operand = module.operand(instruction, number), ()
+        if op.scheduled is not instruction and operand[0].opcode == "pad":  # what is added is not sent
+            operand = module.operand(operand[0]), ()
+            array = operand[0].shape.arrays[0]
+        pieces = def_use.concatenated(operand) if kind == "all-reduce" else [(operand, array.elements)]
         for piece, elements in pieces:
             one = array if len(pieces) == 1 else Array(array.dtype, (elements,))
-            own = names[number] if names and len(pieces) == 1 else ""
+            name = names[number] if names and len(pieces) == 1 else ""
             merged = len(inputs) > 1 or len(pieces) > 1
-            alone = dataclasses.replace(exchange, inputs=(one,))
-            yield MovedTensor(kind, alone, step, piece, own, merged, alone.sent_bytes, overlapped)
+            op_of_tensor = dataclasses.replace(op, inputs=(one,))
+            yield MovedTensor(kind, op_of_tensor, step, piece, name, merged, op_of_tensor.sent_bytes, overlapped)
 
 
 def _body(loop: Instruction) -> str:
@@ -95,15 +95,17 @@ def _tensor_of_window(module: Module, step: Executed, permutes: Sequence[Collect
     """The ring of permutes in a windowed einsum, which run piece by piece so that matmuls hide them."""
     loop, first = step.instruction, permutes[0]
     kind = "reduce-scatter" if re.search(r"body_(ar|rs)", _body(loop)) else "all-gather"
-    turns = module.trip_count(loop) or 1
-    sent_bytes = sum(p.sent_bytes * (turns if p.instruction.computation != loop.computation else 1) for p in permutes)
+    iterations = module.trip_count(loop) or 1
+    sent_bytes = sum(
+        p.sent_bytes * (iterations if p.instruction.computation != loop.computation else 1) for p in permutes
+    )
     rings = _rings([pair for permute in permutes for pair in permute.groups])
     piece = first.inputs[0]
     pieces = 1 if kind == "all-gather" else max(map(len, rings))  # a reduction begins with pieces for everybody
     held = Array(piece.dtype, (pieces, *piece.dimensions))
     ring = CollectiveOp(kind, (held,), rings, first.instruction, loop, True)
-    place = module.operand(first.instruction), ()
-    return MovedTensor(WINDOWED + kind, ring, step, place, first.instruction.op_name, False, sent_bytes, True)
+    operand = module.operand(first.instruction), ()
+    return MovedTensor(WINDOWED + kind, ring, step, operand, first.instruction.op_name, False, sent_bytes, True)
 
 
 def _rings(pairs: Sequence[tuple[int, ...]]) -> Groups:
@@ -115,13 +117,13 @@ def _rings(pairs: Sequence[tuple[int, ...]]) -> Groups:
     return tuple(tuple(sorted(ring)) for ring in rings)
 
 
-def _overlaps(module: Module, exchange: CollectiveOp) -> bool:
+def _overlaps(module: Module, op: CollectiveOp) -> bool:
     """Whether a device computes between the beginning and the end of a movement."""
-    runs = exchange.scheduled
-    if not exchange.asynchronous or runs.config.get("collective_backend_config", {}).get("is_sync"):
+    scheduled = op.scheduled
+    if not op.asynchronous or scheduled.config.get("collective_backend_config", {}).get("is_sync"):
         return False
-    callers = [caller for caller, _ in module.callers.get(runs.computation, ()) if caller.phase == "-start"]
-    start = callers[0] if callers else runs
+    callers = [caller for caller, _ in module.callers.get(scheduled.computation, ()) if caller.phase == "-start"]
+    start = callers[0] if callers else scheduled
     ends = _ends(module, start)
     begun = False
     for instruction in module.siblings(start).values():

@@ -93,12 +93,12 @@ class Module:
     @functools.cached_property
     def callers(self) -> Mapping[str, tuple[tuple[Instruction, str], ...]]:
         """The callers of each computation: its name -> instructions, each with the role of the computation."""
-        found: dict[str, list[tuple[Instruction, str]]] = {}
+        callers: dict[str, list[tuple[Instruction, str]]] = {}
         for instruction in self.instructions:
             for role, names in instruction.called.items():
                 for name in names:
-                    found.setdefault(name, []).append((instruction, role))
-        return {name: tuple(calls) for name, calls in found.items()}
+                    callers.setdefault(name, []).append((instruction, role))
+        return {name: tuple(calls) for name, calls in callers.items()}
 
     def caller(self, instruction: Instruction) -> tuple[Instruction | None, str]:
         """What runs the computation of an instruction, and the role of this computation; None if there are several."""
@@ -121,12 +121,12 @@ class Module:
 
         The rows that are sent lie closely in the operand or in the result, whichever has fewer.
         """
-        found: dict[int, float] = {}
-        for exchange in self.instructions:
-            if exchange.base == "ragged-all-to-all" and exchange.phase != "-done":
-                few, many = sorted(self.operand(exchange, n).shape.arrays[0].dimensions[0] for n in (0, 1))
-                found[many] = few / many
-        return found
+        filled_share: dict[int, float] = {}
+        for instruction in self.instructions:
+            if instruction.base == "ragged-all-to-all" and instruction.phase != "-done":
+                few, many = sorted(self.operand(instruction, n).shape.arrays[0].dimensions[0] for n in (0, 1))
+                filled_share[many] = few / many
+        return filled_share
 
     def siblings(self, instruction: Instruction) -> Mapping[str, Instruction]:
         """The instructions of the computation that an instruction belongs to."""
@@ -176,17 +176,17 @@ class Module:
         return self._steps(self.entry, 1, (), True)
 
     def _steps(
-        self, computation: Computation, times: int, around: tuple[Instruction, ...], counted: bool
+        self, computation: Computation, executions: int, loops: tuple[Instruction, ...], trip_counts_known: bool
     ) -> Iterator[Executed]:
         for instruction in computation.instructions.values():
-            yield Executed(instruction, computation, times, around, counted)
-            inside = (times, around, counted)
+            yield Executed(instruction, computation, executions, loops, trip_counts_known)
+            inside = (executions, loops, trip_counts_known)
             if instruction.opcode == "while":
-                turns = self.trip_count(instruction)
+                trip_count = self.trip_count(instruction)
                 inside = (
-                    times * (1 if turns is None else turns),
-                    (*around, instruction),
-                    counted and turns is not None,
+                    executions * (1 if trip_count is None else trip_count),
+                    (*loops, instruction),
+                    trip_counts_known and trip_count is not None,
                 )
             for body in self.bodies(instruction):
                 yield from self._steps(body, *inside)
@@ -221,8 +221,8 @@ class Module:
         """
         inside = list(self.inside(fusion))
         kept = {name for i in inside if i.custom_call_target == target for name in i.operands}
-        found = (i for i in inside if i.name in kept and "async_collective_fusion_config" in i.config)
-        return tuple(i.frontend.get("chain_id", i.name) for i in found)
+        collectives = (i for i in inside if i.name in kept and "async_collective_fusion_config" in i.config)
+        return tuple(i.frontend.get("chain_id", i.name) for i in collectives)
 
 
 def parse(text: str) -> Module:

@@ -28,9 +28,9 @@ class Loops:
         sides = [self.origin((self.module.operand(compare, n), ())) for n in (0, 1)]
         for (counter, path), limit_place in (tuple(sides), tuple(reversed(sides))):
             if counter.opcode == "parameter" and counter.computation == condition.name and path:
-                found = self._count(loop, path, self.value(limit_place), direction)
-                if found is not None:
-                    return found
+                trip_count = self._count(loop, path, self.value(limit_place), direction)
+                if trip_count is not None:
+                    return trip_count
             direction = _SWAPPED.get(direction, "")
         return None
 

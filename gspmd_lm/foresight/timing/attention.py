@@ -153,17 +153,19 @@ def _window(config: Mapping[str, Any]) -> int:
 
 def _splash(module: Module, call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
-    if not (named := _splash_name(call)):
+    if not (name := _splash_name(call)):
         return None
     integers, (queries, keys, *_) = _operand_arrays(module, call)
     # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
     count = integers[0].dimensions[-2:]
     *heads, rows, size = queries.dimensions
     # The first sizes are those of this pass.
-    told = {side: int(length) for side, length in reversed(_BLOCK.findall(call.frontend.get("kernel_metadata", "")))}
-    block, columns = told.get("q", rows // count[0]), told.get("kv", keys.dimensions[-2] // count[1])
+    block_sizes = {
+        side: int(length) for side, length in reversed(_BLOCK.findall(call.frontend.get("kernel_metadata", "")))
+    }
+    block, columns = block_sizes.get("q", rows // count[0]), block_sizes.get("kv", keys.dimensions[-2] // count[1])
     return Splash(
-        part=named.group(1),
+        part=name.group(1),
         heads=math.prod(heads),
         size=size,
         blocks=(rows // block, keys.dimensions[-2] // columns),

@@ -35,16 +35,16 @@ def kernel_work(module: Module, call: Instruction) -> tuple[float, float] | None
     Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
     A kernel may have more rows than the buffer, to fill its last tile.
     """
-    arrays, found = _arrays(module, call), call.cost_estimate
+    arrays, work = _arrays(module, call), call.cost_estimate
     rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
-    if found is None and _GROUPED in call.op_name:
+    if work is None and _GROUPED in call.op_name:
         # Of [M, D], [E, D, F] and [M, F], any two give the third.
         matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
         moved = float(memory_traffic.bytes_of(module, call)["hbm"])
-        found = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
+        work = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
     buffers = sorted(module.buffers.items(), reverse=True)
     share = next((filled * many / rows for many, filled in buffers if many <= rows < many + grouped.MOST_ROWS), 1.0)
-    return found and (found[0] * share, found[1] * share)
+    return work and (work[0] * share, work[1] * share)
 
 
 def tiled_work(
@@ -90,9 +90,9 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     left_labels, rest = instruction.attributes["dim_labels"].split("_", 1)
     kernel_labels, result_labels = rest.split("->")
     dimensions = len(left_labels) - 2
-    told = {name: text.split("x") for name, text in _FIELD.findall(instruction.attributes.get("window", ""))}
+    given_window = {name: text.split("x") for name, text in _FIELD.findall(instruction.attributes.get("window", ""))}
     window = {"pad": ["0_0"] * dimensions} | dict.fromkeys(("stride", "lhs_dilate", "rhs_dilate"), ["1"] * dimensions)
-    window |= told
+    window |= given_window
     positions = 1
     for n in range(dimensions):
         at = str(n)

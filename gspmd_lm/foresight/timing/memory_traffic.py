@@ -16,34 +16,34 @@ def bytes_of(module: Module, instruction: Instruction) -> collections.Counter[st
 
     "chip" is on-chip memory that the compiler manages (TPU). Semaphores and scalars in other memories are left out.
     """
-    found = collections.Counter[str]()
+    traffic = collections.Counter[str]()
     operands = module.operands(instruction)
     if instruction.opcode == "fusion":
         inside = module.computations[instruction.called["calls"][0]]
         for n, operand in enumerate(operands):
-            _add(found, operand.shape.arrays, _bytes_read(module, inside, inside.parameters[n]))
-        _add(found, instruction.shape.arrays, _bytes_written(module, inside.root))
+            _add(traffic, operand.shape.arrays, _bytes_read(module, inside, inside.parameters[n]))
+        _add(traffic, instruction.shape.arrays, _bytes_written(module, inside.root))
     elif instruction.opcode in _SLICES:
-        _add(found, instruction.shape.arrays, None)
-        _add(found, operands[0].shape.arrays, instruction.shape.arrays[0].padded_bytes)
+        _add(traffic, instruction.shape.arrays, None)
+        _add(traffic, operands[0].shape.arrays, instruction.shape.arrays[0].padded_bytes)
     elif instruction.opcode == "dynamic-update-slice":
-        _add(found, operands[1].shape.arrays, None)
-        _add(found, instruction.shape.arrays, operands[1].shape.arrays[0].padded_bytes)
+        _add(traffic, operands[1].shape.arrays, None)
+        _add(traffic, instruction.shape.arrays, operands[1].shape.arrays[0].padded_bytes)
     else:
         for operand in operands:
-            _add(found, operand.shape.arrays, None)
-        _add(found, instruction.shape.arrays, None)
-    return found
+            _add(traffic, operand.shape.arrays, None)
+        _add(traffic, instruction.shape.arrays, None)
+    return traffic
 
 
-def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:
+def _add(traffic: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:
     """Adds the arrays of one operand or result, or only `limit_bytes` of them."""
     whole = sum(array.padded_bytes for array in arrays) or 1
     share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / whole)
     for array in arrays:
         memory = _MEMORY.get(array.memory_space)
         if memory:
-            found[memory] += round(array.padded_bytes * share)
+            traffic[memory] += round(array.padded_bytes * share)
 
 
 def _bytes_read(module: Module, computation: Computation, value: Instruction) -> int:

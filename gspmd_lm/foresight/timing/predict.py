@@ -1,4 +1,4 @@
-"""Predictions from a walk through a compiled schedule: a step's time, its waits, and the timeline of one layer."""
+"""Predictions from the simulated schedule: a step's time, its exposed communication, and the timeline of one layer."""
 
 import collections
 import dataclasses
@@ -42,7 +42,7 @@ class Prediction:
     communication_s: float  # exposed or not
     mfu: float
     tokens_per_s_per_device: float
-    basis: str  # what the prices rest on
+    basis: str  # what the op times rest on
     error: str  # the known error of such predictions
     timeline: tuple[Span, ...]
     # An operation whose time is not known -> its share of the bytes of all instructions; the largest first.
@@ -68,8 +68,8 @@ def predict(
     device must do; 0 means that they are not known.
     """
     simulation = Simulation(module, chip, network)
-    waited = {label: seconds for label, seconds in simulation.exposed_s.items() if seconds > 0}
-    host_s = waited.pop(HOST, 0.0)
+    exposed_s = {label: seconds for label, seconds in simulation.exposed_s.items() if seconds > 0}
+    host_s = exposed_s.pop(HOST, 0.0)
     unpriced = _without_time(module, simulation)
     step_s = simulation.clock_s
     packed = "; packed documents as whole rows" if any(map(attention.packed, module.kernels)) else ""
@@ -78,8 +78,8 @@ def predict(
         matmul_s=simulation.compute_s["matmul"],
         attention_s=simulation.compute_s["attention"],
         other_s=simulation.compute_s["other"],
-        exposed_communication_s=sum(waited.values()),
-        exposed_by_axis=dict(sorted(waited.items(), key=lambda wait: -wait[1])),
+        exposed_communication_s=sum(exposed_s.values()),
+        exposed_by_axis=dict(sorted(exposed_s.items(), key=lambda wait: -wait[1])),
         exposed_host_copy_s=host_s,
         communication_s=simulation.communication_s,
         mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
@@ -102,7 +102,7 @@ _BASIS = {
 
 def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
-    total, left = 0, collections.Counter[str]()
+    total, bytes_of = 0, collections.Counter[str]()
     for step in module.steps():
         instruction = step.instruction
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
@@ -115,12 +115,12 @@ def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
         ):
             unknown = instruction.opcode
         if unknown:
-            left[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
+            bytes_of[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
     for step in module.steps():
         unknown = step.instruction.opcode == "while" and module.trip_count(step.instruction) is None
         if unknown and not parse(step.instruction.op_name).trip_count:
-            left[UNKNOWN_TRIP_COUNT] += 1
-    return {name: size / total if total else 0.0 for name, size in left.most_common()}
+            bytes_of[UNKNOWN_TRIP_COUNT] += 1
+    return {name: size / total if total else 0.0 for name, size in bytes_of.most_common()}
 
 
 def _flops(module: Module) -> float:
@@ -141,12 +141,12 @@ _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast
 
 def _costliest(module: Module, simulation: Simulation) -> tuple[tuple[str, float], ...]:
     """The operations that compute longest, each with its seconds."""
-    found: collections.defaultdict[str, float] = collections.defaultdict(float)
+    seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     for step in module.steps():
-        price = simulation.op_time(step.instruction)
-        if price.seconds:
-            found[f"{_label(step.instruction)} ({price.kind})"] += step.executions * price.seconds
-    return tuple(sorted(found.items(), key=lambda item: -item[1])[:COSTLIEST])
+        time = simulation.op_time(step.instruction)
+        if time.seconds:
+            seconds[f"{_label(step.instruction)} ({time.kind})"] += step.executions * time.seconds
+    return tuple(sorted(seconds.items(), key=lambda item: -item[1])[:COSTLIEST])
 
 
 def _label(instruction: Instruction) -> str:
@@ -174,32 +174,32 @@ def _timeline(module: Module, simulation: Simulation) -> tuple[Span, ...]:
     )
 
 
-def _part(turn: Iteration) -> str:
+def _part(iteration: Iteration) -> str:
     """The pass, forward or backward, of most of a turn's compute. Recomputation belongs to the backward pass."""
-    spent = {"forward": 0.0, "backward": 0.0}
-    for piece in turn.events:
-        if piece.track == COMPUTE:
-            phase = parse(piece.instruction.op_name).phase
-            spent["forward" if phase == "forward" else "backward"] += piece.end_s - piece.begin_s
-    return "backward" if spent["backward"] > spent["forward"] else "forward"
+    compute_s = {"forward": 0.0, "backward": 0.0}
+    for event in iteration.events:
+        if event.track == COMPUTE:
+            phase = parse(event.instruction.op_name).phase
+            compute_s["forward" if phase == "forward" else "backward"] += event.end_s - event.begin_s
+    return "backward" if compute_s["backward"] > compute_s["forward"] else "forward"
 
 
-def _spans(turn: Iteration, part: str) -> list[Span]:
+def _spans(iteration: Iteration, part: str) -> list[Span]:
     """The spans of a turn. A transfer that ends in the next turn is also shown as it comes from the turn before."""
-    found: list[Span] = []
-    for piece in turn.events:
-        begin_s, end_s = piece.begin_s - turn.begin_s, piece.end_s - turn.begin_s
-        if piece.track == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
+    spans: list[Span] = []
+    for event in iteration.events:
+        begin_s, end_s = event.begin_s - iteration.begin_s, event.end_s - iteration.begin_s
+        if event.track == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
             continue
-        for shift_s in (0.0, turn.seconds):
-            low, high = max(0.0, begin_s - shift_s), min(turn.seconds, end_s - shift_s)
-            if high - low > turn.seconds * _TOO_SHORT:
-                found.append(Span(low, high, piece.track, piece.kind, _label(piece.instruction), part))
+        for shift_s in (0.0, iteration.seconds):
+            low, high = max(0.0, begin_s - shift_s), min(iteration.seconds, end_s - shift_s)
+            if high - low > iteration.seconds * _TOO_SHORT:
+                spans.append(Span(low, high, event.track, event.kind, _label(event.instruction), part))
     joined: list[Span] = []
-    for span in sorted(found, key=lambda span: (span.lane != COMPUTE, span.lane, span.start_s)):
+    for span in sorted(spans, key=lambda span: (span.lane != COMPUTE, span.lane, span.start_s)):
         last = joined[-1] if joined else span
         same = dataclasses.replace(span, start_s=last.start_s, end_s=last.end_s) == last
-        if joined and same and span.start_s - last.end_s <= turn.seconds * _TOO_SHORT:
+        if joined and same and span.start_s - last.end_s <= iteration.seconds * _TOO_SHORT:
             joined[-1] = dataclasses.replace(last, end_s=span.end_s)
         else:
             joined.append(span)

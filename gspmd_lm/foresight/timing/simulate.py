@@ -1,4 +1,4 @@
-"""A simulated run of a compiled schedule: compute in order, and transfers beside it on their links."""
+"""Discrete-event simulation of a compiled schedule: compute in order, and transfers beside it on their links."""
 
 import collections
 import dataclasses
@@ -101,13 +101,13 @@ class Simulation:
         return None
 
     def _op_time(self, instruction: Instruction) -> op_time.OpTime:
-        """The price of an instruction's compute. Transfers compute nothing."""
+        """The time of an instruction's compute. Transfers compute nothing."""
         if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
             return op_time.NO_TIME
-        found = op_time.op_time(self.module, instruction, self.chip)
-        if instruction.opcode == "fusion" and found.kind == "other" and self.collective_ops(instruction):
-            return dataclasses.replace(found, seconds=0.0)  # its time is that of the exchange
-        return found
+        time = op_time.op_time(self.module, instruction, self.chip)
+        if instruction.opcode == "fusion" and time.kind == "other" and self.collective_ops(instruction):
+            return dataclasses.replace(time, seconds=0.0)  # its time is that of the exchange
+        return time
 
     def _collective_ops(self, instruction: Instruction) -> tuple[CollectiveOp, ...]:
         """The collectives that begin with an instruction, among all devices."""
@@ -118,19 +118,19 @@ class Simulation:
         if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
             for chain in self.module.chain_ids(instruction, "AsyncCollectiveDone"):
                 self._wait(self._in_flight.pop(chain, None))
-            for exchange in self.collective_ops(instruction):
-                transfer = self._start_collective(exchange)
-                if exchange.asynchronous and transfer:
-                    inner = exchange.instruction
+            for op in self.collective_ops(instruction):
+                transfer = self._start_collective(op)
+                if op.asynchronous and transfer:
+                    inner = op.instruction
                     self._in_flight[inner.frontend.get("chain_id", inner.name)] = transfer
                 else:
                     self._wait(transfer)
-        price = self.op_time(instruction)
-        if price.seconds:
-            seconds = self._beside_collectives(price.seconds)
-            self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, price.kind, instruction))
+        time = self.op_time(instruction)
+        if time.seconds:
+            seconds = self._beside_collectives(time.seconds)
+            self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, time.kind, instruction))
             self.clock_s += seconds
-            self.compute_s[price.kind] += seconds
+            self.compute_s[time.kind] += seconds
 
     def _beside_collectives(self, seconds: float) -> float:
         """The seconds of compute that starts now: on a GPU, the kernels of collectives take some cores away from it."""
@@ -155,32 +155,32 @@ class Simulation:
             started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
         return tuple(started)
 
-    def _start_collective(self, exchange: CollectiveOp) -> Event | None:
-        axes, link = self.network.axes(exchange.groups), self.network.link(exchange.groups)
+    def _start_collective(self, op: CollectiveOp) -> Event | None:
+        axes, link = self.network.axes(op.groups), self.network.link(op.groups)
         if not axes:
             return None
         # On a torus different mesh axes have different links. In any other network they share one link.
         links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
-        pieces = exchange.group_size if exchange.kind == "all-gather" else 1
-        seconds = self.network.time_s(exchange.kind, exchange.input_bytes * pieces, exchange.groups)
+        shards = op.group_size if op.kind == "all-gather" else 1
+        seconds = self.network.time_s(op.kind, op.input_bytes * shards, op.groups)
         self.communication_s += seconds
-        lane = self.network.track(exchange.groups)
-        return self._transfer(seconds, links, lane, exchange.kind, exchange.scheduled, "+".join(axes))
+        lane = self.network.track(op.groups)
+        return self._transfer(seconds, links, lane, op.kind, op.scheduled, "+".join(axes))
 
     def _copy(self, instruction: Instruction) -> Event | None:
         """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
-        given = [operand.shape.arrays[0] for operand in self.module.operands(instruction)]
+        operands = [operand.shape.arrays[0] for operand in self.module.operands(instruction)]
         updates = instruction.base == "dynamic-update-slice"
         results = [array for array in instruction.shape.arrays if array.dimensions]
-        touched = [*given[: 1 + updates], *results]
-        moved = min((a.padded_bytes for a in touched if a.memory_space in (0, 1, HOST_SPACE)), default=0)
-        from_host = given[0].memory_space == HOST_SPACE and not updates
-        to_host = not from_host and any(array.memory_space == HOST_SPACE for array in (given[0], *results))
+        touched = [*operands[: 1 + updates], *results]
+        moved_bytes = min((a.padded_bytes for a in touched if a.memory_space in (0, 1, HOST_SPACE)), default=0)
+        from_host = operands[0].memory_space == HOST_SPACE and not updates
+        to_host = not from_host and any(array.memory_space == HOST_SPACE for array in (operands[0], *results))
         if from_host or to_host:
             direction = "copy from host" if from_host else "copy to host"
-            seconds = moved * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
+            seconds = moved_bytes * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
             return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
-        seconds = moved / op_time.hbm_bytes_per_s(self.chip)
+        seconds = moved_bytes / op_time.hbm_bytes_per_s(self.chip)
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
     def _between_slices(self, instruction: Instruction) -> Event | None:
@@ -188,21 +188,21 @@ class Simulation:
         meeting = ops.rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._in_flight.pop(meeting, None)
-        for exchange in self.collective_ops(instruction):
-            transfer = self._start_collective(exchange)
+        for op in self.collective_ops(instruction):
+            transfer = self._start_collective(op)
             if transfer:
                 self._in_flight[meeting] = transfer
         return None
 
-    def _transfer(self, seconds: float, links: Sequence[str], lane: str, kind: str, instruction: Instruction,
+    def _transfer(self, seconds: float, links: Sequence[str], track: str, kind: str, instruction: Instruction,
                   waits_for: str) -> Event:  # fmt: skip
         """A new transfer. It begins when all the links that it needs are free: first come, first served."""
         begin_s = max([self.clock_s, *(self._free_at_s.get(link, 0.0) for link in links)])
         for link in links:
             self._free_at_s[link] = begin_s + seconds
-        piece = Event(begin_s, begin_s + seconds, lane, kind, instruction, waits_for)
-        self._events.append(piece)
-        return piece
+        event = Event(begin_s, begin_s + seconds, track, kind, instruction, waits_for)
+        self._events.append(event)
+        return event
 
     def _wait(self, value: InFlight) -> None:
         if isinstance(value, tuple):
@@ -225,19 +225,19 @@ class Simulation:
     def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
         """Walks turns of a loop until two take equally long, then adds the others at once."""
         condition, body = self.module.bodies(loop)
-        counted = self.module.trip_count(loop)
-        turns = 1 if counted is None else counted
-        loop_began_s, took_s, even = self.clock_s, math.inf, False
-        for turn in range(min(turns, MAX_ITERATIONS)):
+        trip_count = self.module.trip_count(loop)
+        iterations = 1 if trip_count is None else trip_count
+        loop_began_s, took_s, steady = self.clock_s, math.inf, False
+        for iteration in range(min(iterations, MAX_ITERATIONS)):
             before = _Snapshot(self)
             value = self.run(body, [value])
             self.run(condition, [value])
-            even = math.isclose(before.took_s(self), took_s, rel_tol=1e-6, abs_tol=1e-9)
+            steady = math.isclose(before.took_s(self), took_s, rel_tol=1e-6, abs_tol=1e-9)
             took_s = before.took_s(self)
-            if even or turn == min(turns, MAX_ITERATIONS) - 1:
-                pieces = tuple(dataclasses.replace(p) for p in self._events if p.end_s > before.now_s)
-                before.repeat(self, turns - turn - 1)
-                self.iterations[loop.name] = Iteration(before.now_s, took_s, pieces, self.clock_s - loop_began_s)
+            if steady or iteration == min(iterations, MAX_ITERATIONS) - 1:
+                events = tuple(dataclasses.replace(p) for p in self._events if p.end_s > before.clock_s)
+                before.repeat(self, iterations - iteration - 1)
+                self.iterations[loop.name] = Iteration(before.clock_s, took_s, events, self.clock_s - loop_began_s)
                 break
         return value
 
@@ -246,27 +246,27 @@ class _Snapshot:
     """The state of a walk before a turn, with which the turn can be repeated."""
 
     def __init__(self, simulation: Simulation):
-        self.now_s = simulation.clock_s
+        self.clock_s = simulation.clock_s
         self._first = len(simulation._events)
-        self._spent, self._waited = simulation.compute_s.copy(), simulation.exposed_s.copy()
+        self._compute_s, self._exposed_s = simulation.compute_s.copy(), simulation.exposed_s.copy()
         self._communication_s = simulation.communication_s
-        self._busy = dict(simulation._free_at_s)
+        self._free_at_s = dict(simulation._free_at_s)
 
     def took_s(self, simulation: Simulation) -> float:
-        return simulation.clock_s - self.now_s
+        return simulation.clock_s - self.clock_s
 
-    def repeat(self, simulation: Simulation, turns: int) -> None:
+    def repeat(self, simulation: Simulation, iterations: int) -> None:
         """Repeats the turn `turns` times: all clocks move on, also those of links and of transfers under way."""
-        shift_s = turns * self.took_s(simulation)
-        for now, before in ((simulation.compute_s, self._spent), (simulation.exposed_s, self._waited)):
+        shift_s = iterations * self.took_s(simulation)
+        for now, before in ((simulation.compute_s, self._compute_s), (simulation.exposed_s, self._exposed_s)):
             for name in now:
-                now[name] += turns * (now[name] - before.get(name, 0.0))
-        simulation.communication_s += turns * (simulation.communication_s - self._communication_s)
+                now[name] += iterations * (now[name] - before.get(name, 0.0))
+        simulation.communication_s += iterations * (simulation.communication_s - self._communication_s)
         for link, free_s in simulation._free_at_s.items():
-            if free_s != self._busy.get(link):
+            if free_s != self._free_at_s.get(link):
                 simulation._free_at_s[link] = free_s + shift_s
-        for piece in simulation._events[self._first :]:
-            if piece.end_s > simulation.clock_s:
-                piece.begin_s += shift_s
-                piece.end_s += shift_s
+        for event in simulation._events[self._first :]:
+            if event.end_s > simulation.clock_s:
+                event.begin_s += shift_s
+                event.end_s += shift_s
         simulation.clock_s += shift_s
