@@ -1,7 +1,7 @@
 """Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/validation.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
-    python -m benchmarks.foresight priced --rows 49 50    # as plan prices them, without a compiler
+    python -m benchmarks.foresight priced --rows 49 50    # as plan estimates them, without a compiler
     python -m benchmarks.foresight refitted [--write]
     python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
     python -m benchmarks.foresight bytes [--write]
@@ -40,7 +40,7 @@ SPARED = 0.98  # of the memory: what a configuration that was trained must do wi
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
          "as_known": "in the known direction", "date": "on"}  # fmt: skip
 
-PRICED = {"number": "row", "row": "published run", "published_s": "published s", "predicted_s": "priced s",
+PRICED = {"number": "row", "row": "published run", "published_s": "published s", "predicted_s": "estimated s",
           "error": "error", "baseline_error": "FLOPs / 55% of peak"}  # fmt: skip
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",

@@ -5,7 +5,7 @@
     python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
     python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
     python -m benchmarks.plan published --rows 8 9    # the plan beside published layouts, tuned by hand
-    python -m benchmarks.plan prices [--rows 2 51] [--compile]    # published layouts beside the best of all, priced
+    python -m benchmarks.plan prices [--rows 2 51] [--compile]    # published layouts beside the best of all, estimated
     python -m benchmarks.plan show    # the tables of all that was kept
 
 rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What they all
@@ -270,7 +270,7 @@ def pricing() -> dict[str, Any]:
 
 
 def regret(name: str, minutes: float, count: int = 40) -> None:
-    """The plan's best beside the best of `count` compiled: the plan's own, and the best priced of each family."""
+    """The plan's best beside the best of `count` compiled: the plan's own, and the best estimated of each family."""
     bench = Bench(name, "plan_regret")
     plan = search.plan(bench.config, bench.target, minutes=minutes, say=print)
     assert plan.best
@@ -352,7 +352,7 @@ def show_published() -> None:
 
 
 def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
-    """Every published layout beside the best of its plan's space, both priced; and that best one compiled.
+    """Every published layout beside the best of its plan's space, both estimated; and that best one compiled.
 
     A published layout ran, so memory for it is taken to be there whatever the estimate says, and for others as well.
     """
@@ -391,7 +391,7 @@ def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
     """The table of docs/plan.md, with the latest compiled prediction of each published layout."""
     theirs = {row["number"]: row for row in measure.read("foresight_times")}
     errors: dict[str, list[float]] = collections.defaultdict(list)
-    print("| row | published run | priced, s | compiled, s | best of all: priced, s | compiled, s | its layout |")
+    print("| row | published run | estimated, s | compiled, s | best of all: estimated, s | compiled, s | its layout |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         told = theirs[row["number"]]
@@ -421,7 +421,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="predict kept layouts anew, after prices have changed")
     parser.add_argument("--rows", type=int, nargs="+", default=(), help="numbers of published rows, from 0")
     parser.add_argument("--minutes", type=float, default=15, help="of a plan")
-    parser.add_argument("--compile", action="store_true", help="compile the best of the priced layouts, too")
+    parser.add_argument("--compile", action="store_true", help="compile the best of the estimated layouts, too")
     parser.add_argument("--write", action="store_true", help="keep the figure in results/")
     arguments = parser.parse_args()
     measure.simulate(1)

@@ -393,7 +393,6 @@ def _flops_within(jaxpr: Any) -> float:
 
 
 def _count_of_same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
-    """How many variables of a loop have the same rank inside and outside of it."""
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
 
 
