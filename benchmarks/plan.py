@@ -1,7 +1,7 @@
-"""How well `plan` prices and chooses: figures of docs/plan.md. Nothing but compilers runs.
+"""How well `plan` estimates and chooses: figures of docs/plan.md. Nothing but compilers runs.
 
-    python -m benchmarks.plan pricing [--write]    # seconds to price all layouts of a 405B model on 512 chips
-    python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # prices beside predictions
+    python -m benchmarks.plan pricing [--write]    # seconds to estimate all layouts of a 405B model on 512 chips
+    python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # estimates beside predictions
     python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
     python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
     python -m benchmarks.plan published --rows 8 9    # the plan beside published layouts, tuned by hand
@@ -87,7 +87,7 @@ def kept(name: str) -> list[dict[str, Any]]:
 
 
 class Bench:
-    """One case, with its prices and all that is kept of its compiled layouts under one name in results/."""
+    """One case, with its estimates and all that is kept of its compiled layouts under one name in results/."""
 
     def __init__(self, name: str, file: str):
         self.name, self.case, self.kept = name, CASES[name], file
@@ -99,10 +99,10 @@ class Bench:
     def estimate(self, raw: dict[str, Any]) -> Estimate:
         return self.estimator.estimate(self.space.rules(raw))
 
-    def rankable(self, price: Estimate) -> bool:
+    def rankable(self, estimate: Estimate) -> bool:
         """Whether there is memory enough by estimate. A compiler that runs short of it computes and gathers again."""
         chip = self.target.chip
-        return bool(chip and price.peak_bytes <= OF_MEMORY * chip.usable_hbm_bytes)
+        return bool(chip and estimate.peak_bytes <= OF_MEMORY * chip.usable_hbm_bytes)
 
     def rows(self) -> list[dict[str, Any]]:
         return [row for row in kept(self.kept) if row["case"] == self.name]
@@ -186,19 +186,19 @@ def rank(name: str, count: int, again: bool) -> None:
 
 
 def show_rank(bench: Bench) -> None:
-    """Every kept point of a case, and how well the prices of today order them."""
+    """Every kept point of a case, and how well the estimates of today order them."""
     rows = [row for row in bench.rows() if row["step_time_s"]]
     estimated = [(bench.estimate(row["rules"]), row) for row in rows]
-    points = [(price, row) for price, row in estimated if bench.rankable(price)]
+    points = [(estimate, row) for estimate, row in estimated if bench.rankable(estimate)]
     print(f"\n{bench.name}")
-    for price, row in sorted(estimated, key=lambda point: point[1]["step_time_s"]):
-        told, error = row["parts_s"], price.step_time_s / row["step_time_s"] - 1
-        parts = " ".join(f"{part[:-2]} {getattr(price, part):.3f}/{told[part]:.3f}" for part in PARTS)
-        waits = sum(price.exposed_by_axis.values()), sum(row["exposed_by_axis"].values())
-        sent = f"sent {price.communication_s:.3f}/{row['communication_s']:.3f}"
-        print(f"{price.step_time_s:8.4f} {row['step_time_s']:8.4f} {error:+6.1%}  {parts} waits {waits[0]:.3f}/"
-              f"{waits[1]:.3f} {sent}  GB {price.peak_bytes / 1e9:.1f}/{row['peak_bytes'] / 1e9:.1f}  "
-              f"{describe(row['rules'])}{'' if bench.rankable(price) else ', not ranked: memory'}")  # fmt: skip
+    for estimate, row in sorted(estimated, key=lambda point: point[1]["step_time_s"]):
+        told, error = row["parts_s"], estimate.step_time_s / row["step_time_s"] - 1
+        parts = " ".join(f"{part[:-2]} {getattr(estimate, part):.3f}/{told[part]:.3f}" for part in PARTS)
+        waits = sum(estimate.exposed_by_axis.values()), sum(row["exposed_by_axis"].values())
+        sent = f"sent {estimate.communication_s:.3f}/{row['communication_s']:.3f}"
+        print(f"{estimate.step_time_s:8.4f} {row['step_time_s']:8.4f} {error:+6.1%}  {parts} waits {waits[0]:.3f}/"
+              f"{waits[1]:.3f} {sent}  GB {estimate.peak_bytes / 1e9:.1f}/{row['peak_bytes'] / 1e9:.1f}  "
+              f"{describe(row['rules'])}{'' if bench.rankable(estimate) else ', not ranked: memory'}")  # fmt: skip
     for row in bench.rows():
         if not row["step_time_s"]:
             print(f"{'refused':>17}  {row.get('failure', '')} {describe(row['rules'])}")
@@ -209,16 +209,16 @@ def show_rank(bench: Bench) -> None:
               f"spread {errors.std():.1%}")  # fmt: skip
 
 
-def show_prices() -> None:
-    """How far prices are from compiled predictions, by chip: what known_errors.PRICES says."""
+def show_estimates() -> None:
+    """How far estimates are from compiled predictions, by chip: what known_errors.ESTIMATES says."""
     errors = collections.defaultdict(list)
     for name in CASES:
         bench = Bench(name, "plan_rank")
         for row in bench.rows():
-            price = bench.estimate(row["rules"])
-            if row["step_time_s"] and bench.rankable(price):
+            estimate = bench.estimate(row["rules"])
+            if row["step_time_s"] and bench.rankable(estimate):
                 kind = bench.target.chip and bench.target.chip.name, is_several(bench.target)
-                errors[kind].append(abs(np.log(price.step_time_s / row["step_time_s"])))
+                errors[kind].append(abs(np.log(estimate.step_time_s / row["step_time_s"])))
     for kind, found in errors.items():
         print(f"    {kind}: ({len(found)}, {np.mean(found):.3f}),")
 
@@ -249,8 +249,8 @@ def recorded() -> None:
         if side.batch != 64:  # kept per token, not per step
             continue
         config, where = side.config(), targets.parse(target)
-        price = Estimator(config, where).estimate(side.rules().fill(where.devices))
-        of_target[target].append((price.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
+        estimate = Estimator(config, where).estimate(side.rules().fill(where.devices))
+        of_target[target].append((estimate.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
     for target, points in of_target.items():
         print(f"\nrecorded layouts of 1b on {target}")
         for estimated, told, name in sorted(points, key=lambda point: point[1]):
@@ -433,7 +433,7 @@ def main() -> None:
     elif arguments.what == "show":
         for name in dict.fromkeys(row["case"] for row in kept("plan_rank")):
             show_rank(Bench(name, "plan_rank"))
-        show_prices()
+        show_estimates()
         show_memory()
         recorded()
         show_published()
