@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.collectives import exchanges
+from gspmd_lm.foresight.collectives import ops
 from gspmd_lm.foresight.hlo.instruction import bits
 
 
@@ -72,8 +72,8 @@ def count(text: str) -> list[Collective]:
     module = hlo.parse(text)
     found = []
     for step in module.steps():
-        for exchange in exchanges.of(module, step.instruction):
-            if not step.counted:
+        for exchange in ops.collective_ops(module, step.instruction):
+            if not step.trip_counts_known:
                 loop = step.loops[-1]
                 raise ValueError(f"{step.computation.name}: cannot tell how often the loop {loop.name} turns")
             moved = exchange.inputs
@@ -81,13 +81,13 @@ def count(text: str) -> list[Collective]:
                 moved = moved[:: exchange.group_size]
             for array in moved:
                 found.append(
-                    Collective(exchange.kind, array.dtype, _output(exchange, array), exchange.group_size, step.times,
-                               len(step.loops), step.computation.name, exchange.instruction.op_name)
+                    Collective(exchange.kind, array.dtype, _output(exchange, array), exchange.group_size,
+                               step.executions, len(step.loops), step.computation.name, exchange.instruction.op_name)
                 )  # fmt: skip
     return found
 
 
-def _output(exchange: exchanges.Exchange, array: hlo.Array) -> tuple[int, ...]:
+def _output(exchange: ops.CollectiveOp, array: hlo.Array) -> tuple[int, ...]:
     """The dimensions of what a device ends with."""
     shape, n = list(array.dimensions), exchange.group_size
     if exchange.kind in ("all-gather", "reduce-scatter"):

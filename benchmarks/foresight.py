@@ -1,7 +1,7 @@
 """Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/validation.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
-    python -m benchmarks.foresight priced --rows 49 50    # as plan prices them, without a compiler
+    python -m benchmarks.foresight priced --rows 49 50    # as plan estimates them, without a compiler
     python -m benchmarks.foresight refitted [--write]
     python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
     python -m benchmarks.foresight bytes [--write]
@@ -28,19 +28,19 @@ from benchmarks import published_errors as errors
 from benchmarks.layouts import PAIRS
 from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain, hlo, memory
-from gspmd_lm.foresight.cost.walk import Walk
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.timing.simulate import Simulation
 from gspmd_lm.hardware import target
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
 
 SPARED = 0.98  # of the memory: what a configuration that was trained must do with
 ORDER = {"pair": "pair", "target": "target", "good_ms": "good, ms", "bad_ms": "bad, ms", "ratio": "bad / good",
          "as_known": "in the known direction", "date": "on"}  # fmt: skip
 
-PRICED = {"number": "row", "row": "published run", "published_s": "published s", "predicted_s": "priced s",
+PRICED = {"number": "row", "row": "published run", "published_s": "published s", "predicted_s": "estimated s",
           "error": "error", "baseline_error": "FLOPs / 55% of peak"}  # fmt: skip
 BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_gb": "floor, GB", "ratio": "ratio",
          "all_to_alls_in_layers": "all-to-alls in the layers", "exposed": "exposed, of its time",
@@ -81,12 +81,12 @@ def times(numbers: Sequence[int] | None) -> list[dict[str, Any]]:
     return [errors.compared(number, row, kept.get(row.name, {})) for number, row in enumerate(published)]
 
 
-def priced(numbers: Sequence[int]) -> list[dict[str, Any]]:
+def estimated(numbers: Sequence[int]) -> list[dict[str, Any]]:
     """Published rows beside what plan's prices say of them."""
     found = []
     for number, row in ((n, step_times.rows()[n]) for n in numbers):
         where = target.parse(row.target)
-        price = Pricer(row.config(), where).price(row.rules().fill(where.devices))
+        price = Estimator(row.config(), where).estimate(row.rules().fill(where.devices))
         kept = {"predicted_s": round(price.step_time_s, 3), "peak_gb": round(price.peak_bytes / 1e9, 1)}
         found.append(errors.compared(number, row, kept))
     return found
@@ -117,8 +117,8 @@ def refitted() -> list[dict[str, Any]]:
     def off(number: int, slowdown: float) -> float:
         module, chip, network = shown[number]
         chip = dataclasses.replace(chip, matmul_slowdown=slowdown)
-        walk = Walk(module, chip, dataclasses.replace(network, chip=chip))
-        return walk.now_s / published[number].step_time_s - 1
+        simulation = Simulation(module, chip, dataclasses.replace(network, chip=chip))
+        return simulation.clock_s / published[number].step_time_s - 1
 
     found = []
     for numbers in (errors.HOPPER, *((n,) for n in errors.HOPPER)):
@@ -256,7 +256,7 @@ def main() -> None:
                 compilation("fsdp_tp", "llama3_405b", "v5p:8x8x8", "data.batch=512")]  # fmt: skip
         print(measure.markdown(rows, COMPILATION))
     elif arguments.what == "priced":
-        rows = priced(arguments.rows or [])
+        rows = estimated(arguments.rows or [])
         print(measure.markdown(rows, PRICED))
     elif arguments.what == "refitted":
         rows = refitted()

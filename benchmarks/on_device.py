@@ -168,7 +168,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     lowered = built.lower_train()
     traced = time.perf_counter()
     compiled = compiler.compile(lowered, options, device.platform, layout.path)
-    here = target.of([device])
+    here = target.from_devices([device])
     ready = measure.Ours(built, compiled, time.perf_counter() - began)
     program = compile.described(built, compiled, options, here, traced - began, time.perf_counter() - traced)
     found = explain.report(cfg, built.rules, here, arrays, problems, program)

@@ -42,7 +42,7 @@ def moved_bytes(text: str) -> dict[str, int]:
             (*sorted(done),)
         )
         if kind:
-            found[kind] += step.instruction.shape.bytes * step.times
+            found[kind] += step.instruction.shape.bytes * step.executions
     return dict(found)
 
 

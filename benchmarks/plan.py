@@ -1,11 +1,11 @@
-"""How well `plan` prices and chooses: figures of docs/plan.md. Nothing but compilers runs.
+"""How well `plan` estimates and chooses: figures of docs/plan.md. Nothing but compilers runs.
 
-    python -m benchmarks.plan pricing [--write]    # seconds to price all layouts of a 405B model on 512 chips
-    python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # prices beside predictions
+    python -m benchmarks.plan pricing [--write]    # seconds to estimate all layouts of a 405B model on 512 chips
+    python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # estimates beside predictions
     python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
     python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
     python -m benchmarks.plan published --rows 8 9    # the plan beside published layouts, tuned by hand
-    python -m benchmarks.plan prices [--rows 2 51] [--compile]    # published layouts beside the best of all, priced
+    python -m benchmarks.plan prices [--rows 2 51] [--compile]    # published layouts beside the best of all, estimated
     python -m benchmarks.plan show    # the tables of all that was kept
 
 rank, regret and shipped keep each compiled layout in results/ at once and go on where they were stopped. What they all
@@ -33,9 +33,9 @@ from gspmd_lm.foresight.known_errors import is_several
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
-from gspmd_lm.plan.price import Price, Pricer
+from gspmd_lm.plan.estimate import Estimate, Estimator
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space, describe
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding import rules_file
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
@@ -87,22 +87,22 @@ def kept(name: str) -> list[dict[str, Any]]:
 
 
 class Bench:
-    """One case, with its prices and all that is kept of its compiled layouts under one name in results/."""
+    """One case, with its estimates and all that is kept of its compiled layouts under one name in results/."""
 
     def __init__(self, name: str, file: str):
         self.name, self.case, self.kept = name, CASES[name], file
         self.config, self.target = self.case.load(), targets.parse(self.case.target)
-        self.traces = Traces(self.config)
+        self.traces = TraceCache(self.config)
         self.space = Space(self.config, self.target, self.traces)
-        self.pricer = self.space.pricer
+        self.estimator = self.space.estimator
 
-    def price(self, raw: dict[str, Any]) -> Price:
-        return self.pricer.price(self.space.rules(raw))
+    def estimate(self, raw: dict[str, Any]) -> Estimate:
+        return self.estimator.estimate(self.space.rules(raw))
 
-    def rankable(self, price: Price) -> bool:
+    def rankable(self, estimate: Estimate) -> bool:
         """Whether there is memory enough by estimate. A compiler that runs short of it computes and gathers again."""
         chip = self.target.chip
-        return bool(chip and price.peak_bytes <= OF_MEMORY * chip.usable_hbm_bytes)
+        return bool(chip and estimate.peak_bytes <= OF_MEMORY * chip.usable_hbm_bytes)
 
     def rows(self) -> list[dict[str, Any]]:
         return [row for row in kept(self.kept) if row["case"] == self.name]
@@ -140,8 +140,8 @@ def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
 
 def stratified(bench: Bench, count: int) -> list[dict[str, Any]]:
     """Layouts from the fastest to SLOWEST of it, one of each stratum: the one with most features not yet seen."""
-    priced = [(bench.price(raw), raw) for raw in bench.space]
-    fitting = sorted(((p, raw) for p, raw in priced if bench.rankable(p)), key=lambda one: one[0].step_time_s)
+    estimated = [(bench.estimate(raw), raw) for raw in bench.space]
+    fitting = sorted(((p, raw) for p, raw in estimated if bench.rankable(p)), key=lambda one: one[0].step_time_s)
     near = [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
     edges = np.linspace(0, len(near), count + 1).astype(int)
     seen = collections.Counter[Any]()
@@ -174,7 +174,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 def rank(name: str, count: int, again: bool) -> None:
     bench = Bench(name, "plan_rank")
-    done = [row["rules"] for row in bench.rows() if bench.rankable(bench.price(row["rules"]))]
+    done = [row["rules"] for row in bench.rows() if bench.rankable(bench.estimate(row["rules"]))]
     for raw in done if again else ():
         others = [row for row in kept(bench.kept) if (row["case"], row["rules"]) != (name, raw)]
         measure.write(bench.kept, others)
@@ -186,19 +186,19 @@ def rank(name: str, count: int, again: bool) -> None:
 
 
 def show_rank(bench: Bench) -> None:
-    """Every kept point of a case, and how well the prices of today order them."""
+    """Every kept point of a case, and how well the estimates of today order them."""
     rows = [row for row in bench.rows() if row["step_time_s"]]
-    priced = [(bench.price(row["rules"]), row) for row in rows]
-    points = [(price, row) for price, row in priced if bench.rankable(price)]
+    estimated = [(bench.estimate(row["rules"]), row) for row in rows]
+    points = [(estimate, row) for estimate, row in estimated if bench.rankable(estimate)]
     print(f"\n{bench.name}")
-    for price, row in sorted(priced, key=lambda point: point[1]["step_time_s"]):
-        told, error = row["parts_s"], price.step_time_s / row["step_time_s"] - 1
-        parts = " ".join(f"{part[:-2]} {getattr(price, part):.3f}/{told[part]:.3f}" for part in PARTS)
-        waits = sum(price.exposed_by_axis.values()), sum(row["exposed_by_axis"].values())
-        sent = f"sent {price.communication_s:.3f}/{row['communication_s']:.3f}"
-        print(f"{price.step_time_s:8.4f} {row['step_time_s']:8.4f} {error:+6.1%}  {parts} waits {waits[0]:.3f}/"
-              f"{waits[1]:.3f} {sent}  GB {price.peak_bytes / 1e9:.1f}/{row['peak_bytes'] / 1e9:.1f}  "
-              f"{describe(row['rules'])}{'' if bench.rankable(price) else ', not ranked: memory'}")  # fmt: skip
+    for estimate, row in sorted(estimated, key=lambda point: point[1]["step_time_s"]):
+        told, error = row["parts_s"], estimate.step_time_s / row["step_time_s"] - 1
+        parts = " ".join(f"{part[:-2]} {getattr(estimate, part):.3f}/{told[part]:.3f}" for part in PARTS)
+        waits = sum(estimate.exposed_by_axis.values()), sum(row["exposed_by_axis"].values())
+        sent = f"sent {estimate.communication_s:.3f}/{row['communication_s']:.3f}"
+        print(f"{estimate.step_time_s:8.4f} {row['step_time_s']:8.4f} {error:+6.1%}  {parts} waits {waits[0]:.3f}/"
+              f"{waits[1]:.3f} {sent}  GB {estimate.peak_bytes / 1e9:.1f}/{row['peak_bytes'] / 1e9:.1f}  "
+              f"{describe(row['rules'])}{'' if bench.rankable(estimate) else ', not ranked: memory'}")  # fmt: skip
     for row in bench.rows():
         if not row["step_time_s"]:
             print(f"{'refused':>17}  {row.get('failure', '')} {describe(row['rules'])}")
@@ -209,16 +209,16 @@ def show_rank(bench: Bench) -> None:
               f"spread {errors.std():.1%}")  # fmt: skip
 
 
-def show_prices() -> None:
-    """How far prices are from compiled predictions, by chip: what known_errors.PRICES says."""
+def show_estimates() -> None:
+    """How far estimates are from compiled predictions, by chip: what known_errors.ESTIMATES says."""
     errors = collections.defaultdict(list)
     for name in CASES:
         bench = Bench(name, "plan_rank")
         for row in bench.rows():
-            price = bench.price(row["rules"])
-            if row["step_time_s"] and bench.rankable(price):
+            estimate = bench.estimate(row["rules"])
+            if row["step_time_s"] and bench.rankable(estimate):
                 kind = bench.target.chip and bench.target.chip.name, is_several(bench.target)
-                errors[kind].append(abs(np.log(price.step_time_s / row["step_time_s"])))
+                errors[kind].append(abs(np.log(estimate.step_time_s / row["step_time_s"])))
     for kind, found in errors.items():
         print(f"    {kind}: ({len(found)}, {np.mean(found):.3f}),")
 
@@ -231,7 +231,7 @@ def show_memory() -> None:
         rows = {str(row["rules"]): row for file in ("plan_rank", "plan_regret") for row in kept(file)
                 if row["case"] == name and row["fits"]}  # fmt: skip
         for row in rows.values():
-            errors[bench.target.platform].append(bench.price(row["rules"]).peak_bytes / row["peak_bytes"] - 1)
+            errors[bench.target.platform].append(bench.estimate(row["rules"]).peak_bytes / row["peak_bytes"] - 1)
     for platform, found in errors.items():
         print(f"\nmemory on {platform}: {len(found)} layouts, mean error {np.abs(found).mean():.1%}, "
               f"from {min(found):+.1%} to {max(found):+.1%}")  # fmt: skip
@@ -249,28 +249,28 @@ def recorded() -> None:
         if side.batch != 64:  # kept per token, not per step
             continue
         config, where = side.config(), targets.parse(target)
-        price = Pricer(config, where).price(side.rules().fill(where.devices))
-        of_target[target].append((price.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
+        estimate = Estimator(config, where).estimate(side.rules().fill(where.devices))
+        of_target[target].append((estimate.step_time_s, ms / 1e3, f"{describe(side.raw)} {' '.join(side.sets)}"))
     for target, points in of_target.items():
         print(f"\nrecorded layouts of 1b on {target}")
-        for priced, told, name in sorted(points, key=lambda point: point[1]):
-            print(f"{priced:8.4f} {told:8.4f} {priced / told - 1:+6.1%}  {name}")
+        for estimated, told, name in sorted(points, key=lambda point: point[1]):
+            print(f"{estimated:8.4f} {told:8.4f} {estimated / told - 1:+6.1%}  {name}")
         print(f"Spearman {spearman(*zip(*(point[:2] for point in points), strict=True)):.3f} over {len(points)}")
 
 
 def pricing() -> dict[str, Any]:
     began = time.monotonic()
     config, target = LARGE.load(), targets.parse(LARGE.target)
-    traces = Traces(config)
+    traces = TraceCache(config)
     space = Space(config, target, traces)
-    count = sum(1 for _, rules in space.filled() if space.pricer.price(rules).step_time_s)
+    count = sum(1 for _, rules in space.filled() if space.estimator.estimate(rules).step_time_s)
     seconds = time.monotonic() - began
     return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
             "cpu_s": round(time.process_time(), 1)}  # fmt: skip
 
 
 def regret(name: str, minutes: float, count: int = 40) -> None:
-    """The plan's best beside the best of `count` compiled: the plan's own, and the best priced of each family."""
+    """The plan's best beside the best of `count` compiled: the plan's own, and the best estimated of each family."""
     bench = Bench(name, "plan_regret")
     plan = search.plan(bench.config, bench.target, minutes=minutes, say=print)
     assert plan.best
@@ -292,10 +292,10 @@ def _of_families(candidates: Iterable[search.Candidate]) -> list[dict[str, Any]]
     """What may fit, the cheapest of each family first, then the second of each."""
     seen = collections.Counter[Any]()
     ranked = []
-    for one in sorted(candidates, key=lambda one: one.price.step_time_s):
-        if one.fits is not False and one.limit_bytes and one.price.peak_bytes <= SPARED * one.limit_bytes:
+    for one in sorted(candidates, key=lambda one: one.estimate.step_time_s):
+        if one.fits is not False and one.limit_bytes and one.estimate.peak_bytes <= SPARED * one.limit_bytes:
             seen[one.family] += 1
-            ranked.append((seen[one.family], one.price.step_time_s, dict(one.raw)))
+            ranked.append((seen[one.family], one.estimate.step_time_s, dict(one.raw)))
     return [raw for _, _, raw in sorted(ranked, key=lambda item: item[:2])]
 
 
@@ -352,7 +352,7 @@ def show_published() -> None:
 
 
 def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
-    """Every published layout beside the best of its plan's space, both priced; and that best one compiled.
+    """Every published layout beside the best of its plan's space, both estimated; and that best one compiled.
 
     A published layout ran, so memory for it is taken to be there whatever the estimate says, and for others as well.
     """
@@ -363,11 +363,11 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
         config, target = row.config(), targets.parse(row.target)
         assert target.chip
         space = Space(config, target)
-        theirs = space.pricer.price(row.rules().fill(target.devices))
+        theirs = space.estimator.estimate(row.rules().fill(target.devices))
         limit_bytes = max(theirs.peak_bytes, target.chip.usable_hbm_bytes)
-        priced = search.priced(space)
-        fitting = [one for one in priced if one.price.peak_bytes <= limit_bytes]
-        best = min(fitting, key=lambda one: one.price.step_time_s)
+        estimated = search.estimated(space)
+        fitting = [one for one in estimated if one.estimate.peak_bytes <= limit_bytes]
+        best = min(fitting, key=lambda one: one.estimate.step_time_s)
         cpu_s = time.process_time() - began_s
         # Both layouts are compiled with the options that the published run names.
         with_options = dataclasses.replace(best.rules, compiler_options=row.rules().compiler_options)
@@ -376,11 +376,11 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
             "number": number,
             "row": row.name,
             "theirs_priced_s": round(theirs.step_time_s, 4),
-            "plan_priced_s": round(best.price.step_time_s, 4),
+            "plan_priced_s": round(best.estimate.step_time_s, 4),
             "plan_compiled_s": report and report.prediction and round(report.prediction.step_time_s, 4),
             "plan_fits": report and report.memory.fits,
             "rules": dict(best.raw),
-            "layouts": len(priced),
+            "layouts": len(estimated),
             "cpu_s": round(cpu_s, 1),
             "date": datetime.date.today().isoformat(),
         }
@@ -393,7 +393,7 @@ def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
     """The table of docs/plan.md, with the latest compiled prediction of each published layout."""
     theirs = {row["number"]: row for row in measure.read("foresight_times")}
     errors: dict[str, list[float]] = collections.defaultdict(list)
-    print("| row | published run | priced, s | compiled, s | best of all: priced, s | compiled, s | its layout |")
+    print("| row | published run | estimated, s | compiled, s | best of all: estimated, s | compiled, s | its layout |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         told = theirs[row["number"]]
@@ -423,7 +423,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="predict kept layouts anew, after prices have changed")
     parser.add_argument("--rows", type=int, nargs="+", default=(), help="numbers of published rows, from 0")
     parser.add_argument("--minutes", type=float, default=15, help="of a plan")
-    parser.add_argument("--compile", action="store_true", help="compile the best of the priced layouts, too")
+    parser.add_argument("--compile", action="store_true", help="compile the best of the estimated layouts, too")
     parser.add_argument("--write", action="store_true", help="keep the figure in results/")
     arguments = parser.parse_args()
     measure.simulate(1)
@@ -435,7 +435,7 @@ def main() -> None:
     elif arguments.what == "show":
         for name in dict.fromkeys(row["case"] for row in kept("plan_rank")):
             show_rank(Bench(name, "plan_rank"))
-        show_prices()
+        show_estimates()
         show_memory()
         recorded()
         show_published()

@@ -1,7 +1,7 @@
 """How far predictions are from published step times, and what was fitted to which of them.
 
 A figure that something was fitted to tells little of the next prediction. So every constant of the prices is listed
-with the published rows that were in view when its value, or the rule that uses it, was chosen; the errors of the other
+with the published rows that were known when its value, or the rule that uses it, was chosen; the errors of the other
 rows stand apart. Rows have the numbers of their places in published/step_times.yaml. Programs of other frameworks than
 JAX are other programs: they are shown apart too, nothing was fitted to them, and no error is told from them.
 """
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.step_times import JAX_FRAMEWORKS, Row
-from gspmd_lm.foresight.cost import prices
 from gspmd_lm.foresight.known_errors import Kind, is_several, kind_of
+from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware import network, target
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.train import state
@@ -23,22 +23,22 @@ ONE_CONSTANT = 0.55  # of peak: the baseline that any prediction must be seen be
 TIMES = {"number": "row", "row": "published run", "published_s": "published s", "predicted_s": "predicted s",
          "error": "error", "baseline_error": "FLOPs / 55% of peak", "exposed": "exposed", "fits": "fits",
          "compile_s": "compiled in s", "date": "on"}  # fmt: skip
-FITTED_TIMES = TIMES | {"fitted": "in view for"}
+FITTED_TIMES = TIMES | {"fitted": "fitted for"}
 OTHER_TIMES = {"number": "row", "row": "published run", "framework": "framework", "published_s": "published s",
                "predicted_s": "predicted s", "error": "error", "exposed": "exposed", "date": "on"}  # fmt: skip
 ERRORS = {"chip": "rows on", "rows": "rows", "mean": "mean error", "largest": "largest",
-          "baseline": "FLOPs / 55% of peak, mean", "apart": "rows not in view", "apart_mean": "their mean error",
-          "seen": "rows in view", "seen_mean": "their mean error "}  # fmt: skip
+          "baseline": "FLOPs / 55% of peak, mean", "apart": "rows held out", "apart_mean": "their mean error",
+          "seen": "rows fitted", "seen_mean": "their mean error "}  # fmt: skip
 ORDERS = {"what": "what", "rows": "rows", "published": "published", "predicted": "predicted",
           "as_published": "in the published direction"}  # fmt: skip
 REFITTED = {"rows": "fitted to rows", "slowdown": "slowdown, Hopper", "errors": "errors of rows 8 to 12"}
-CONSTANTS = {"constant": "constant", "value": "value", "source": "from", "value_rows": "rows in view for its value",
+CONSTANTS = {"constant": "constant", "value": "value", "source": "from", "value_rows": "rows fitted for its value",
              "form_rows": "for its form"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A figure of the prices that is no published fact of a chip. `value_rows` and `form_rows` were in view."""
+    """A constant that is no published fact of a chip. It was fitted to `value_rows` and `form_rows`."""
 
     name: str
     value: str
@@ -50,7 +50,7 @@ class Constant:
 HOPPER = (9, 11)  # what the slowdown of H100 and H200 was fitted to
 _GPUS = (8, 9, 10, 11, 12, 13, 14)
 FITTED = (
-    Constant("HBM share, TPU", f"{prices.HBM_SHARE['tpu']:g}", "fitted, with programs of another trainer",
+    Constant("HBM share, TPU", f"{op_time.HBM_SHARE['tpu']:g}", "fitted, with programs of another trainer",
              (0, 2, 4), (0, 2, 4)),
     Constant("host link, v6e", f"{CHIPS['v6e'].host_link_bytes_per_s / 1e9:g} GB/s",
              "fitted, likewise (scaling book: 32); tpu7x takes it too", (0, 2)),
@@ -60,13 +60,13 @@ FITTED = (
     Constant("slowdown, tpu7x", f"{CHIPS['tpu7x'].matmul_slowdown:g}", "fitted", (7,), (7,)),
     Constant("slowdown, Hopper", f"{CHIPS['h100'].matmul_slowdown:g}",
              "fitted: the clock of H100 and H200 under a power limit", HOPPER, _GPUS),
-    Constant("share of peak, TPU", f"{prices.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
+    Constant("share of peak, TPU", f"{op_time.MATMUL_SHARE['tpu']:g}", "what the compiler estimates for large matmuls",
              (), (0, 1, 2, 3)),
-    Constant("share of peak, GPU", f"{prices.MATMUL_SHARE['gpu']:g}", "matmuls on one H200"),
-    Constant("tiles, GPU", f"{prices.GPU_TILE_BYTES} bytes", "DeepGEMM's times by shape", (), _GPUS),
-    Constant("HBM share, GPU", f"{prices.HBM_SHARE['gpu']:g}", "a copy on one H200"),
-    Constant("time between kernels, GPU", f"{prices.LAUNCH_S['gpu'] * 1e6:g} us", "a guess"),
-    Constant("on-chip memory over HBM, TPU", f"{prices.ON_CHIP_SPEED}", "scaling book"),
+    Constant("share of peak, GPU", f"{op_time.MATMUL_SHARE['gpu']:g}", "matmuls on one H200"),
+    Constant("tiles, GPU", f"{op_time.GPU_TILE_BYTES} bytes", "DeepGEMM's times by shape", (), _GPUS),
+    Constant("HBM share, GPU", f"{op_time.HBM_SHARE['gpu']:g}", "a copy on one H200"),
+    Constant("time between kernels, GPU", f"{op_time.LAUNCH_S['gpu'] * 1e6:g} us", "a guess"),
+    Constant("on-chip memory over HBM, TPU", f"{op_time.ON_CHIP_SPEED}", "scaling book"),
     Constant("cuDNN attention", "shares of peak by length", "arXiv 2407.08608", (), _GPUS),
     Constant("splash attention", "cycles", "libtpu's schedules"),
     Constant("FLOPs per cycle, v6e and tpu7x", f"{CHIPS['v6e'].peak_bf16_flops_per_s / CHIPS['v6e'].clock_hz:,.0f}",
@@ -102,7 +102,7 @@ def compared(number: int, row: Row, kept: Mapping[str, Any]) -> dict[str, Any]:
     flops = per_token * row.per_device_batch * row.seq
     baseline_s = flops / (ONE_CONSTANT * chip.peak_bf16_flops_per_s)
     predicted_s = kept.get("predicted_s")
-    in_view = [one.name for one in FITTED if number in (*one.value_rows, *one.form_rows)]
+    constants = [one.name for one in FITTED if number in (*one.value_rows, *one.form_rows)]
     found = {
         "number": number,
         "row": row.name,
@@ -111,7 +111,7 @@ def compared(number: int, row: Row, kept: Mapping[str, Any]) -> dict[str, Any]:
         "published_s": row.step_time_s,
         "predicted_s": predicted_s,
         "error": predicted_s and f"{predicted_s / row.step_time_s - 1:+.1%}",
-        "fitted": "; ".join(in_view) if row.jax else "",
+        "fitted": "; ".join(constants) if row.jax else "",
         "baseline_error": f"{baseline_s / row.step_time_s - 1:+.1%}",
     }
     return found | {name: value for name, value in kept.items() if name not in found}
@@ -159,7 +159,7 @@ def errors(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def by_kind(rows: Sequence[dict[str, Any]], published: Sequence[Row]) -> dict[Kind, tuple[tuple[float, bool], ...]]:
-    """What known_errors.ERRORS must hold: the error of each row of JAX, and whether it was in view."""
+    """What known_errors.ERRORS must hold: the error of each row of JAX, and whether a constant was fitted to it."""
     found: dict[Kind, tuple[tuple[float, bool], ...]] = {}
     named = {row.name: row for row in published}
     for row in by_jax(rows):

@@ -315,11 +315,11 @@ def compare(
         raise InputError(f"export={export}: a file holds one executable\n  fix   give one rules file")
     _simulate()
     from gspmd_lm.foresight import explain as reports
-    from gspmd_lm.plan import fits
+    from gspmd_lm.plan import advice
     from gspmd_lm.show import notebook
 
     reports_of_layouts = reports.reports(task, rules, place, _log.info, Path(export) if export else None, phase)
-    return notebook.Comparison(fits.with_fixes(task, reports_of_layouts, rules, place))
+    return notebook.Comparison(advice.with_fixes(task, reports_of_layouts, rules, place))
 
 
 def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":

@@ -260,7 +260,7 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
     def report_step(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> PreRunReport:
-        devices = target.of(list(built.mesh.devices.flat))
+        devices = target.from_devices(list(built.mesh.devices.flat))
         program = compile.described(built, compiled, options, devices, trace_s, compile_s)
         report = explain.report(built.config, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:

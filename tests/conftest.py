@@ -45,7 +45,7 @@ LONGEST = (
     "sharding/test_partial_sums.py",
     "infer/test_generate.py",
     "test_your_own_model.py",
-    "plan/test_price.py",
+    "plan/test_estimate.py",
     "infer/test_references.py",
     "model/test_transformer.py",
     "model/test_adapters.py",

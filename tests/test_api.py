@@ -135,7 +135,7 @@ def test_a_run_shows_itself(trained):
     assert steps == (1, 2, 3, 4) and trained["loss"] == pytest.approx(losses[-1])
     written = shown(trained)
     assert written == run.page(
-        history.read([str(trained.workdir)]), f"gspmd_lm.train(..., workdir='{trained.workdir}')"
+        history.read_runs([str(trained.workdir)]), f"gspmd_lm.train(..., workdir='{trained.workdir}')"
     )
     assert f"<h1>Run {trained.workdir.name}" in written and "Learning rate" in written
 

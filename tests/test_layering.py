@@ -42,20 +42,20 @@ FLOORS = (
 # The same inside of foresight/.
 IN_FORESIGHT = {
     "exported": "",
-    "names": "",
+    "op_names": "",
     "table": "",
-    "traced": "names",
+    "graph": "op_names",
     "hlo": "",
     "compile": "exported",
     "known_errors": "",
     "memory": "hlo",
-    "collectives": "traced names hlo",
-    "floor": "traced",
-    "cost": "collectives names hlo",
+    "collectives": "graph op_names hlo",
+    "bounds": "graph",
+    "timing": "collectives op_names hlo",
     "parts": "",
-    "report": "table cost floor collectives memory",
-    "advice": "table report cost floor collectives memory hlo",
-    "explain": "table advice report cost floor collectives memory compile known_errors hlo traced exported",
+    "report": "table timing bounds collectives memory",
+    "advice": "table report timing bounds collectives memory hlo",
+    "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {

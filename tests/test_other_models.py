@@ -11,7 +11,7 @@ import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
 from tests import own_models
@@ -32,24 +32,24 @@ def rules(raw):
 def test_a_model_that_reads_and_writes_a_stream_and_pools_it_is_priced_on_every_layout():
     target = targets.parse("v5e:2x4")
     space = Space(own_models.POOLED, target)
-    found = search.priced(space)
-    assert len(found) > 100 and all(one.price.step_time_s > 0 for one in found)
+    found = search.estimated(space)
+    assert len(found) > 100 and all(one.estimate.step_time_s > 0 for one in found)
 
 
 def test_what_a_stream_sends_is_priced_as_the_compiler_counts_it():
     """What its blocks read is gathered and what they write reduced: once each, forward and backward."""
     layout = rules(SEQUENCE)
-    pricer = Pricer(own_models.POOLED, targets.parse("cpu:8"))
-    priced = pricer.price(layout.fill(8)).sent_by_axis
+    estimator = Estimator(own_models.POOLED, targets.parse("cpu:8"))
+    estimated = estimator.estimate(layout.fill(8)).sent_by_axis
     compiled = collections.Counter()
     for one in gspmd_lm.explain(own_models.POOLED, layout, "cpu:8").collectives:
         compiled["+".join(one.mesh_axes)] += one.bytes_per_device_per_step
     stream_bytes = 4 * own_models.ROWS // 2 * own_models.POSITIONS * own_models.WIDTH * 3 / 4
     # The input of the first block has no gradient, and that of the mean is the same at all positions: a price does not
     # know either.
-    assert priced["tensor"] == pytest.approx(2 * 4 * stream_bytes, rel=0.01)
+    assert estimated["tensor"] == pytest.approx(2 * 4 * stream_bytes, rel=0.01)
     assert compiled["tensor"] == pytest.approx((2 * 4 - 2) * stream_bytes, rel=0.03)
-    assert priced["data"] == pytest.approx(compiled["data"], rel=0.02)
+    assert estimated["data"] == pytest.approx(compiled["data"], rel=0.02)
 
 
 def test_what_places_nothing_is_said_and_not_shown_as_placed():

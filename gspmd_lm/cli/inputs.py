@@ -183,16 +183,16 @@ def _planned(values: flags.FlagValues, config_: Config, machine: "Runtime") -> R
 
     from gspmd_lm.config import paths
     from gspmd_lm.hardware import target as targets
-    from gspmd_lm.plan import search, written
+    from gspmd_lm.plan import candidate, search
 
-    target = targets.of(jax.devices())
+    target = targets.from_devices(jax.devices())
     sets = [f"--set={one}" for one in values.set]
     command = outputs.command_line(
         ["plan", f"--config={values.config or config_.name}", f"--target={target.text}", *sets]
     )
     if kept := layout.left(values.workdir, layout.RULES):
         text = paths.read_text(Path(kept))
-        if f"{written.FOUND_BY}: {command} (" in text.partition("\n")[0]:
+        if f"{candidate.FOUND_BY}: {command} (" in text.partition("\n")[0]:
             outputs.say(f"--rules=plan: {kept} was found for these devices before")
             return rules_file.load(kept)
     if target.chip is None:
@@ -202,7 +202,7 @@ def _planned(values: flags.FlagValues, config_: Config, machine: "Runtime") -> R
         raise InputError(f"--rules=plan: no layout of {config_.name} fits on {target.text}\n"
                          f"  fix   {command} says what would")  # fmt: skip
     return dataclasses.replace(
-        rules_file.from_dict(plan.best.raw, PLAN), text=written.rules_file(plan, plan.best, command)
+        rules_file.from_dict(plan.best.raw, PLAN), text=candidate.rules_file(plan, plan.best, command)
     )
 
 

@@ -62,7 +62,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     inputs.on_the_cpu()
     from rich.console import Console
 
-    from gspmd_lm.plan import advice, outcome, written
+    from gspmd_lm.plan import advice, candidate, outcome
     from gspmd_lm.show import plan as shown
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -90,7 +90,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     if best.plan.best is None:
         raise RunFailed("no layout fits, and no rules file was written")
     if values.out:
-        _write(values.out, written.rules_file(best.plan, best.plan.best, command))
+        _write(values.out, candidate.rules_file(best.plan, best.plan.best, command))
         console.print(f"wrote {values.out}", soft_wrap=True)
     if best.in_time is False:
         raise RunFailed(f"{shown.answer(best)}\n  fix   more chips, more --days, or fewer --tokens")

@@ -61,7 +61,7 @@ def _executable(values: flags.FlagValues, built: "Step") -> Any:
     from gspmd_lm.foresight import compile, exported
     from gspmd_lm.hardware import target
 
-    devices = target.of(list(built.mesh.devices.flat))
+    devices = target.from_devices(list(built.mesh.devices.flat))
     wanted = compile.CompileRequest(built.config, built.rules, devices, export=True)
     return exported.load(
         Path(values.executable), wanted.key(), wanted.name, compile.compilers(devices), trust=values.trust

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.prices import CALL
-from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS, Prediction
 from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.op_time import CALL
+from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT, Prediction
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.supported import faster_kernel
 from gspmd_lm.model.task import Task
@@ -50,7 +50,7 @@ def warnings(
     training = decoder and report.phase == "train" and rules.kernel(on.platform) == "xla"
     fused = faster_kernel(rules, decoder, on, state.attention_pass(decoder)) if decoder and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
-    found = [
+    findings = [
         *_too_large(memory),
         *_unpriced(predicted),
         *_above_floor(report),
@@ -67,7 +67,7 @@ def warnings(
           for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
         *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
     ]  # fmt: skip
-    return tuple(found)
+    return tuple(findings)
 
 
 def _above_floor(report: Report) -> Iterator[Finding]:
@@ -159,7 +159,7 @@ def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
     """What the predicted time leaves out. The bytes of a kernel or a loop do not tell how long it takes."""
     if predicted is None:
         return
-    long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TURNS]
+    long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TRIP_COUNT]
     if long or predicted.unpriced_share > TRIFLE:
         most = long or list(predicted.unpriced)
         names = ", ".join(most[:3]) + (f" and {len(most) - 3} more" if len(most) > 3 else "")

@@ -75,8 +75,8 @@ class CompileRequest:
         else:
             computed = pickled(self.config).hex()
         chip = self.target.chip
-        told = gpu_target_config(chip) if chip and chip.gpu else ""
-        wanted = [FORMAT, computed, self.rules.facts(), self.target.hardware, told,
+        gpu_config = gpu_target_config(chip) if chip and chip.gpu else ""
+        wanted = [FORMAT, computed, self.rules.facts(), self.target.hardware, gpu_config,
                   compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -102,8 +102,8 @@ class CompiledProgram:
 
 def compilers(target: Target) -> dict[str, str]:
     """The packages that decide what is compiled, without importing any."""
-    found = versions.installed(("jax", "jaxlib", "flax", "optax", *_PACKAGES[target.platform]))
-    return {name: version or "not installed" for name, version in found.items()}
+    installed = versions.installed(("jax", "jaxlib", "flax", "optax", *_PACKAGES[target.platform]))
+    return {name: version or "not installed" for name, version in installed.items()}
 
 
 def programs(
@@ -116,8 +116,14 @@ def programs(
     Raises InputError for what is wrong with a request, RunFailed where the compiler fails for another reason.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        own = not all(isinstance(request.config, Config) for request in requests)
-        root = Path(scratch) if own or cache == "none" else Path(cache) if cache else paths.cache_folder("explain")
+        of_one_s_own = not all(isinstance(request.config, Config) for request in requests)
+        root = (
+            Path(scratch)
+            if of_one_s_own or cache == "none"
+            else Path(cache)
+            if cache
+            else paths.cache_folder("explain")
+        )
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -128,9 +134,9 @@ def programs(
         distinct = {request.key(): request for request in requests}
         with ThreadPoolExecutor(side_by_side(len(distinct))) as pool:
             waiting = {key: pool.submit(_program, request, root / key, say) for key, request in distinct.items()}
-            found = {key: future.result() for key, future in waiting.items()}
-        _trim(root, keep=found)
-        return [found[request.key()] for request in requests]
+            compiled = {key: future.result() for key, future in waiting.items()}
+        _trim(root, keep=compiled)
+        return [compiled[request.key()] for request in requests]
 
 
 def side_by_side(wanted: int) -> int:
@@ -208,12 +214,12 @@ def pickled(task: "Task") -> bytes:
     """What another process makes the task from. Raises InputError where that process could not import its functions."""
     fix = "  fix   define them, and the classes that they use, at the top of a module that the script imports"
     try:
-        found = pickle.dumps(task)
+        content = pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(f"task {task.name}: its functions cannot be sent to the compiler: {error}\n{fix}") from error
-    if b"__main__" in found:
+    if b"__main__" in content:
         raise InputError(f"task {task.name}: its functions stand in the script that runs\n{fix}")
-    return found
+    return content
 
 
 def sizes(arrays: "Arrays") -> dict[str, list[int]]:
@@ -223,12 +229,16 @@ def sizes(arrays: "Arrays") -> dict[str, list[int]]:
     return {leaf.path: list(like.shape) for leaf, like in pairs(arrays.named_params, arrays.params)}
 
 
-def _check_sizes(here: Mapping[str, list[int]], there: Mapping[str, list[int]], name: str) -> None:
-    other = next((what for what in {**here, **there} if here.get(what) != there.get(what)), None)
+def _check_sizes(caller_sizes: Mapping[str, list[int]], compiler_sizes: Mapping[str, list[int]], name: str) -> None:
+    other = next(
+        (what for what in {**caller_sizes, **compiler_sizes} if caller_sizes.get(what) != compiler_sizes.get(what)),
+        None,
+    )
     if other:
+        caller, compiler = (sizes.get(other, "nothing") for sizes in (caller_sizes, compiler_sizes))
         raise InputError(
             f"task {name}: its functions have other sizes in the process that compiles, which imports their module "
-            f"anew\n  {other}: {here.get(other, 'nothing')} here, {there.get(other, 'nothing')} there\n"
+            f"anew\n  {other}: {caller} here, {compiler} there\n"
             "  fix   hand sizes to the functions, as in init=functools.partial(init, sizes), instead of changing "
             "globals of a module after its import"
         )
@@ -339,7 +349,7 @@ def described(
         refusal=compiled if isinstance(compiled, str) else "",
         memory=memory,
         state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
-        **targets.places(built.mesh),
+        **targets.device_locations(built.mesh),
         options=dict(options),
         versions=compilers(target),
         trace_s=trace_s,

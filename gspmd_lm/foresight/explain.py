@@ -9,13 +9,13 @@ from typing import Any
 from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight import advice, collectives, exported, floor, hlo, memory, table
+from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table
+from gspmd_lm.foresight.bounds import any_model
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Progress, programs, sizes
-from gspmd_lm.foresight.cost import schedule
-from gspmd_lm.foresight.floor import counted as counted_floor
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.timing import predict
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
@@ -46,16 +46,16 @@ def reports(
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
     filled = [_settled(config, rules, target, phase) for rules in filled]
-    found = [_checked(config, rules, target.platform, phase) for rules in filled]
-    own = sizes(found[0][0]) if isinstance(config, Task) else None
+    checked = [_checked(config, rules, target.platform, phase) for rules in filled]
+    parameter_sizes = sizes(checked[0][0]) if isinstance(config, Task) else None
     keep = export is not None
-    compiled = programs([CompileRequest(config, rules, target, keep, phase, own) for rules in filled], say)
+    compiled = programs([CompileRequest(config, rules, target, keep, phase, parameter_sizes) for rules in filled], say)
     if export and compiled[0].executable:
         files.replace(export, compiled[0].executable.read_bytes())
         exported.record(export)
     return [
         report(config, rules, target, arrays, problems, program, phase)
-        for rules, (arrays, problems), program in zip(filled, found, compiled, strict=True)
+        for rules, (arrays, problems), program in zip(filled, checked, compiled, strict=True)
     ]
 
 
@@ -100,34 +100,40 @@ def report(
         recorded = state.recorded(config, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
-    named, traced = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)), Traced.of(recorded, arrays)
+    named, graph = (
+        list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)),
+        DataflowGraph.from_recorder(recorded, arrays),
+    )
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if isinstance(config, Task):
-        least = counted_floor.floor(config, rules, arrays, target.chip)
-        needed = least.flops
+        lower_bounds = any_model.of_training(config, rules, arrays, target.chip)
+        needed = lower_bounds.flops
     elif phase == "train":
-        least = floor.floor(config, rules, arrays, target.chip, traced)
-        needed = floor.least_flops(config, rules, arrays, traced)
+        lower_bounds = bounds.of_training(config, rules, arrays, target.chip, graph)
+        needed = bounds.necessary_flops(config, rules, arrays, graph)
     else:
         whole = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
-        least = floor.of_generation(config, rules, arrays, target.chip, traced, whole, of_row, cache_bytes)
+        lower_bounds = bounds.of_generation(config, rules, arrays, target.chip, graph, whole, of_row, cache_bytes)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
-    module, found, predicted, reason = None, (), None, NOT_ON_CPU
+    module, moved, predicted, reason = None, (), None, NOT_ON_CPU
     if program.refusal:
-        held = memory.refused(program.refusal, program.state_bytes, limit_bytes)
+        device_memory = memory.refused(program.refusal, program.state_bytes, limit_bytes)
         reason = "the compiler refused the program: it does not fit"
     else:
         module = hlo.parse(program.text)
         known, accepted = _known(named, rules), target.platform == "tpu"
-        held = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        found = collectives.find(module, rules, {row.path: row.axes for row in named}, network, traced)
+        device_memory = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
+        moved = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
         if target.chip:
             error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
             each = tokens / target.devices
-            predicted, reason = schedule.predict(module, target.chip, network, least.flops, each, error, needed), ""
-    said = Report(
+            predicted, reason = (
+                predict.predict(module, target.chip, network, lower_bounds.flops, each, error, needed),
+                "",
+            )
+    report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
         devices=target.devices,
@@ -139,19 +145,19 @@ def report(
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if isinstance(config, Config) else arrays.parameter_count,
         tokens=tokens,
-        memory=held,
-        collectives=found,
+        memory=device_memory,
+        collectives=moved,
         prediction=predicted,
         no_prediction=reason,
-        floor=least,
+        floor=lower_bounds,
         warnings=(),
         compile_s=program.compile_s,
         versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    warned = advice.warnings(said, config, rules, target.processor, problems, traced.looked_up, module, program.notes)
-    return dataclasses.replace(said, warnings=warned)
+    warned = advice.warnings(report, config, rules, target.processor, problems, graph.looked_up, module, program.notes)
+    return dataclasses.replace(report, warnings=warned)
 
 
 def _attention(config: Any, rules: Rules, target: Target, phase: str) -> str:
@@ -160,9 +166,9 @@ def _attention(config: Any, rules: Rules, target: Target, phase: str) -> str:
     return kernel_said(rules, config, target.processor, _asked(config, phase))
 
 
-def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.Held]:
+def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:
     """What a device holds of each array, at rest and in use."""
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
             pieces = map(rules.piece_count, spec)
-            yield memory.Held(array.path, array.axes, tuple(map(operator.floordiv, array.shape, pieces)))
+            yield memory.DeviceArray(array.path, array.axes, tuple(map(operator.floordiv, array.shape, pieces)))

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
         return f"{self.chip}, {where}, {self.attention} attention"
 
 
-# (predicted - published) / published of each run, and whether it was in view when prices were chosen.
+# (predicted - published) / published of each run, and whether constants were fitted to it (True) or it was held out.
 ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
     Kind("v6e", False, "splash"): (
         (-0.001, True),
@@ -49,9 +49,9 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 }
 
 
-# How far the prices of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts tell it, and
+# How far the estimates of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts, and
 # the mean error as a share. `python -m benchmarks.plan show` makes them of benchmarks/results/plan_rank.json.
-PRICES: Mapping[tuple[str, bool], tuple[int, float]] = {
+ESTIMATES: Mapping[tuple[str, bool], tuple[int, float]] = {
     ("h100", False): (32, 0.058),
     ("h100", True): (16, 0.119),
     ("v5p", False): (31, 0.054),
@@ -72,9 +72,9 @@ def kind_of(target: Target, rules: Rules) -> Kind:
     return Kind(target.chip.name, is_several(target), rules.kernel(target.platform))
 
 
-def price_error(target: Target) -> tuple[int, float] | None:
-    """How many compiled layouts tell how wrong the prices of a target's layouts are, and how wrong; None if none do."""
-    return PRICES.get((target.chip.name, is_several(target))) if target.chip else None
+def estimate_error(target: Target) -> tuple[int, float] | None:
+    """How many compiled layouts the estimates for a target were compared with, and their mean error; None if none."""
+    return ESTIMATES.get((target.chip.name, is_several(target))) if target.chip else None
 
 
 def known_error(kind: Kind) -> str:
@@ -82,16 +82,15 @@ def known_error(kind: Kind) -> str:
     runs, mean = _runs(kind), mean_error(kind)
     if mean is None:
         return NOT_COMPARED
-    seen = sum(in_view for _, in_view in runs)
-    who = "all of them were" if seen == len(runs) else f"{seen} of them {'was' if seen == 1 else 'were'}"
-    were = f"; {who} in view when prices were chosen" if seen else ""
+    fitted = sum(is_fitted for _, is_fitted in runs)
+    which = "it" if len(runs) == 1 else "all of them" if fitted == len(runs) else f"{fitted} of them"
+    fit = f"; constants were fitted with {which} in view" if fitted else ""
     if kind not in ERRORS:
         others = f"{mean:.1%} in the mean of {len(runs)} other published step times on {kind.chip}"
-        return f"not known for {kind}: {others}{were}"
+        return f"not known for {kind}: {others}{fit}"
     if len(runs) == 1:
-        were = were.replace("all of them were", "it was")
-        return f"not known: {runs[0][0]:+.1%} for one published step time on {kind}{were}"
-    return f"{mean:.1%} in the mean of {len(runs)} published step times on {kind}{were}"
+        return f"not known: {runs[0][0]:+.1%} for one published step time on {kind}{fit}"
+    return f"{mean:.1%} in the mean of {len(runs)} published step times on {kind}{fit}"
 
 
 def mean_error(kind: Kind) -> float | None:
@@ -101,4 +100,4 @@ def mean_error(kind: Kind) -> float | None:
 
 
 def _runs(kind: Kind) -> Sequence[tuple[float, bool]]:
-    return ERRORS.get(kind) or [run for other, found in ERRORS.items() if other.chip == kind.chip for run in found]
+    return ERRORS.get(kind) or [run for other, runs in ERRORS.items() if other.chip == kind.chip for run in runs]

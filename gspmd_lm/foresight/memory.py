@@ -17,7 +17,7 @@ _SIZE = r"([\d.]+)([KMGT]?)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class DeviceArray:
     """What one device holds of an array that the rules file speaks of: what a temporary is recognised by."""
 
     path: str
@@ -59,7 +59,7 @@ def measure(
     state_bytes: Mapping[str, int],
     limit_bytes: int | None,
     module: hlo.Module,
-    known: Iterable[Held],
+    known: Iterable[DeviceArray],
     accepted: bool = False,
 ) -> Memory:
     """The memory of a compiled program.
@@ -137,9 +137,9 @@ def _op(op_name: str) -> str:
     return re.sub(r"^jit\(_\w+\)/", "", op_name)
 
 
-def _largest(module: hlo.Module, known: list[Held], count: int = 3) -> tuple[Temporary, ...]:
+def _largest(module: hlo.Module, known: list[DeviceArray], count: int = 3) -> tuple[Temporary, ...]:
     """The largest buffers that the program makes on the device, those alike told once."""
-    found: dict[tuple[str, str], Temporary] = {}
+    largest: dict[tuple[str, str], Temporary] = {}
     for step in module.steps():
         instruction = step.instruction
         arrays = instruction.shape.arrays
@@ -151,9 +151,9 @@ def _largest(module: hlo.Module, known: list[Held], count: int = 3) -> tuple[Tem
         shape = f"{array.dtype}[{','.join(map(str, array.dimensions))}]"
         op = _op(instruction.op_name)
         axes = _axes(array.dimensions, op, known)
-        found.setdefault((shape, op), Temporary(array.bytes, shape, axes, instruction.source, op))
+        largest.setdefault((shape, op), Temporary(array.bytes, shape, axes, instruction.source, op))
     distinct: dict[tuple[str, str], Temporary] = {}
-    for temporary in sorted(found.values(), key=lambda temporary: (-temporary.bytes, not temporary.source)):
+    for temporary in sorted(largest.values(), key=lambda temporary: (-temporary.bytes, not temporary.source)):
         distinct.setdefault((temporary.shape, temporary.source), temporary)
     return tuple(distinct.values())[:count]
 
@@ -168,7 +168,7 @@ def _updates_in_place(module: hlo.Module, fusion: hlo.Instruction) -> bool:
     return root.opcode == "dynamic-update-slice"
 
 
-def _axes(dimensions: tuple[int, ...], op: str, known: list[Held]) -> tuple[str, ...]:
+def _axes(dimensions: tuple[int, ...], op: str, known: list[DeviceArray]) -> tuple[str, ...]:
     """The logical axes of a buffer that has the shape of a named array, or of one per layer; sizes of 1 aside."""
     wanted = [size for size in dimensions if size > 1]
     stacked = any("layers" in named.axes for named in known)

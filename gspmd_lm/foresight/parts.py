@@ -7,7 +7,7 @@ from gspmd_lm.units import human_seconds
 
 
 class Parts(Protocol):
-    """What a prediction and a price both know: the seconds of each part of a step."""
+    """What a prediction and an estimate both know: the seconds of each part of a step."""
 
     @property
     def matmul_s(self) -> float: ...
@@ -33,14 +33,16 @@ def parts_s(known: Parts) -> dict[str, float]:
     }
 
 
-def difference(best: Parts, other: Parts, step_s: float) -> str:
+def differences(best: Parts, other: Parts, step_s: float) -> str:
     """Where `other` takes longer than `best`, and where less: 'waiting for fsdp +12 ms, matmuls -3 ms'.
 
     Parts that differ by less than a thousandth of `step_s` are left out.
     """
-    own, others = parts_s(best), parts_s(other)
-    gaps = {name: others.get(name, 0.0) - own.get(name, 0.0) for name in (*own, *others)}
-    told = sorted((gap, name) for name, gap in gaps.items() if abs(gap) > 0.001 * step_s)
-    longer = [f"{name} +{human_seconds(gap)}" for gap, name in reversed(told) if gap > 0]
-    shorter = [f"{name} -{human_seconds(-gap)}" for gap, name in told if gap < 0]
+    parts_of_best, parts_of_other = parts_s(best), parts_s(other)
+    gaps = {
+        name: parts_of_other.get(name, 0.0) - parts_of_best.get(name, 0.0) for name in (*parts_of_best, *parts_of_other)
+    }
+    shown = sorted((gap, name) for name, gap in gaps.items() if abs(gap) > 0.001 * step_s)
+    longer = [f"{name} +{human_seconds(gap)}" for gap, name in reversed(shown) if gap > 0]
+    shorter = [f"{name} -{human_seconds(-gap)}" for gap, name in shown if gap < 0]
     return ", ".join([*longer, *shorter]) or "no part differs by more than a thousandth of the step"

@@ -5,11 +5,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.schedule import Prediction
-from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.predict import Prediction
 
 _NARROW = ("bf16", "f16")
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
@@ -42,7 +42,7 @@ class Report:
     collectives: tuple[Collective, ...]
     prediction: Prediction | None
     no_prediction: str  # the reason where there is none
-    floor: Floor
+    floor: LowerBounds
     warnings: tuple[Finding, ...]
     compile_s: float
     versions: Mapping[str, str]  # jax, jaxlib, libtpu, ... and the compiler options that were set
@@ -62,9 +62,9 @@ class Report:
 
     @property
     def above_floor(self) -> float | None:
-        """Communication over its floor; None if nothing must be sent or nothing was compiled.
+        """Communication over its lower bound; None if nothing must be sent or nothing was compiled.
 
-        Where something is sent in another width than the floor counts, both are counted as float32.
+        Where something is sent in another width than the bound counts, both are counted as float32.
         """
         floor, alike = self.floor, not self.other_width
         least_bytes = floor.communication_bytes if alike else floor.float32_bytes
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def other_width(self) -> str:
-        """The share that is sent in another width than the floor counts, as '52% in bf16'; '' if there is none.
+        """The share that is sent in another width than the lower bound counts, as '52% in bf16'; '' if there is none.
 
         The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
         """
@@ -96,14 +96,14 @@ def to_json(reports: Sequence[Report]) -> dict[str, Any] | list[dict[str, Any]]:
 
 
 def _object(report: Report) -> dict[str, Any]:
-    found = {"schema": SCHEMA, **json.loads(json.dumps(dataclasses.asdict(report)))}
-    reason = found.pop("no_prediction")
-    prediction = found["prediction"] or dict.fromkeys(field.name for field in dataclasses.fields(Prediction))
-    found["timeline"] = prediction.pop("timeline") or []
-    found["unpriced"] = prediction.pop("unpriced") or {}
-    found["unpriced_share"] = prediction.pop("unpriced_share")
+    json_object = {"schema": SCHEMA, **json.loads(json.dumps(dataclasses.asdict(report)))}
+    reason = json_object.pop("no_prediction")
+    prediction = json_object["prediction"] or dict.fromkeys(field.name for field in dataclasses.fields(Prediction))
+    json_object["timeline"] = prediction.pop("timeline") or []
+    json_object["unpriced"] = prediction.pop("unpriced") or {}
+    json_object["unpriced_share"] = prediction.pop("unpriced_share")
     if report.prediction is not None:
         reason = None
         prediction["fusions"] = [{"name": name, "seconds": seconds} for name, seconds in report.prediction.fusions]
-    found["prediction"] = {"reason": reason, **prediction}
-    return found
+    json_object["prediction"] = {"reason": reason, **prediction}
+    return json_object

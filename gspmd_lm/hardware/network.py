@@ -115,7 +115,7 @@ class Network:
             return "dcn"
         return "ici" if any(route.dimensions for route in routes) else "die"
 
-    def lane(self, groups: Groups) -> str:
+    def track(self, groups: Groups) -> str:
         """The lane of a collective in a timeline: 'ici fsdp', 'dcn data', 'nvlink tensor' or 'ici fsdp+tensor'."""
         return f"{self.link(groups)} {'+'.join(self.axes(groups))}".strip()
 
@@ -240,14 +240,14 @@ class Network:
         return self.chip.wraps(used) + (False,) * (len(self._torus) - len(used))
 
     @functools.cached_property
-    def _places(self) -> tuple[tuple[int, ...], ...]:
+    def _mesh_coordinates(self) -> tuple[tuple[int, ...], ...]:
         """The mesh coordinates of each partition."""
         return tuple(itertools.product(*map(range, self.mesh.values())))
 
     def _axes(self, groups: Groups) -> tuple[str, ...]:
         varying = set()
         for group in groups:
-            columns = zip(*(self._places[k] for k in group), strict=True)
+            columns = zip(*(self._mesh_coordinates[k] for k in group), strict=True)
             varying |= {name for name, places in zip(self.mesh, columns, strict=False) if len(set(places)) > 1}
         return tuple(name for name in self.mesh if name in varying)
 
@@ -262,21 +262,21 @@ class Network:
         if self.chip.platform == "gpu":
             return Route(len(group), len({self.hosts[k] for k in group}))
         outer = len({self.slices[k] for k in group})
-        here = [self.coords[k] for k in group if self.slices[k] == self.slices[group[0]]]
-        chips = list(dict.fromkeys(here))
-        return Route(len(group), outer, len(here) // len(chips), self._dimensions(chips))
+        coords = [self.coords[k] for k in group if self.slices[k] == self.slices[group[0]]]
+        chips = list(dict.fromkeys(coords))
+        return Route(len(group), outer, len(coords) // len(chips), self._dimensions(chips))
 
     def _dimensions(self, chips: list[tuple[int, ...]]) -> tuple[Dimension, ...]:
         """The torus dimensions of a box of chips. Another shape counts as a line through the chips in their order."""
         columns = [sorted(set(column)) for column in zip(*chips, strict=True)]
         if len(chips) > 1 and math.prod(map(len, columns)) != len(chips):
             return (Dimension(len(chips), False, max(len(self._path(*two)) for two in itertools.pairwise(chips))),)
-        found = []
+        dimensions = []
         for places, size, wraps in zip(columns, self._torus, self._rings, strict=True):
             if len(places) > 1:
                 stride = max(after - before for before, after in itertools.pairwise(places))
-                found.append(Dimension(len(places), wraps and stride * len(places) == size, stride))
-        return tuple(found)
+                dimensions.append(Dimension(len(places), wraps and stride * len(places) == size, stride))
+        return tuple(dimensions)
 
 
 def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:

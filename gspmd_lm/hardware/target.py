@@ -60,21 +60,21 @@ class Target:
 
 def parse(text: str) -> Target:
     """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
-    found = _parsed(text)
-    if found.devices > MOST_DEVICES:
+    target = _parsed(text)
+    if target.devices > MOST_DEVICES:
         raise InputError(
-            f"--target={text}: {found.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
-            f"  fix   fewer {'slices' if found.platform == 'tpu' else 'devices'}"
+            f"--target={text}: {target.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
+            f"  fix   fewer {'slices' if target.platform == 'tpu' else 'devices'}"
         )
-    return found
+    return target
 
 
 def _parsed(text: str) -> Target:
     place = f"--target={text}"
     hardware, slash, network = text.partition("/")
     slices, at, rest = hardware.rpartition("@")
-    if named := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
-        rest = _meant(place, *named.groups())
+    if cloud_name := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
+        rest = _topology_of_cloud_name(place, *cloud_name.groups())
         text = f"{slices}{at}{rest}"
     name, colon, size = rest.partition(":")
     if name not in (*CHIPS, "cpu"):
@@ -91,8 +91,8 @@ def _parsed(text: str) -> Target:
     if chip is None or chip.platform == "gpu":
         if at:
             raise InputError(f"{place}: only TPUs have slices\n  fix   write hosts x devices, such as h100:4x8")
-        found = _counted(place, text, name, chip, dimensions)
-        return _with_network(place, found, network) if slash else found
+        target = _without_torus(place, text, name, chip, dimensions)
+        return _with_network(place, target, network) if slash else target
     wrong = _no_such_topology(chip, dimensions)
     if wrong:
         raise InputError(f"{place}: {name} has no topology {size}\n  fix   {wrong}")
@@ -119,7 +119,7 @@ def _chips(size: str) -> int:
     return math.prod(map(int, size.split("x")))
 
 
-def _meant(place: str, name: str, number: str) -> str:
+def _topology_of_cloud_name(place: str, name: str, number: str) -> str:
     """The target that Google Cloud's name of a slice means: v5p:4x4x4 for v5p-128."""
     chip = CHIPS.get("v5e" if name == "v5litepod" else name)
     tpus = {"v5litepod", *(known for known, one in CHIPS.items() if one.platform == "tpu")}
@@ -137,7 +137,7 @@ def _meant(place: str, name: str, number: str) -> str:
     return f"{chip.name}:{names[int(number)]}"
 
 
-def _counted(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:
+def _without_torus(place: str, text: str, name: str, chip: Chip | None, dimensions: tuple[int, ...]) -> Target:
     """The CPU or GPU target of a number of devices, or of hosts x devices."""
     if chip is None:
         if len(dimensions) > 1:
@@ -192,7 +192,7 @@ def larger(target: Target) -> Iterator[Target]:
     return (parse(f"{before}:{size}{slash}{network}") for size in larger_ones)
 
 
-def of(devices: Sequence[Any]) -> Target:
+def from_devices(devices: Sequence[Any]) -> Target:
     """The target that real or simulated `devices` form. Its chip is None if theirs is not known."""
     first, count = devices[0], len(devices)
     chip = chip_of(first.device_kind)
@@ -214,11 +214,11 @@ def _limit_bytes(devices: Sequence[Any]) -> int | None:
     """The memory of a GPU that jax has taken for this process, or None."""
     import jax
 
-    here = next((device for device in devices if device.process_index == jax.process_index()), None)
-    return (here.memory_stats() or {}).get("bytes_limit") if here else None
+    local_device = next((device for device in devices if device.process_index == jax.process_index()), None)
+    return (local_device.memory_stats() or {}).get("bytes_limit") if local_device else None
 
 
-def places(mesh: Any) -> dict[str, tuple[Any, ...]]:
+def device_locations(mesh: Any) -> dict[str, tuple[Any, ...]]:
     """Where the devices of a jax mesh are, in their order: the coordinates of their chips, their slices and hosts."""
     devices = list(mesh.devices.flat)
     return {

@@ -1,23 +1,29 @@
-"""What would help a plan: of hardware and batch for its best layout, and where nothing fits, what would fit."""
+"""What would help: of hardware and batch for the best layout of a plan, and what would fit where a layout does not."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
+from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
-from gspmd_lm.plan.price import Pricer
-from gspmd_lm.plan.search import priced
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
+from gspmd_lm.plan.search import estimated
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
+from gspmd_lm.sharding.rules import Remat, Rules
+from gspmd_lm.train.state import settled
+from gspmd_lm.units import human_bytes
 
+SURE = 0.95  # the share of a chip's memory up to which an estimate is said to fit
+MICROBATCHES = (1, 2, 4, 8, 16, 32)  # times as many as the layout has
 MOST_LARGER = 6  # targets that are tried where nothing fits
 SMALL = 0.005  # a gain that is not worth a line
 
@@ -30,29 +36,29 @@ class Change(NamedTuple):
 
 
 def changes(config: Config | Task, plan: Plan) -> list[Change]:
-    """What would help the best layout of a plan, the most first; priced, not compiled."""
+    """What would help the best layout of a plan, the most first; estimated, not compiled."""
     best, chip = plan.best, plan.target.chip
     assert best and chip
-    traces = Traces(config)
-    before_s = Pricer(config, plan.target, traces).price(best.rules).step_time_s
-    found = []
+    traces = TraceCache(config)
+    before_s = Estimator(config, plan.target, traces).estimate(best.rules).step_time_s
+    changes = []
     for what, changed in _faster(chip):
         if changed != chip:
             target = dataclasses.replace(plan.target, chip=changed)
-            after_s = Pricer(config, target, traces).price(best.rules).step_time_s
-            found.append(Change(what, before_s / after_s - 1))
+            after_s = Estimator(config, target, traces).estimate(best.rules).step_time_s
+            changes.append(Change(what, before_s / after_s - 1))
     if isinstance(config, Config):
         twice = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=2 * config.data.batch))
-        after_s = Pricer(twice, plan.target).price(best.rules).step_time_s
-        found.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
+        after_s = Estimator(twice, plan.target).estimate(best.rules).step_time_s
+        changes.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
     corrected = best.step_time_s / before_s
     limit = chip.usable_hbm_bytes
-    more = [one for one in plan.candidates if one.fits is False and one.price.peak_bytes <= 2 * limit]
+    more = [one for one in plan.candidates if one.fits is False and one.estimate.peak_bytes <= 2 * limit]
     if more:
-        fastest = min(more, key=lambda one: one.price.step_time_s)
-        gain = best.step_time_s / (fastest.price.step_time_s * corrected) - 1
-        found.append(Change(f"twice the memory, for {fastest.name}", gain))
-    return sorted((change for change in found if change.gain > SMALL), key=lambda change: -change.gain)
+        fastest = min(more, key=lambda one: one.estimate.step_time_s)
+        gain = best.step_time_s / (fastest.estimate.step_time_s * corrected) - 1
+        changes.append(Change(f"twice the memory, for {fastest.name}", gain))
+    return sorted((change for change in changes if change.gain > SMALL), key=lambda change: -change.gain)
 
 
 def _faster(chip: Chip) -> Iterator[tuple[str, Chip]]:
@@ -77,12 +83,12 @@ class Larger(NamedTuple):
 
 def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Larger | None:
     """Where a plan fits on more chips of its kind; None if it fits on none of those that were tried."""
-    traces = Traces(config)
+    traces = TraceCache(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        found = priced(Space(config, target, traces))
-        least = min(found, key=lambda one: one.price.peak_bytes, default=None)
-        if least is None or least.price.peak_bytes > target.chip.usable_hbm_bytes:
+        candidates = estimated(Space(config, target, traces))
+        least = min(candidates, key=lambda one: one.estimate.peak_bytes, default=None)
+        if least is None or least.estimate.peak_bytes > target.chip.usable_hbm_bytes:
             continue
         say(f"compiling {least.name} for {target.text}, to see whether it fits")
         (report,) = explain.reports(config, [least.rules], target, say)
@@ -112,12 +118,56 @@ def savings(config: Config | Task, plan: Plan) -> list[tuple[str, int]]:
             config, optimizer=dataclasses.replace(optimizer, name="adafactor")
         ),
     }
-    before, found = nearest.price.peak_bytes, []
+    before, savings = nearest.estimate.peak_bytes, []
     for setting, changed in tried.items():
         try:
-            after = Pricer(changed, plan.target).price(nearest.rules).peak_bytes
+            after = Estimator(changed, plan.target).estimate(nearest.rules).peak_bytes
         except InputError:  # the layout does not divide the smaller batch, or the optimizer needs another rule
             continue
         if after < before:
-            found.append((setting, before - after))
-    return sorted(found, key=lambda pair: -pair[1])
+            savings.append((setting, before - after))
+    return sorted(savings, key=lambda pair: -pair[1])
+
+
+def with_fixes(
+    config: Config | Task, reports: Sequence[Report], layouts: Sequence[Rules], target: Target
+) -> list[Report]:
+    """Reports of train steps, each under its rules. Of one that does not fit, the fix is a change that was tried.
+
+    Tried are fewer saved activations and more microbatches. Of those that are estimated to fit, the fix is the one that
+    is estimated to be fastest. Nothing is compiled.
+    """
+    if all(report.memory.fits or report.phase != "train" for report in reports):
+        return list(reports)  # without tracing the model once more
+    traces, fixed = TraceCache(config), []
+    for report, rules in zip(reports, layouts, strict=True):
+        warnings = report.warnings
+        if not report.memory.fits and report.phase == "train":
+            filled = settled(config, rules.fill(target.devices), target.processor)
+            fix = _fix(report, filled, target, Estimator(config, target, traces))
+            warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
+        fixed.append(dataclasses.replace(report, warnings=tuple(warnings)))
+    return fixed
+
+
+def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> str:
+    assert target.chip, "simulated devices have no limit"
+    fitting = []
+    # What the compiler says of this layout corrects the estimates of those that are like it.
+    correction = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
+    for remat, times in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES):
+        changed = dataclasses.replace(rules, remat=remat, microbatches=times * rules.microbatches)
+        if changed != rules and not estimator.traces.problems(changed, target.platform):
+            estimate = estimator.estimate(changed)
+            peak_bytes = correction * estimate.peak_bytes
+            if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
+                fitting.append((estimate.step_time_s, peak_bytes, changed))
+    if not fitting:
+        return (
+            "no rules.remat and no rules.microbatches is estimated to fit under this mesh; "
+            f"plan --target={target.text} looks for another layout"
+        )
+    _, peak_bytes, changed = min(fitting, key=lambda one: one[:2])
+    flags = ["--set rules.remat=block"] if changed.remat != rules.remat else []
+    flags += [f"--set rules.microbatches={changed.microbatches}"] if changed.microbatches != rules.microbatches else []
+    return f"{' '.join(flags)}, which is estimated to fit with {human_bytes(round(peak_bytes))}"

@@ -1,4 +1,4 @@
-"""A layout that a plan looks at, and what a plan finds."""
+"""A layout that a plan looks at, what a plan finds, and a layout as the text of a rules file, which any verb takes."""
 
 import dataclasses
 import functools
@@ -9,21 +9,24 @@ from typing import Any
 
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.plan.price import Price
-from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.plan.estimate import Estimate
+from gspmd_lm.sharding.rules import Rules, flow
+from gspmd_lm.units import human_bytes, human_seconds
 
+_OWN_LINES = ("rules", "weights", "optimizer")  # sections with one row per line
+FOUND_BY = "found by"
 FAR_ABOVE = 1.2  # the share of the limit above which nothing is compiled while something else may fit
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One layout: its rules, its price and, where it was compiled, its report."""
+    """One layout: its rules, its estimate and, where it was compiled, its report."""
 
     raw: Mapping[str, Any]  # the plain values of its rules file
     rules: Rules  # filled
-    price: Price
-    report: Report | None = None  # None: priced alone
-    corrected_s: float = 0.0  # the price, corrected by what compiled layouts like it showed
+    estimate: Estimate
+    report: Report | None = None  # None: only estimated
+    corrected_s: float = 0.0  # the estimated step time, corrected by what compiled layouts like it showed
     limit_bytes: int | None = None
     failure: str = ""  # why it could not be compiled
 
@@ -38,14 +41,14 @@ class Candidate:
 
     @property
     def step_time_s(self) -> float:
-        """The seconds of a step as predicted, else as priced; infinite where the compiler refused it."""
+        """The seconds of a step as predicted, else as estimated; infinite where the compiler refused it."""
         if self.report is None:
-            return self.corrected_s or self.price.step_time_s
+            return self.corrected_s or self.estimate.step_time_s
         return self.report.prediction.step_time_s if self.report.prediction else math.inf
 
     @property
     def peak_bytes(self) -> int:
-        return self.report.memory.peak_bytes if self.report else self.price.peak_bytes
+        return self.report.memory.peak_bytes if self.report else self.estimate.peak_bytes
 
     @property
     def fits(self) -> bool | None:
@@ -54,7 +57,7 @@ class Candidate:
             return self.report.memory.fits
         if self.limit_bytes is None:
             return True
-        return False if self.failure or self.price.peak_bytes > FAR_ABOVE * self.limit_bytes else None
+        return False if self.failure or self.estimate.peak_bytes > FAR_ABOVE * self.limit_bytes else None
 
     @property
     def entries(self) -> int:
@@ -92,7 +95,35 @@ class Plan:
     seconds: float
     error: float  # of predictions for the chip, as a share
     best: Candidate | None  # None: nothing fits
-    price_error: float | None = None  # of corrected prices, as compiled layouts of this plan say; None: too few
+    estimate_error: float | None = None  # of corrected estimates, as compiled layouts of this plan say; None: too few
     refused: int = 0  # candidates that a check of the rules refused
     nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
     stopped: str = ""  # why the search ended
+
+
+def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:
+    """The YAML of a candidate. Its first line has the idea, the command, the prediction and its known error."""
+    return f"# {candidate.name}, {FOUND_BY}: {command} ({expectation(plan, candidate)})\n{yaml(candidate.raw)}"
+
+
+def expectation(plan: Plan, candidate: Candidate) -> str:
+    """What is expected of a candidate: of its program where it was compiled, else by its estimate."""
+    peak = human_bytes(candidate.peak_bytes)
+    if plan.target.chip is None:
+        sent = human_bytes(candidate.estimate.sent_bytes)
+        return f"{sent} sent and about {peak} per device; simulated devices have no times"
+    seconds = human_seconds(candidate.step_time_s)
+    if candidate.report is None or candidate.report.prediction is None:
+        return f"estimated at {seconds} a step, {peak} per device, not compiled"
+    return f"predicted: {seconds} a step, {peak} per device; error of predictions: {candidate.report.prediction.error}"
+
+
+def yaml(raw: Mapping[str, Any]) -> str:
+    """Plain values in the form of the files in rules/: a mesh on one line, and a table with a row on each line."""
+    lines: list[str] = []
+    for section, value in raw.items():
+        if section in _OWN_LINES and isinstance(value, Mapping):
+            lines += [f"{section}:"] + [f"  {key}: {flow(entry)}" for key, entry in value.items()] if value else []
+        else:
+            lines.append(f"{section}: {flow(value)}")
+    return "\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.foresight.parts import Parts, difference, parts_s
+from gspmd_lm.foresight.parts import Parts, differences, parts_s
 from gspmd_lm.hardware.rent import RENTS
 from gspmd_lm.plan.candidate import Candidate, Plan
 
@@ -69,9 +69,9 @@ class Outcome:
         return self.days_needed * 24 * self.chips * self.usd_per_chip_hour
 
     def lines(self) -> list[Line]:
-        """All layouts that may fit, the best first; those that were compiled come before those that were priced."""
-        found = (one for one in self.plan.candidates if one.fits is not False and one.step_time_s < math.inf)
-        return [self._line(rank, one) for rank, one in enumerate(found, 1)]
+        """All layouts that may fit, the best first; those that were compiled come before those that were estimated."""
+        layouts = (one for one in self.plan.candidates if one.fits is not False and one.step_time_s < math.inf)
+        return [self._line(rank, one) for rank, one in enumerate(layouts, 1)]
 
     def _line(self, rank: int, one: Candidate) -> Line:
         plan, predicted = self.plan, one.report.prediction if one.report else None
@@ -87,7 +87,7 @@ class Outcome:
             tokens_per_s=speed,
             mfu=predicted.mfu if predicted else _mfu(plan, one),
             peak_bytes=one.peak_bytes,
-            exposed_by_axis=dict(predicted.exposed_by_axis if predicted else one.price.exposed_by_axis),
+            exposed_by_axis=dict(predicted.exposed_by_axis if predicted else one.estimate.exposed_by_axis),
             usd_per_billion_tokens=usd,
         )
 
@@ -103,7 +103,7 @@ class Outcome:
         if behind < 0.0005:
             return f"as fast, {'and it leaves less memory' if other.peak_bytes > best.peak_bytes else 'and no simpler'}"
         within = ", which is within the known error" if any(other is one for one in self.plan.ties) else ""
-        return f"{behind:.1%} slower{within}: {difference(_known(best), _known(other), best.step_time_s)}"
+        return f"{behind:.1%} slower{within}: {differences(_known(best), _known(other), best.step_time_s)}"
 
     def waits(self) -> str:
         """What the best layout waits for."""
@@ -117,30 +117,30 @@ class Outcome:
 
 
 def _known(one: Candidate) -> Parts:
-    """The parts of its step: of its prediction where it was compiled, else of its price."""
-    return one.report.prediction if one.report and one.report.prediction else one.price
+    """The parts of its step: of its prediction where it was compiled, else of its estimate."""
+    return one.report.prediction if one.report and one.report.prediction else one.estimate
 
 
 def front(lines: Sequence[Line]) -> list[Line]:
     """The Pareto front of time and memory: layouts of which none is both faster and smaller, the fastest first."""
-    found: list[Line] = []
+    fastest: list[Line] = []
     for line in sorted(lines, key=lambda line: (line.step_time_s, line.peak_bytes)):
-        if not found or line.peak_bytes < found[-1].peak_bytes:
-            found.append(line)
-    return found
+        if not fastest or line.peak_bytes < fastest[-1].peak_bytes:
+            fastest.append(line)
+    return fastest
 
 
-def hourly_usd(chip: str, given: Mapping[str, float]) -> float | None:
+def hourly_usd(chip: str, usd_of: Mapping[str, float]) -> float | None:
     """What a chip costs for an hour: as the user says, else the lowest public price, else None."""
-    if chip in given:
-        return given[chip]
+    if chip in usd_of:
+        return usd_of[chip]
     return RENTS[chip].usd_per_chip_hour if chip in RENTS else None
 
 
 def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]]:
     """What --json writes: an object for one plan, a list for several. docs/plan.md documents the keys."""
-    found = [_object(outcome) for outcome in outcomes]
-    return found[0] if len(found) == 1 else found
+    objects = [_object(outcome) for outcome in outcomes]
+    return objects[0] if len(objects) == 1 else objects
 
 
 def _object(outcome: Outcome) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(plan.seconds, 1),
         "stopped": plan.stopped,
         "error": plan.error,
-        "price_error": plan.price_error,
+        "price_error": plan.estimate_error,
         "usd_per_chip_hour": outcome.usd_per_chip_hour,
         "tokens": outcome.tokens or None,
         "days": outcome.days or None,
@@ -179,7 +179,7 @@ def _candidate(line: Line) -> dict[str, Any]:
         "name": one.name,
         "rules": dict(one.raw),
         "mesh": dict(one.rules.mesh),
-        "price_s": one.price.step_time_s,
+        "price_s": one.estimate.step_time_s,
         "compiled": one.compiled,
         "step_time_s": line.step_time_s if known else None,
         "tokens_per_s": line.tokens_per_s if known else None,
@@ -196,7 +196,7 @@ def _speed(plan: Plan, one: Candidate) -> float:
 
 
 def _mfu(plan: Plan, one: Candidate) -> float | None:
-    """Of a layout that was priced alone, from the FLOPs of one that was compiled: they are those of the model."""
+    """Of a layout that was only estimated, from the FLOPs of one that was compiled: they are those of the model."""
     reports = (other.report for other in itertools.chain((one,), plan.candidates))
     floor = next((report.floor for report in reports if report), None)
     if floor is None or not floor.compute_s or math.isinf(one.step_time_s):

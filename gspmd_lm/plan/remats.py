@@ -12,87 +12,89 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from gspmd_lm.model.kernels import attention
-from gspmd_lm.plan.price import Pricer, Sketch
-from gspmd_lm.plan.traces import Trace
+from gspmd_lm.plan.estimate import Estimator, RematEstimate
+from gspmd_lm.plan.operations import ForwardTrace
 from gspmd_lm.sharding.rules import Remat, Rules
 
 # Shares of a device's memory that are filled: estimates of memory are up to a sixth too low or too high.
 FILLED = (0.85, 0.95, 1.05, 1.15)
-OF_HOST = 0.7  # the share of the host's memory that may hold activations: loader and checkpoints need some, too
-OF_STEP = 0.3  # the share of a step in which copies to the host, or those back, hide
+HOST_SHARE = 0.7  # the share of the host's memory that may hold activations: loader and checkpoints need some, too
+STEP_SHARE = 0.3  # the share of a step in which copies to the host, or those back, hide
 
-Home = Literal["save", "offload"]
+Destination = Literal["save", "offload"]
 
 
 class Names(NamedTuple):
     """What a model lets a remat policy choose."""
 
-    kept: tuple[str, ...]  # what products, kernels and exchanges make
+    outputs: tuple[str, ...]  # what products, kernels and exchanges make
     inputs: tuple[str, ...]  # what loops carry, which stays on the device unless it is offloaded
 
     @classmethod
-    def of(cls, trace: Trace, fused: bool, known: tuple[str, ...]) -> "Names":
+    def from_trace(cls, trace: ForwardTrace, fused: bool, known: tuple[str, ...]) -> "Names":
         """The names of a traced model. `known` are those that its rules files may list."""
-        work, traced = trace.work(fused), trace.traced
-        nodes = [node for node in traced.nodes if node.label in known and work.in_block(node)]
-        inputs = [node.label for node in nodes if node.inputs[0].primitive == "carry"]
-        read = [product.x.array for product in traced.products if traced.source(product.x)]  # only placed anew
+        op_graph, graph = trace.op_graph(fused), trace.graph
+        nodes = [node for node in graph.nodes if node.checkpoint_name in known and op_graph.in_block(node)]
+        inputs = [node.checkpoint_name for node in nodes if node.inputs[0].primitive == "carry"]
+        gathered = [
+            matmul.input.array for matmul in graph.matmuls if graph.gathered_from(matmul.input)
+        ]  # only placed anew
         first = [spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V)]
-        labels = [node.label for node in nodes if node.label not in (*inputs, *read)]
-        kept = [*(name for name in first if name in labels), *labels]
-        return cls(tuple(dict.fromkeys(kept)), tuple(dict.fromkeys(inputs)))
+        labels = [node.checkpoint_name for node in nodes if node.checkpoint_name not in (*inputs, *gathered)]
+        outputs = [*(name for name in first if name in labels), *labels]
+        return cls(tuple(dict.fromkeys(outputs)), tuple(dict.fromkeys(inputs)))
 
-    def remat(self, homes: Mapping[str, Home]) -> Remat:
+    def remat(self, destinations: Mapping[str, Destination]) -> Remat:
         """The policy that keeps names where `homes` says."""
-        kept = {home: tuple(name for name in (*self.inputs, *self.kept) if homes.get(name) == home)
+        kept = {home: tuple(name for name in (*self.inputs, *self.outputs) if destinations.get(name) == home)
                 for home in ("save", "offload")}  # fmt: skip
         return Remat("names", **kept)
 
 
-def tried(pricer: Pricer, rules: Rules, names: Names) -> Iterator[Remat]:
-    """The policies that are worth a price for filled and checked `rules`, each once."""
-    chip, knapsack = pricer.chip, _Knapsack(pricer, rules, names)
+def policies(estimator: Estimator, rules: Rules, names: Names) -> Iterator[Remat]:
+    """The policies that are worth an estimate for filled and checked `rules`, each once."""
+    chip, knapsack = estimator.chip, _Knapsack(estimator, rules, names)
     yield from (Remat(), Remat("dots"), Remat("block"))
     if chip is None:
-        found = [knapsack.filled(math.inf)]
+        remats = [knapsack.filled(math.inf)]
     else:
         limits = [share * chip.usable_hbm_bytes for share in FILLED]
-        found = [knapsack.filled(limit) for limit in limits]
-        all_saved = names.remat(dict.fromkeys(names.kept, "save"))
-        if names.inputs and knapsack.sketch(all_saved).peak_bytes > limits[0]:
-            host_bytes = OF_HOST * chip.host_bytes / chip.devices_per_chip
-            found += [knapsack.filled(limit, host_bytes) for limit in limits]
-            found.append(names.remat(dict.fromkeys(names.inputs, "offload")))
-    yield from (remat for remat in dict.fromkeys(found) if remat.save or remat.offload)
+        remats = [knapsack.filled(limit) for limit in limits]
+        all_saved = names.remat(dict.fromkeys(names.outputs, "save"))
+        if names.inputs and knapsack.estimate(all_saved).peak_bytes > limits[0]:
+            host_bytes = HOST_SHARE * chip.host_bytes / chip.devices_per_chip
+            remats += [knapsack.filled(limit, host_bytes) for limit in limits]
+            remats.append(names.remat(dict.fromkeys(names.inputs, "offload")))
+    yield from (remat for remat in dict.fromkeys(remats) if remat.save or remat.offload)
 
 
 class _Knapsack:
     """The choice for one layout."""
 
-    def __init__(self, pricer: Pricer, rules: Rules, names: Names):
-        self.pricer, self.rules, self.names = pricer, rules, names
-        self._known: dict[Remat, Sketch] = {}
+    def __init__(self, estimator: Estimator, rules: Rules, names: Names):
+        self.estimator, self.rules, self.names = estimator, rules, names
+        self._estimates: dict[Remat, RematEstimate] = {}
 
-    def sketch(self, remat: Remat) -> Sketch:
-        if remat not in self._known:
-            self._known[remat] = self.pricer.sketch(self.rules, remat)
-        return self._known[remat]
+    def estimate(self, remat: Remat) -> RematEstimate:
+        if remat not in self._estimates:
+            self._estimates[remat] = self.estimator.estimate_remat(self.rules, remat)
+        return self._estimates[remat]
 
     def filled(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
         """The policy that fills a device up to `limit_bytes`, and the host's memory for it up to `host_bytes`."""
         names = self.names
         # The first name that is offloaded may slow the whole program, so it is the input, which is largest.
-        homes: dict[str, Home] = dict.fromkeys(names.inputs, "offload") if host_bytes else {}
-        now = self.sketch(names.remat(homes))
+        destinations: dict[str, Destination] = dict.fromkeys(names.inputs, "offload") if host_bytes else {}
+        now = self.estimate(names.remat(destinations))
         room_bytes = max(limit_bytes - now.peak_bytes, 1.0)
         link_bytes = self._link_bytes(now.seconds) if host_bytes else 1.0
         while True:
-            best: tuple[float, dict[str, Home], Sketch] | None = None
-            for name, home in itertools.product(names.kept, ("save", "offload") if host_bytes else ("save",)):
-                if name in homes:
+            best: tuple[float, dict[str, Destination], RematEstimate] | None = None
+            for name, destination in itertools.product(names.outputs, ("save", "offload") if host_bytes else ("save",)):
+                if name in destinations:
                     continue
-                changed: dict[str, Home] = {**homes, name: home}
-                then = self.sketch(names.remat(changed))
+                changed: dict[str, Destination] = {**destinations, name: destination}
+                then = self.estimate(names.remat(changed))
                 spared_s = now.seconds - then.seconds
                 more_bytes, sent_bytes = then.device_bytes - now.device_bytes, then.host_bytes - now.host_bytes
                 if spared_s <= 0 or then.host_bytes > host_bytes or (more_bytes > 0 and then.peak_bytes > limit_bytes):
@@ -101,12 +103,12 @@ class _Knapsack:
                 if best is None or spared_s / taken > best[0]:
                     best = spared_s / taken, changed, then
             if best is None:
-                return names.remat(homes)
-            _, homes, now = best
+                return names.remat(destinations)
+            _, destinations, now = best
 
     def _link_bytes(self, step_s: float) -> float:
         """What a microbatch can send to the host while its loop computes."""
-        chip = self.pricer.chip
+        chip = self.estimator.chip
         assert chip
-        share = OF_STEP / (chip.devices_per_chip * self.rules.microbatches)
+        share = STEP_SHARE / (chip.devices_per_chip * self.rules.microbatches)
         return max(share * step_s * chip.host_link_bytes_per_s, 1.0)

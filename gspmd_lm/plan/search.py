@@ -1,4 +1,4 @@
-"""The search for the best layout: everything is priced, few are compiled, and what they show corrects the prices."""
+"""The search for the best layout: all are estimated, few are compiled, and what these show corrects the estimates."""
 
 import dataclasses
 import itertools
@@ -12,13 +12,13 @@ from typing import Any, Literal
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.known_errors import kind_of, mean_error, price_error
+from gspmd_lm.foresight.known_errors import estimate_error, kind_of, mean_error
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
 LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits
@@ -26,11 +26,11 @@ EQUAL = 0.002  # two predictions that differ by less are the same time: memory a
 HOPELESS = "it needs more memory than a layout like it that does not fit"
 GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
-PRICE_ERROR = 0.05  # taken for that of prices where none is known and nothing is compiled yet
-LEAST_ERROR = 0.01  # of corrected prices, however well they agree
-LIKENESS = 0.25  # how much less a compiled layout says of another for each feature in which they differ
-UNLIKE = 3  # features in which layouts differ that have nothing to say of each other
-PRICING = 0.5  # the share of the minutes in which layouts are priced
+ESTIMATE_ERROR = 0.05  # taken for that of estimates where none is known and nothing is compiled yet
+LEAST_ERROR = 0.01  # of corrected estimates, however well they agree
+SIMILARITY = 0.25  # how much less a compiled layout says of another for each feature in which they differ
+FARTHEST = 3  # features in which layouts differ that have nothing to say of each other
+ESTIMATING = 0.5  # the share of the minutes in which layouts are estimated
 FEWEST = 8  # compilations before a plan may be content
 EXPLORED = 1.15  # of the first compilations, every other looks so far above the shortest promise
 FINALISTS = 2  # layouts with host offload that are compiled where that takes long
@@ -45,11 +45,11 @@ def ranking(target: Target) -> RankBy:
     return "time" if target.chip else "bytes"
 
 
-def priced(space: Space, until_s: float = math.inf) -> list[Candidate]:
-    """Every layout of a space, with its price. until_s: see `Space.filled`."""
-    chip, price = space.target.chip, space.pricer.price
+def estimated(space: Space, until_s: float = math.inf) -> list[Candidate]:
+    """Every layout of a space, with its estimate. until_s: see `Space.filled`."""
+    chip, estimate = space.target.chip, space.estimator.estimate
     limit_bytes = chip.usable_hbm_bytes if chip else None
-    return [Candidate(raw, rules, price(rules), limit_bytes=limit_bytes) for raw, rules in space.filled(until_s)]
+    return [Candidate(raw, rules, estimate(rules), limit_bytes=limit_bytes) for raw, rules in space.filled(until_s)]
 
 
 def plan(
@@ -64,8 +64,8 @@ def plan(
 ) -> Plan:
     """The best layout of `config` on `target`, and what else was looked at.
 
-    minutes: half of them may go into prices, and the compiler starts nothing after them. most: how many layouts are
-    compiled; with 0 all are priced alone.
+    minutes: half of them may go into estimates, and the compiler starts nothing after them. most: how many layouts are
+    compiled; with 0 all are only estimated.
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
     what compiles, as `explain.reports` does. Raises InputError where a target has no times, and where no mesh of its
     devices divides the batch.
@@ -73,38 +73,38 @@ def plan(
     began = time.monotonic()
     if target.chip is None and rank_by == "time":
         raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
-    traces = Traces(config)
+    traces = TraceCache(config)
     space = Space(config, target, traces)
-    found = priced(space, began + 60 * minutes * PRICING)
-    if not found:
+    candidates = estimated(space, began + 60 * minutes * ESTIMATING)
+    if not candidates:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
         say(note)
-    unpriced = f"; {space.left_out:,} meshes and tables were not priced for want of time" if space.left_out else ""
-    say(f"priced {len(found):,} layouts in {time.monotonic() - began:.0f} s{unpriced}")
-    search = _Search(config, space, found, say, reports, began, minutes, most)
+    left_out = f"; {space.left_out:,} meshes and tables were not estimated for want of time" if space.left_out else ""
+    say(f"estimated {len(candidates):,} layouts in {time.monotonic() - began:.0f} s{left_out}")
+    search = _Search(config, space, candidates, say, reports, began, minutes, most)
     if rank_by == "time":
         search.run()
     else:
         search.stopped = "layouts are ranked by bytes alone"
-    search.stopped += unpriced
+    search.stopped += left_out
     return search.result(traces.task.tokens or traces.task.rows, space.refused, rank_by)
 
 
 class _Search:
-    def __init__(self, config: Config | Task, space: Space, found: Sequence[Candidate], say: Callable[[str], None],
+    def __init__(self, config: Config | Task, space: Space, candidates: Sequence[Candidate], say: Callable[[str], None],
                  reports: Reports, began: float, minutes: float, most: int):  # fmt: skip
         self.config, self.space, self.target, self.say, self.reports = config, space, space.target, say, reports
         self.began, self.minutes, self.most = began, minutes, most
-        self.searched = len(found)
-        may_fit = [one for one in found if one.fits is not False]
-        self.open = [one for one in may_fit if not self._slow(one)]
-        self.late = [one for one in may_fit if self._slow(one)]
-        self.far = [one for one in found if one.fits is False]
+        self.searched = len(candidates)
+        may_fit = [one for one in candidates if one.fits is not False]
+        self.untried = [one for one in may_fit if not self._is_slow(one)]
+        self.slow = [one for one in may_fit if self._is_slow(one)]
+        self.far = [one for one in candidates if one.fits is False]
         self.tried: list[Candidate] = []
         self.dropped: list[Candidate] = []  # HOPELESS
-        self.told_error: float | None = None  # of prices, by the layouts that were compiled
-        _, known_error = price_error(self.target) or (0, PRICE_ERROR)
+        self.compiled_error: float | None = None  # of estimates, by the layouts that were compiled
+        _, known_error = estimate_error(self.target) or (0, ESTIMATE_ERROR)
         self.known_error = known_error
         self.stopped = ""
         self.longest_s = 0.0  # of a round of compilations
@@ -119,7 +119,7 @@ class _Search:
         equal = [one for one in fitting if one.step_time_s <= fastest * (1 + EQUAL)]
         return min(equal, key=lambda one: (round(one.peak_bytes / 2**28), one.entries, one.step_time_s))
 
-    def _slow(self, one: Candidate) -> bool:
+    def _is_slow(self, one: Candidate) -> bool:
         """Whether the compiler takes too long for a layout that is no finalist."""
         chip = self.target.chip
         return bool(chip and chip.name in SLOW_OFFLOAD and one.rules.remat.offload)
@@ -142,7 +142,7 @@ class _Search:
             self.longest_s = max(self.longest_s, time.monotonic() - before)
             self._correct()
         best = self.best
-        finalists = sorted(self.late, key=self._promised_s)[:FINALISTS]
+        finalists = sorted(self.slow, key=self._promised_s)[:FINALISTS]
         for one in finalists if self.most else ():
             if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
                 self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
@@ -157,9 +157,9 @@ class _Search:
         A TPU's compiler that is short of memory makes do with less than it would take.
         """
         families = set[Any]()
-        for one in sorted([*self.open, *self.late, *self.far], key=lambda one: one.price.peak_bytes):
+        for one in sorted([*self.untried, *self.slow, *self.far], key=lambda one: one.estimate.peak_bytes):
             assert one.limit_bytes
-            beyond = one.price.peak_bytes > BEYOND * one.limit_bytes or len(families) == LEAST_NEEDING
+            beyond = one.estimate.peak_bytes > BEYOND * one.limit_bytes or len(families) == LEAST_NEEDING
             if self.best or beyond or len(self.tried) >= self.most:
                 return
             if one.family not in families:
@@ -175,24 +175,24 @@ class _Search:
                 self._compile([dataclasses.replace(best, raw=raw, rules=self.space.rules(raw), report=None)])
 
     def _promised_s(self, one: Candidate) -> float:
-        """The shortest time that a layout may have: the less like the compiled ones, the less its price is known.
+        """The shortest time that a layout may have: the less like the compiled ones, the less its estimate is known.
 
         A GPU program that does not fit takes as long to compile as one that does, so such layouts come later.
         """
-        told = [other for other in self.tried if other.report]
-        unlike = min((_unlike(one, other) for other in told), default=UNLIKE)
-        error = self.known_error if self.told_error is None else max(LEAST_ERROR, self.told_error)
-        seconds = one.step_time_s * math.exp(-error * min(unlike, UNLIKE))
+        compiled = [other for other in self.tried if other.report]
+        distance = min((_distance(one, other) for other in compiled), default=FARTHEST)
+        error = self.known_error if self.compiled_error is None else max(LEAST_ERROR, self.compiled_error)
+        seconds = one.step_time_s * math.exp(-error * min(distance, FARTHEST))
         if self.target.platform == "gpu" and one.limit_bytes:
-            seconds *= max(1.0, one.price.peak_bytes / one.limit_bytes) ** 2
+            seconds *= max(1.0, one.estimate.peak_bytes / one.limit_bytes) ** 2
         return seconds
 
     def _next(self, count: int) -> list[Candidate]:
         """What to compile next, best promise first, each of another family; nothing if no promise is worth it."""
-        if not self.open:
+        if not self.untried:
             self.stopped = "every layout that may fit was compiled"
             return []
-        promised = sorted(((self._promised_s(one), one) for one in self.open), key=lambda pair: pair[0])
+        promised = sorted(((self._promised_s(one), one) for one in self.untried), key=lambda pair: pair[0])
         best = self.best
         if best and len(self.tried) >= FEWEST and promised[0][0] >= best.step_time_s * (1 - GAIN):
             self.stopped = f"no other layout promises to be more than {GAIN:.1%} faster"
@@ -206,17 +206,17 @@ class _Search:
                 left = [(promise, one) for promise, one in left if one.family not in seen] or left
             if number < FEWEST and number % 2:  # what is least like all that was compiled, and is not far behind
                 near = [one for promise, one in left if promise <= EXPLORED * left[0][0]]
-                chosen.append(max(near, key=lambda one: min(_unlike(one, other) for other in taken)))
+                chosen.append(max(near, key=lambda one: min(_distance(one, other) for other in taken)))
             else:
                 chosen.append(left[0][1])
         return chosen
 
     def _compile(self, chosen: Sequence[Candidate]) -> None:
         best = self.best
-        known = f"; best so far {best.step_time_s:.4g} s: {best.name}" if best else ""
-        self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{known}")
+        best_so_far = f"; best so far {best.step_time_s:.4g} s: {best.name}" if best else ""
+        self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{best_so_far}")
         try:
-            found: list[Report | None] = [
+            reports: list[Report | None] = [
                 *self.reports(self.config, [one.rules for one in chosen], self.target, self.say)
             ]
         except RunFailed as error:
@@ -227,62 +227,62 @@ class _Search:
             self.say(f"left out: {chosen[0].name}: {error}")
             self._done(dataclasses.replace(chosen[0], failure=str(error)), chosen[0])
             return
-        for one, report in zip(chosen, found, strict=True):
+        for one, report in zip(chosen, reports, strict=True):
             self._done(dataclasses.replace(one, report=report), one)
 
     def _done(self, tried: Candidate, before: Candidate) -> None:
         self.tried.append(tried)
-        self.open = [one for one in self.open if one is not before]
-        self.late = [one for one in self.late if one is not before]
+        self.untried = [one for one in self.untried if one is not before]
+        self.slow = [one for one in self.slow if one is not before]
 
     def _correct(self) -> None:
-        """Prices anew what is left: by the compiled layouts, those that are like it above all.
+        """Corrects the estimates of what is left by the compiled layouts, by those that are like it above all.
 
         A layout that needs more than one that was refused, and is like it in all but what it keeps, is dropped.
         """
-        told = [one for one in self.tried if one.report and one.report.prediction]
-        ratios = [math.log(one.step_time_s / one.price.step_time_s) for one in told]
-        if len(told) > 2:  # each from the others
-            errors = [ratio - _likely(one, [*told[:n], *told[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
-                      for n, (one, ratio) in enumerate(zip(told, ratios, strict=True))]  # fmt: skip
-            self.told_error = statistics.mean(map(abs, errors))
-        left: list[list[Candidate]] = []
-        for those in (self.open, self.late):
-            left.append([])
+        compiled = [one for one in self.tried if one.report and one.report.prediction]
+        ratios = [math.log(one.step_time_s / one.estimate.step_time_s) for one in compiled]
+        if len(compiled) > 2:  # each from the others
+            errors = [ratio - _log_correction(one, [*compiled[:n], *compiled[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
+                      for n, (one, ratio) in enumerate(zip(compiled, ratios, strict=True))]  # fmt: skip
+            self.compiled_error = statistics.mean(map(abs, errors))
+        kept: list[list[Candidate]] = []
+        for those in (self.untried, self.slow):
+            kept.append([])
             for one in those:
                 if self._hopeless(one):
                     self.dropped.append(dataclasses.replace(one, failure=HOPELESS))
                 else:
-                    corrected_s = one.price.step_time_s * math.exp(_likely(one, told, ratios))
-                    left[-1].append(dataclasses.replace(one, corrected_s=corrected_s))
-        self.open, self.late = left
+                    corrected_s = one.estimate.step_time_s * math.exp(_log_correction(one, compiled, ratios))
+                    kept[-1].append(dataclasses.replace(one, corrected_s=corrected_s))
+        self.untried, self.slow = kept
 
     def _hopeless(self, one: Candidate) -> bool:
-        """Whether a layout of the same kind that needs no more memory by its price did not fit."""
+        """Whether a layout of the same kind that is estimated to need no more memory did not fit."""
         return any(
             other.fits is False and not other.failure and other.features[:-2] == one.features[:-2]
             and one.rules.microbatches <= other.rules.microbatches
-            and one.price.peak_bytes >= other.price.peak_bytes
+            and one.estimate.peak_bytes >= other.estimate.peak_bytes
             for other in self.tried
         )  # fmt: skip
 
     def _error(self) -> float:
         """The known error of predictions for the target, as a share."""
         chip, best = self.target.chip, self.best
-        found = mean_error(kind_of(self.target, best.rules)) if chip and best else None
-        return UNKNOWN_ERROR if found is None else found
+        error = mean_error(kind_of(self.target, best.rules)) if chip and best else None
+        return UNKNOWN_ERROR if error is None else error
 
     def result(self, tokens: int, refused: int, rank_by: RankBy) -> Plan:
         """The plan, as far as it has come."""
         best, error = self.best, self._error()
         if rank_by == "bytes":
-            ranked = sorted(self.open, key=lambda one: (one.price.sent_bytes, one.peak_bytes, one.entries))
+            ranked = sorted(self.untried, key=lambda one: (one.estimate.sent_bytes, one.peak_bytes, one.entries))
             best, ties = (ranked[0] if ranked else None), []
         else:
             fitting = [one for one in self.tried if one.fits and one.step_time_s < math.inf]
             others = [one for one in self.tried if one not in fitting]
             fitting.sort(key=lambda one: (one is not best, one.step_time_s))
-            ranked = [*fitting, *sorted([*self.open, *self.late], key=lambda one: one.step_time_s), *others]
+            ranked = [*fitting, *sorted([*self.untried, *self.slow], key=lambda one: one.step_time_s), *others]
             ties = [one for one in fitting if best and one.step_time_s <= best.step_time_s * (1 + error)]
         ranked += sorted([*self.dropped, *self.far], key=lambda one: one.peak_bytes)
         nearest = min(itertools.chain(self.tried, self.far), key=lambda one: one.peak_bytes, default=None)
@@ -297,22 +297,22 @@ class _Search:
             seconds=time.monotonic() - self.began,
             error=error,
             best=best,
-            price_error=self.told_error,
+            estimate_error=self.compiled_error,
             refused=refused,
             nearest=None if best else nearest,
             stopped=self.stopped,
         )
 
 
-def _likely(one: Candidate, told: Sequence[Candidate], ratios: Sequence[float]) -> float:
-    """The logarithm of prediction over price that compiled layouts make likely, each by its likeness."""
-    if not told:
+def _log_correction(one: Candidate, compiled: Sequence[Candidate], ratios: Sequence[float]) -> float:
+    """The logarithm of prediction over estimate that compiled layouts make likely, each by its similarity."""
+    if not compiled:
         return 0.0
-    weights = [LIKENESS ** _unlike(one, other) for other in told]
+    weights = [SIMILARITY ** _distance(one, other) for other in compiled]
     return sum(map(operator.mul, weights, ratios)) / sum(weights)
 
 
-def _unlike(one: Candidate, other: Candidate) -> int:
+def _distance(one: Candidate, other: Candidate) -> int:
     """In how many features two layouts differ."""
     return sum(a != b for a, b in zip(one.features, other.features, strict=True))
 

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.supported import kernel_said
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan import remats
-from gspmd_lm.plan.price import Pricer
-from gspmd_lm.plan.traces import Traces
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
@@ -77,17 +77,17 @@ class Roles:
 class Space:
     """The candidates of one config or task on one target."""
 
-    def __init__(self, config: Config | Task, target: Target, traces: Traces | None = None):
-        self.traces = traces or Traces(config)
+    def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
+        self.traces = traces or TraceCache(config)
         self.config, self.task, self.target = self.traces.config, self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
         self.left_out = 0  # meshes and tables for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
-        self.trace = self.traces.of(single)
-        self.asked = self.trace.recorded.asked
-        self.roles = _roles(self.traces, self.trace.traced, "attention" in self.asked)
-        self.pricer = Pricer(config, target, self.traces)
+        self.trace = self.traces.trace(single)
+        self.asked = self.trace.recorder.asked
+        self.roles = _roles(self.traces, self.trace.graph, "attention" in self.asked)
+        self.estimator = Estimator(config, target, self.traces)
         if isinstance(self.config, Config):
             plain = self.rules({"mesh": {"data": target.devices}})
             said = kernel_said(plain, self.config, target.processor, attention_pass(self.config))
@@ -115,22 +115,24 @@ class Space:
                 if self.traces.problems(rules, self.target.platform):
                     self.refused += 1
                     continue
-                for remat in remats.tried(self.pricer, rules, self.names) if "remat" in self.asked else (rules.remat,):
-                    own = raw | _plain(remat)
-                    yield own, dataclasses.replace(rules, remat=remat, path=describe(own))
+                for remat in (
+                    remats.policies(self.estimator, rules, self.names) if "remat" in self.asked else (rules.remat,)
+                ):
+                    named = raw | _plain(remat)
+                    yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout under other compiler options whose effect is known."""
         platform, chip = self.target.platform, self.target.chip
-        own = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
+        defaults = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
         for options in (*OPTIONS.get(platform, ()), *OPTIONS.get(chip.name if chip else "", ())):
-            if all(rows.keys().isdisjoint(options) for rows in own):  # what offloads has its own limit of memory
+            if all(rows.keys().isdisjoint(options) for rows in defaults):  # what offloads has its own limit of memory
                 yield {**raw, "compiler_options": {platform: options}}
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
         """The rules of plain values, filled, with the attention kernel that they would run with."""
-        found = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
-        return settled(self.config, found.fill(self.target.devices), self.target.processor)
+        rules = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
+        return settled(self.config, rules.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
 
@@ -202,16 +204,16 @@ class Space:
         count = self.target.topology[0] if gpu else self.target.slices
         if count == 1:
             return [{}]
-        found = []
+        splits = []
         for data in _divisors(math.gcd(count, mesh.get("data", 1))):
             fsdp = count // data
             if mesh.get("fsdp", 1) % fsdp == 0:
-                found.append({name: n for name, n in (("data", data), ("fsdp", fsdp)) if n > 1})
+                splits.append({name: n for name, n in (("data", data), ("fsdp", fsdp)) if n > 1})
         if gpu:  # hosts follow the order of devices, in which the first mesh axis is the outermost
             natural = math.gcd(count, mesh.get("data", 1))
-            own = {name: n for name, n in (("data", natural), ("fsdp", count // natural)) if n > 1}
-            found = [{} if dcn == own else dcn for dcn in found]
-        return found
+            implied = {name: n for name, n in (("data", natural), ("fsdp", count // natural)) if n > 1}
+            splits = [{} if dcn == implied else dcn for dcn in splits]
+        return splits
 
     def _microbatches(self, mesh: Mapping[str, int]) -> list[int]:
         rows = self.task.rows // math.prod(mesh.get(name, 1) for name in ("data", "fsdp", "expert"))
@@ -228,11 +230,11 @@ class Space:
     @functools.cached_property
     def names(self) -> remats.Names:
         """What a remat policy has a choice about."""
-        return remats.Names.of(self.trace, self.fused, self.task.vocabulary.kept)
+        return remats.Names.from_trace(self.trace, self.fused, self.task.vocabulary.kept)
 
 
 def candidates(
-    task_or_config: Config | Task, target: Target, *, traces: Traces | None = None
+    task_or_config: Config | Task, target: Target, *, traces: TraceCache | None = None
 ) -> Iterator[dict[str, Any]]:
     """The plain values of every sensible rules file for `target`, as YAML would hold them."""
     return iter(Space(task_or_config, target, traces))
@@ -270,13 +272,13 @@ def describe(raw: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
+def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> Roles:
     """`asked`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.vocabulary.rows
-    used = {path: nodes[0] for path, nodes in traced.used.items()}
-    matrices = [path for path in used if path in traced.multiplied]
+    used = {path: nodes[0] for path, nodes in graph.used.items()}
+    matrices = [path for path in used if path in graph.multiplied]
     axes = {path: node.placed.axes for path, node in used.items() if node.placed}
-    groups = dict.fromkeys(product.group for product in traced.products if product.group)
+    groups = dict.fromkeys(matmul.group_axis for matmul in graph.matmuls if matmul.group_axis)
     count = collections.Counter(axis for path in used for axis in axes[path] if axis != rows)
     width: list[str] = []
     for axis, _ in count.most_common():
@@ -286,32 +288,32 @@ def _roles(traces: Traces, traced: Traced, asked: bool) -> Roles:
     # Axes that activations sum over among themselves stay whole: a head's size.
     # What chooses groups, as routers do, stays whole too.
     firsts = collections.Counter[str]()
-    grouped = {product.path for product in traced.products if product.group}
+    grouped = {matmul.path for matmul in graph.matmuls if matmul.group_axis}
     beside = {path.rpartition(".")[0] for path in grouped}
     for path in matrices:
         if path.rpartition(".")[0] in beside and path not in grouped:
             continue
         others = [axis for axis in axes[path] if axis not in width and axis not in groups]
         if others:
-            firsts[others[0]] += math.prod(used[path].shape) * used[path].times
+            firsts[others[0]] += math.prod(used[path].shape) * used[path].trip_count
     hidden: list[str] = []
-    arrays = [*axes.values(), *(node.placed.axes for node in traced.activations if node.placed)]
+    arrays = [*axes.values(), *(node.placed.axes for node in graph.activations if node.placed)]
     for axis, _ in firsts.most_common():
         if not any(axis in names and {*hidden} & {*names} for names in arrays):
             hidden.append(axis)
-    homes = [home for product in traced.products if (home := traced.source(product.x))]
+    streams = [home for matmul in graph.matmuls if (home := graph.gathered_from(matmul.input))]
     between = dict.fromkeys(
         f"{home.placed.array}.{axis}"
-        for home in homes if home.placed
+        for home in streams if home.placed
         for axis in home.placed.axes if axis != rows and axis not in count
     )  # fmt: skip
     sizes: dict[str, set[int]] = collections.defaultdict(set)
-    for node in (*used.values(), *traced.activations):
+    for node in (*used.values(), *graph.activations):
         if node.placed:  # the loss takes a sequence apart, so that its axis has several sizes
             for axis, size in zip(node.placed.axes, node.shape, strict=True):
                 sizes[axis].add(size)
                 sizes[f"{node.placed.array}.{axis}"].add(size)
-    sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if asked else {}
+    sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if splits_sequence else {}
     found = {axis: tuple(found) for axis, found in sizes.items()}
     return Roles(rows, tuple(width), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), found)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from gspmd_lm.foresight.parts import difference
+from gspmd_lm.foresight.parts import differences
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.show import html, terminal
 from gspmd_lm.show.document import Cell, Column, Figure, Findings, Row, Section, Table, Text, figure
@@ -151,7 +151,7 @@ def winner(reports: Sequence[Report]) -> str:
     if behind < ALIKE:
         return f"{name} and {second.layout} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
     return (f"{name} wins: a step of {second.layout}, the next, takes {behind:.1%} longer "
-            f"({difference(best.prediction, second.prediction, step_s)}).")  # fmt: skip
+            f"({differences(best.prediction, second.prediction, step_s)}).")  # fmt: skip
 
 
 def ranked(reports: Sequence[Report]) -> list[Report]:

@@ -12,7 +12,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.report import Report, to_json
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan import outcome, written
+from gspmd_lm.plan import candidate, outcome
 from gspmd_lm.plan.search import Plan
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, plan, run, svg
@@ -64,7 +64,7 @@ class FoundPlan(Plan):
         """The text of the best layout's rules file. Raises InputError where nothing fits."""
         if self.best is None:
             raise InputError(f"no layout of {self.config} fits on {self.target.text}")
-        return written.rules_file(self, self.best, self._command)
+        return candidate.rules_file(self, self.best, self._command)
 
     @property
     def rules(self) -> Rules:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from gspmd_lm.foresight import known_errors
-from gspmd_lm.plan import written
+from gspmd_lm.plan import candidate
 from gspmd_lm.plan.advice import Change, Larger
 from gspmd_lm.plan.candidate import Plan
 from gspmd_lm.plan.outcome import SHOWN, Line, Outcome, front
@@ -37,7 +37,10 @@ def page(outcomes: Sequence[Outcome], advice: Sequence[Note], command: str) -> s
     if plan.best is None:
         return html.page(f"Plan of {plan.config}", command, html.sections(found))
     reports = [line.candidate.report for line in best.lines() if line.candidate.report][:IN_FULL]
-    found += [*_memory(best), Section("The rules file", "", [html.file(written.rules_file(plan, plan.best, command))])]
+    found += [
+        *_memory(best),
+        Section("The rules file", "", [html.file(candidate.rules_file(plan, plan.best, command))]),
+    ]
     body = html.sections(found) + comparison.layouts(reports) + html.words()
     return html.page(f"Plan of {plan.config} on {plan.target.text}", command, body, comparison.data(reports))
 
@@ -99,7 +102,7 @@ def cells(outcome: Outcome, line: Line) -> dict[str, str]:
     memory = human_bytes(line.peak_bytes) + (f" ({line.peak_bytes / limit:.0%})" if limit else "")
     found = {"#": f"{line.rank}{'=' if line.tied and line.rank > 1 else ''}", "layout": one.name}
     if target.chip is None:
-        return found | {"sent": human_bytes(one.price.sent_bytes), "memory": memory}
+        return found | {"sent": human_bytes(one.estimate.sent_bytes), "memory": memory}
     return found | {
         "step": human_seconds(line.step_time_s),
         "tok/s/dev": f"{line.tokens_per_s / target.devices:,.0f}",
@@ -158,11 +161,11 @@ def answer(outcome: Outcome) -> str:
 
 def price_error(plan: Plan) -> str:
     """How wrong prices are, and how that is known; '' where layouts have no times."""
-    chip, known = plan.target.chip, known_errors.price_error(plan.target)
+    chip, known = plan.target.chip, known_errors.estimate_error(plan.target)
     if chip is None:
         return ""
-    if plan.price_error is not None:
-        return f"corrected prices missed the layouts compiled here by {plan.price_error:.1%} in the mean"
+    if plan.estimate_error is not None:
+        return f"corrected prices missed the layouts compiled here by {plan.estimate_error:.1%} in the mean"
     where = f"{chip.name}, {'several' if known_errors.is_several(plan.target) else 'one'} "
     where += {"tpu": "slice", "gpu": "host"}[chip.platform] + "s" * known_errors.is_several(plan.target)
     if known is None:

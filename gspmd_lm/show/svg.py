@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gspmd_lm.units import human_seconds
 
 if TYPE_CHECKING:  # pages of runs need no jax, which it imports
-    from gspmd_lm.foresight.cost.schedule import Span
+    from gspmd_lm.foresight.timing.predict import Span
 
 LANE, AXIS, GAP = 22, 20, 6  # heights in pixels: a row of spans, the time axis, and the space between lanes
 NAMED = 0.035  # a span with this share of the width has room for its name

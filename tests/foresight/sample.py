@@ -2,12 +2,12 @@
 
 import dataclasses
 
+from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.schedule import Prediction, Span
-from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory, Temporary
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.predict import Prediction, Span
 from gspmd_lm.hardware.network import Network
 
 MB, GB = 10**6, 10**9
@@ -209,7 +209,7 @@ LLAMA = Report(
         ),
     ),
     collectives=COLLECTIVES, prediction=PREDICTION, no_prediction="",
-    floor=Floor(compute_s=7.79, memory_s=0.21, communication_bytes=420 * GB,
+    floor=LowerBounds(compute_s=7.79, memory_s=0.21, communication_bytes=420 * GB,
                 communication_by_axis={"fsdp": 10 * GB, "tensor": 410 * GB}, flops=3.576e15, dtype="bfloat16"),
     warnings=WARNINGS, compile_s=41.3,
     versions={"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1",
@@ -268,7 +268,7 @@ CPU = dataclasses.replace(
         for found in COLLECTIVES[2:7]
     ),
     prediction=None, no_prediction="cpu:8 stands for no hardware: memory and collectives only",
-    floor=Floor(None, None, 2 * MB, {"fsdp": MB, "tensor": MB}, 1.6e9, "float32"), warnings=(), compile_s=2.4,
+    floor=LowerBounds(None, None, 2 * MB, {"fsdp": MB, "tensor": MB}, 1.6e9, "float32"), warnings=(), compile_s=2.4,
     versions={"jax": "0.10.2", "jaxlib": "0.10.2"},
     arrays=(
         weight("layers.mlp.w_up", "layers embed mlp", (4, 128, 512), 8, mlp="tensor", embed="fsdp"),

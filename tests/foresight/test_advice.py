@@ -7,18 +7,18 @@ from sample import LLAMA, PREDICTION
 
 from gspmd_lm import config as configs
 from gspmd_lm.foresight import advice, hlo
+from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
-from gspmd_lm.foresight.cost.schedule import UNKNOWN_TURNS
-from gspmd_lm.foresight.floor import Floor
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
-FLOOR = Floor(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB)
+FLOOR = LowerBounds(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB)
 MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
 GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
                     ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip
@@ -63,8 +63,10 @@ def test_more_communication_than_is_needed():
 
 
 def test_what_has_no_price():
-    warning = only(found(unpriced={UNKNOWN_TURNS: 1e-9}), "unpriced")  # priced as one turn, whatever its share then is
-    assert UNKNOWN_TURNS in warning.message
+    warning = only(
+        found(unpriced={UNKNOWN_TRIP_COUNT: 1e-9}), "unpriced"
+    )  # priced as one turn, whatever its share then is
+    assert UNKNOWN_TRIP_COUNT in warning.message
     warning = only(found(unpriced={"custom-call mine at layers.mlp": 1e-6, "sort": 1e-6}), "unpriced")
     assert "custom-call mine at layers.mlp" in warning.message and "sort" not in warning.message
     assert "cost_estimate" in warning.fix

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import attention, prices
+from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware.chips import CHIPS
 
 
@@ -46,7 +46,7 @@ def test_splash_counts_visited_blocks_steps_and_rows():
     forward = splash("fwd_residuals", 8)
     operations = attention.flops(forward, forward.entry.root)
     assert operations == 3 * 32 * 2 * 2 * (36 / 64) * 8192**2 * 128
-    seconds = attention.price_s(forward, forward.entry.root, CHIPS["v6e"])
+    seconds = attention.kernel_s(forward, forward.entry.root, CHIPS["v6e"])
     cycles = CHIPS["v6e"].splash[128][0]
     assert seconds == pytest.approx(
         96 * (36 * cycles.visited[2] + 64 * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
@@ -58,14 +58,14 @@ def test_the_cores_of_a_device_share_the_heads(chip, cores):
     forward = splash("fwd_residuals", 16)
     cycles = CHIPS[chip].splash[128][0]
     of_one_core = 96 * (136 * cycles.visited[1] + 256 * cycles.step + 16 * cycles.row) / CHIPS[chip].clock_hz
-    assert attention.price_s(forward, forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
+    assert attention.kernel_s(forward, forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
 
 
 @pytest.mark.parametrize("part", ["fwd_residuals", "dkv_no_residuals"])
 def test_of_a_split_sequence_a_device_computes_its_share_of_the_causal_half(part):
     whole, share = splash(part, 16), splash(part, 16, split=4)
     assert attention.flops(share, share.entry.root) == attention.flops(whole, whole.entry.root) / 4
-    seconds, own = (attention.price_s(m, m.entry.root, CHIPS["v5p"]) for m in (whole, share))
+    seconds, own = (attention.kernel_s(m, m.entry.root, CHIPS["v5p"]) for m in (whole, share))
     assert own == pytest.approx(seconds / 4)
 
 
@@ -93,7 +93,7 @@ def test_a_window_leaves_few_blocks(part, grid):
     assert attention.flops(windowed, windowed.entry.root) == pytest.approx(visited * operations)
     cycles = CHIPS["v6e"].splash[128][part.startswith("dkv")]
     steps = 16 * (grid or 16)
-    assert attention.price_s(windowed, windowed.entry.root, CHIPS["v6e"]) == pytest.approx(
+    assert attention.kernel_s(windowed, windowed.entry.root, CHIPS["v6e"]) == pytest.approx(
         96 * (45 * cycles.visited[1] + steps * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
     )
 
@@ -101,7 +101,7 @@ def test_a_window_leaves_few_blocks(part, grid):
 def test_a_kernel_in_a_fusion_is_priced_as_itself():
     alone, fused = splash("fwd_residuals", 8), splash("fwd_residuals", 8, fused=True)
     assert fused.entry.root.opcode == "fusion"
-    prices_s = [prices.price(program, program.entry.root, CHIPS["v6e"]) for program in (alone, fused)]
+    prices_s = [op_time.op_time(program, program.entry.root, CHIPS["v6e"]) for program in (alone, fused)]
     assert prices_s[0] == prices_s[1] and prices_s[0].kind == "attention"
 
 
@@ -112,14 +112,14 @@ def test_shares_of_peak_are_possible_ones(chip, size):
     for part in ("fwd_residuals", "dkv_no_residuals"):
         program = splash(part, 16, size=size)
         call = program.entry.root
-        seconds = attention.price_s(program, call, CHIPS[chip])
+        seconds = attention.kernel_s(program, call, CHIPS[chip])
         shares[part] = attention.flops(program, call) / seconds / CHIPS[chip].peak_bf16_flops_per_s
     assert 0.05 < shares["fwd_residuals"] < shares["dkv_no_residuals"] < 1.0, shares
 
 
 def test_smaller_blocks_leave_more_and_cost_more():
     seconds = [
-        attention.price_s(p, p.entry.root, CHIPS["v5p"]) for p in (splash("fwd_residuals", n) for n in (8, 16, 32))
+        attention.kernel_s(p, p.entry.root, CHIPS["v5p"]) for p in (splash("fwd_residuals", n) for n in (8, 16, 32))
     ]
     assert seconds[0] < seconds[2] and seconds[1] < seconds[2]
 
@@ -135,7 +135,7 @@ def cudnn(length, size=128, mask="CAUSAL", backward=False, window=0, documents=1
 def reached(program, chip="h100"):
     """TFLOP/s of the only call of a program, were the chip not slowed down in long runs."""
     call, found = program.entry.root, CHIPS[chip]
-    seconds = attention.price_s(program, call, found)
+    seconds = attention.kernel_s(program, call, found)
     return found.matmul_slowdown * attention.flops(program, call) / seconds / 1e12
 
 
@@ -166,7 +166,7 @@ def test_a_window_takes_its_scores_as_fast_as_rows_of_its_length(backward):
 
 def test_packed_documents_cost_what_whole_rows_do():
     packed, whole = cudnn(4096, mask="PADDING_CAUSAL", documents=32), cudnn(4096)
-    assert attention.price_s(packed, packed.entry.root, CHIPS["h100"]) == attention.price_s(
+    assert attention.kernel_s(packed, packed.entry.root, CHIPS["h100"]) == attention.kernel_s(
         whole, whole.entry.root, CHIPS["h100"]
     )
     assert attention.packed(packed.entry.root) and not attention.packed(whole.entry.root)
@@ -177,7 +177,7 @@ def test_small_heads_and_other_chips_reach_their_shares():
     assert reached(cudnn(4096), "a100") == pytest.approx(518 * 312 / 989)
     slow, fast = CHIPS["h100"], dataclasses.replace(CHIPS["h100"], matmul_slowdown=1.0)
     program = cudnn(4096)
-    one, other = (attention.price_s(program, program.entry.root, chip) for chip in (slow, fast))
+    one, other = (attention.kernel_s(program, program.entry.root, chip) for chip in (slow, fast))
     assert one == pytest.approx(slow.matmul_slowdown * other)
 
 
@@ -187,6 +187,6 @@ def test_other_calls_have_no_price_here():
         ("f32[4]",),
     )
     assert (
-        attention.price_s(program, program.entry.root, CHIPS["v6e"]) is None
+        attention.kernel_s(program, program.entry.root, CHIPS["v6e"]) is None
         and attention.flops(program, program.entry.root) == 0
     )

@@ -129,7 +129,7 @@ def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
 
     def started_on(usable_bytes):
         small = dataclasses.replace(chip, usable_hbm_bytes=usable_bytes)
-        monkeypatch.setattr(target, "of", lambda devices: target.Target("h100:8", "gpu", small, (1, 8)))
+        monkeypatch.setattr(target, "from_devices", lambda devices: target.Target("h100:8", "gpu", small, (1, 8)))
         return run(*argv)
 
     code, out, errors = started_on(1000)

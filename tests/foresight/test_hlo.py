@@ -7,8 +7,8 @@ from saved_programs import program, saved
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import flops
-from gspmd_lm.foresight.hlo.replica_groups import groups, read
+from gspmd_lm.foresight.hlo.replica_groups import groups, parse
+from gspmd_lm.foresight.timing import flops
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
@@ -35,7 +35,7 @@ def test_layer_loops_have_their_turns(name):
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
 def test_sources_are_lines_of_the_package(name):
     module = saved(name)
-    matmuls = (step.instruction for step in module.steps() if flops.of(module, step.instruction))
+    matmuls = (step.instruction for step in module.steps() if flops.flops_of(module, step.instruction))
     sources = {instruction.source: instruction for instruction in matmuls}
     assert any(source.startswith("gspmd_lm/model/projection.py:") for source in sources), sources.keys()
     instruction = next(i for source, i in sources.items() if "projection" in source)
@@ -89,7 +89,7 @@ def test_shapes():
     ],
 )  # fmt: skip
 def test_groups_in_every_syntax(text, expected):
-    assert read(text, 8) == expected
+    assert parse(text, 8) == expected
 
 
 def test_groups_of_instructions_with_commas_behind_them():
@@ -102,7 +102,7 @@ def test_groups_of_instructions_with_commas_behind_them():
     assert groups(gather, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) and gather.attributes["dimensions"] == "{0}"
     assert groups(permute, 8) == ((0, 1), (1, 0))
     with pytest.raises(InputError, match=r"replica_groups=<all>"):
-        read("<all>", 8)
+        parse("<all>", 8)
 
 
 LOOP = """%body (s: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {{
@@ -195,11 +195,11 @@ def test_nested_loops_multiply_and_unknown_turns_are_told():
   ROOT %r = f32[8]{0} get-tuple-element(%both), index=1"""
     module = program(body.replace("MANY", "constant(5)"), inner + outer)
     steps = {step.instruction.name: step for step in module.steps()}
-    assert (steps["loop"].times, steps["next"].times, steps["next"].counted) == (3, 15, True)
+    assert (steps["loop"].executions, steps["next"].executions, steps["next"].trip_counts_known) == (3, 15, True)
     assert [loop.name for loop in steps["next"].loops] == ["both", "loop"]
     unknown = program(body.replace("MANY", "custom-call()"), inner + outer)
     assert unknown.trip_count(unknown.entry.instructions["both"]) is None
-    assert not next(step for step in unknown.steps() if step.instruction.name == "next").counted
+    assert not next(step for step in unknown.steps() if step.instruction.name == "next").trip_counts_known
 
 
 def test_stack_frames_with_parents_printed_either_way():
@@ -263,7 +263,7 @@ def test_what_is_no_program_is_refused(text, message):
 def test_estimated_cycles_and_the_kernels_of_a_tpu_program():
     module = saved("tpu_v5e")
     steps = [step.instruction for step in module.steps()]
-    assert all(i.estimated_cycles > 0 for i in steps if flops.of(module, i))
+    assert all(i.estimated_cycles > 0 for i in steps if flops.flops_of(module, i))
     kernels = [i for i in steps if i.custom_call_target == "tpu_custom_call"]
     assert len(kernels) == 3 and all("splash" in i.op_name for i in kernels)
     assert any(array.memory_space == 1 for i in steps for array in i.shape.arrays)

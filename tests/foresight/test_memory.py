@@ -60,8 +60,8 @@ ENTRY %main (a: f32[64,64]) -> f32[8,16] {
 
 
 def test_the_largest_temporaries_have_their_axes():
-    known = [memory.Held("hidden", ("batch", "seq", "mlp"), (1, 8, 16)),
-             memory.Held("layers.mlp.w_up", ("layers", "embed", "mlp"), (4, 32, 64))]  # fmt: skip
+    known = [memory.DeviceArray("hidden", ("batch", "seq", "mlp"), (1, 8, 16)),
+             memory.DeviceArray("layers.mlp.w_up", ("layers", "embed", "mlp"), (4, 32, 64))]  # fmt: skip
     first, second = memory._largest(hlo.parse(PROGRAM), known)
     assert (first.shape, first.bytes, first.axes) == ("bf16[4,8,16]", 1024, ("layers", "seq", "mlp"))
     assert (second.shape, second.axes) == ("f32[8,16]", ("seq", "mlp"))  # no argument, nothing on the host, each once

@@ -16,7 +16,7 @@ import sample
 from recorded import same_figures_as_recorded
 from saved_programs import saved
 
-from gspmd_lm.foresight.cost import schedule
+from gspmd_lm.foresight.timing import predict
 from gspmd_lm.hardware.chips import CHIPS
 
 PARTS = ("matmul_s", "attention_s", "other_s", "exposed_communication_s", "exposed_host_copy_s")
@@ -56,7 +56,7 @@ STORED = {
 def test_a_stored_program_takes_what_it_took(name):
     chip = CHIPS[STORED[name].chip]
     module = saved(name)
-    found = schedule.predict(module, chip, STORED[name].network(), 1e12, 1e3)
+    found = predict.predict(module, chip, STORED[name].network(), 1e12, 1e3)
     figures = {"step, ms": found.step_time_s} | {
         f"{part.removesuffix('_s').replace('_', ' ')}, ms": getattr(found, part) for part in PARTS
     }

@@ -35,7 +35,7 @@ def test_what_is_kept_is_of_the_rows_as_they_stand():
 @pytest.mark.parametrize(
     "table",
     foresight.tables(KEPT),
-    ids=["constants", "in view", "not in view", "other frameworks", "errors", "orders", "doubts"],
+    ids=["constants", "fitted", "held out", "other frameworks", "errors", "orders", "doubts"],
 )
 def test_the_documents_have_what_was_predicted(table):
     page = PREDICTIONS if table.startswith("| constant |") else VALIDATION
@@ -103,14 +103,14 @@ def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
     assert [
         known_errors.known_error(kind) for kind in (*told, Kind("h100", True, "xla"), Kind("b200", False, "xla"))
     ] == [
-        "3.0% in the mean of 2 published step times on h100, one host, cudnn attention; all of them were in view when "
-        "prices were chosen",
-        "3.0% in the mean of 2 published step times on h100, several hosts, cudnn attention; 1 of them was in view "
-        "when prices were chosen",
+        "3.0% in the mean of 2 published step times on h100, one host, cudnn attention; constants were "
+        "fitted with all of them in view",
+        "3.0% in the mean of 2 published step times on h100, several hosts, cudnn attention; constants were "
+        "fitted with 1 of them in view",
         "not known: +19.0% for one published step time on v5e, one slice, xla attention",
         "2.0% in the mean of 2 published step times on v5p, several slices, splash attention",
         "not known for h100, several hosts, xla attention: 3.0% in the mean of 4 other published step times on h100; "
-        "3 of them were in view when prices were chosen",
+        "constants were fitted with 3 of them in view",
         "not compared with any measurement",
     ]
     for kind, mean in ((one, 0.03), (Kind("h100", True, "xla"), 0.03), (alone, 0.19), (two, 0.02)):
@@ -186,7 +186,7 @@ def test_a_row_that_is_compiled_anew_replaces_its_own_alone(monkeypatch):
     assert {row["error"] for row in foresight.times(None)} == {"+100.0%"}
 
 
-def test_means_are_of_rows_of_jax_and_tell_those_in_view_apart():
+def test_means_are_of_rows_of_jax_and_tell_those_held_out_apart():
     rows = [
         {"row": f"a on {where}, 1", "framework": framework, "error": error, "baseline_error": "-10.0%", "fitted": seen}
         for where, framework, error, seen in (

@@ -6,11 +6,11 @@ import random
 import types
 
 import pytest
-from test_causes import collectives_of, program, simulated
+from test_attribution import collectives_of, program, simulated
 
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.floor import floor, memory_bytes
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.bounds import memory_bytes, of_training
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, ShardingError
@@ -46,10 +46,10 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def traced(config, rules):
+def graph(config, rules):
     """What is recorded of a train step, and the arrays of its model."""
     arrays = state.arrays(config)
-    return Traced.of(state.recorded(config, arrays, rules.microbatches, rules), arrays), arrays
+    return DataflowGraph.from_recorder(state.recorded(config, arrays, rules.microbatches, rules), arrays), arrays
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,23 +58,25 @@ def test_every_array_of_every_family_is_known(small, family, layout):
     """To floor and attribution: each weight is multiplied, looked up or applied to an activation, and stands between
     some; each activation that is placed is made from others."""
     config, rules = small(**FAMILIES[family]), rules_file.load(layout).fill(8)
-    found, arrays = traced(config, rules)
+    found, arrays = graph(config, rules)
     for path in sorted(found.weights):
         both = path in found.looked_up and path in found.multiplied
         assert both == (config.model.tied_embeddings and path == "embedding"), path
         assert path in found.looked_up or path in found.multiplied or found.applied_to(path), path
         assert path in found.multiplied or not path.rpartition(".")[2].startswith("w"), path
-        assert found.around(path), path
+        assert found.activations_around(path), path
     modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
-    assert len(modules) >= 2 and all(found.around(modules=names) for names in modules)
-    for product in found.products:
-        assert product.x.placed and (product.group or (product.y and product.y.placed)), product.node.name
+    assert len(modules) >= 2 and all(found.activations_around(modules=names) for names in modules)
+    for product in found.matmuls:
+        assert product.input.placed and (product.group_axis or (product.output and product.output.placed)), (
+            product.node.name
+        )
     for node in found.activations:
         assert found.made_from(node.placed.array) or node.placed.array == "tokens"
-    assert floor(config, rules, arrays, None, found).communication_bytes > 0
+    assert of_training(config, rules, arrays, None, found).communication_bytes > 0
     assert memory_bytes(rules, arrays, found) > 0
     for recorded in programs.recorded(config, arrays, programs.whole_context(config), rules).values():
-        forward = Traced.of(recorded, arrays)
+        forward = DataflowGraph.from_recorder(recorded, arrays)
         assert forward.multiplied == found.multiplied and set(forward.looked_up) == set(found.looked_up)
 
 
@@ -189,9 +191,9 @@ def test_a_mixture_names_its_rows(small, moved_by, family, form):
     keys = [one for one in moved if one.op.startswith("layers.attention") and one.kind == kind
             and one.phase == "forward" and one.mesh_axes == ("context",)]  # fmt: skip
     assert bool(keys) == bool(form) and all(one.rules == ("rules.seq",) for one in keys)
-    found, arrays = traced(config, rules.fill(8))
+    found, arrays = graph(config, rules.fill(8))
     sent = sum(one.bytes_per_device_per_step for one in moved)
-    assert floor(config, rules.fill(8), arrays, None, found).communication_bytes <= sent
+    assert of_training(config, rules.fill(8), arrays, None, found).communication_bytes <= sent
 
 
 NORMS = ("attention_post_norm", "mlp_post_norm", "embedding_norm", "attention_norm", "mlp_norm", "final_norm")
@@ -277,6 +279,6 @@ def test_under_any_rules_every_collective_has_a_row(small, moved_by, number):
     for one in moved:
         causes = {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes}
         assert one.rules and causes >= mapped.intersection(one.mesh_axes), one
-    found, arrays = traced(config, rules)
+    found, arrays = graph(config, rules)
     sent = sum(one.bytes_per_device_per_step for one in moved)
-    assert floor(config, rules, arrays, None, found).communication_bytes <= sent
+    assert of_training(config, rules, arrays, None, found).communication_bytes <= sent

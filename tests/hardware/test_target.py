@@ -139,17 +139,19 @@ class Device:
 
 def test_the_target_that_real_devices_are():
     cube = [Device("TPU v5", coords=(x, y, z)) for x in range(4) for y in range(4) for z in range(4)]
-    assert target.of(cube) == target.parse("v5p:4x4x4")
+    assert target.from_devices(cube) == target.parse("v5p:4x4x4")
     flat = [Device("TPU v6 lite", coords=(x, y, 0), slice_index=s) for s in (0, 1) for x in range(2) for y in range(4)]
-    assert target.of(flat) == target.parse("2@v6e:2x4")
+    assert target.from_devices(flat) == target.parse("2@v6e:2x4")
     gpus = [Device("NVIDIA H100 80GB HBM3", "gpu", process=n // 8) for n in range(16)]
-    assert target.of(gpus).topology == (2, 8)
+    assert target.from_devices(gpus).topology == (2, 8)
     known = target.parse("h100:2x8").chip
-    assert target.of(gpus).chip == dataclasses.replace(known, usable_hbm_bytes=60 * 10**9)  # what jax has taken
+    assert target.from_devices(gpus).chip == dataclasses.replace(
+        known, usable_hbm_bytes=60 * 10**9
+    )  # what jax has taken
     elsewhere = [Device("NVIDIA H100 80GB HBM3", "gpu", process=1)]
-    assert target.of(elsewhere).chip == known
-    assert target.of([Device("cpu", "cpu")] * 8) == target.parse("cpu:8")
-    assert target.of([Device("Some New GPU", "gpu")] * 2).chip is None
+    assert target.from_devices(elsewhere).chip == known
+    assert target.from_devices([Device("cpu", "cpu")] * 8) == target.parse("cpu:8")
+    assert target.from_devices([Device("Some New GPU", "gpu")] * 2).chip is None
 
 
 @pytest.mark.parametrize("text", ["cpu:100000000000", "h100:1000000", "1000000@v5e:16x16"])

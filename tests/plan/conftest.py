@@ -7,9 +7,9 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -35,7 +35,7 @@ def traces_of():
 
     def make(config):
         if repr(config) not in known:
-            known[repr(config)] = Traces(config)
+            known[repr(config)] = TraceCache(config)
         return known[repr(config)]
 
     return make
@@ -52,15 +52,15 @@ def space_of(traces_of):
 
 
 @pytest.fixture(scope="session")
-def priced(llama, traces_of):
+def estimated(llama, traces_of):
     """A function that prices Llama 3 8B under the plain values of a rules file: priced(raw, "h100:8")."""
-    traces, pricers = traces_of(llama), {}
+    traces, estimators = traces_of(llama), {}
 
     def make(raw, target="h100:8"):
-        if target not in pricers:
+        if target not in estimators:
             where = targets.parse(target)
-            pricers[target] = Pricer(llama, where, traces), Space(llama, where, traces)
-        pricer, space = pricers[target]
-        return pricer.price(space.rules(raw))
+            estimators[target] = Estimator(llama, where, traces), Space(llama, where, traces)
+        estimator, space = estimators[target]
+        return estimator.estimate(space.rules(raw))
 
     return make

@@ -18,9 +18,10 @@ from gspmd_lm.cli import plan as verb
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan import outcome, search, space, written
+from gspmd_lm.plan import candidate as candidates
+from gspmd_lm.plan import outcome, search, space
 from gspmd_lm.plan.candidate import Candidate, Plan
-from gspmd_lm.plan.price import Price
+from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.show import html as html_of
 from gspmd_lm.show import plan as shown
@@ -44,7 +45,7 @@ PARTS = (
 def candidate(raw, parts, compiled=True):
     matmul_s, attention_s, other_s, waits, peak = parts
     step_s = matmul_s + attention_s + other_s + sum(waits.values())
-    price = Price(step_s, matmul_s, attention_s, other_s, waits, 0.0, int(peak))
+    price = Estimate(step_s, matmul_s, attention_s, other_s, waits, 0.0, int(peak))
     prediction = types.SimpleNamespace(**vars(price), mfu=1 / step_s, error="8.0% in the mean of 4 runs")
     report = types.SimpleNamespace(
         prediction=prediction,
@@ -113,8 +114,8 @@ def test_the_written_file_is_the_layout(found):
     raws = [*RAWS, *space.candidates(config, targets.parse("2@v6e:2x4"))]
     assert len(raws) > 40
     for raw in raws:
-        assert core_yaml.parse(written.yaml(raw), "file") == raw
-    first, *_ = written.rules_file(found.plan, found.plan.best, "python main.py plan --target=h100:8").splitlines()
+        assert core_yaml.parse(candidates.yaml(raw), "file") == raw
+    first, *_ = candidates.rules_file(found.plan, found.plan.best, "python main.py plan --target=h100:8").splitlines()
     assert first.startswith(
         "# fsdp 8, remat block, found by: python main.py plan --target=h100:8 (predicted: 3.2 s a step"
     )
@@ -141,7 +142,7 @@ def test_the_error_of_prices_is_said_with_what_it_rests_on(found):
     def said(**changes):
         return shown.price_error(dataclasses.replace(found.plan, **changes))
 
-    assert said(price_error=0.031) == "corrected prices missed the layouts compiled here by 3.1% in the mean"
+    assert said(estimate_error=0.031) == "corrected prices missed the layouts compiled here by 3.1% in the mean"
     assert said().endswith("prices missed 32 compiled layouts of h100, one host, by 5.8%")
     assert said(target=targets.parse("2@v6e:2x4")).endswith("15 compiled layouts of v6e, several slices, by 5.9%")
     assert said(target=targets.parse("v4:4x4x4")) == "no prices were compared with compiled layouts of v4, one slice"

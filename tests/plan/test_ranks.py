@@ -24,8 +24,8 @@ def bench(request):
 @pytest.fixture(scope="module")
 def points(bench):
     """The rows of a case that have memory enough, each with its price."""
-    priced = [(bench.price(row["rules"]), row) for row in bench.rows() if row["fits"]]
-    return [(price, row) for price, row in priced if bench.rankable(price)]
+    estimated = [(bench.estimate(row["rules"]), row) for row in bench.rows() if row["fits"]]
+    return [(price, row) for price, row in estimated if bench.rankable(price)]
 
 
 def test_prices_order_layouts_as_compiled_predictions_do(points):
@@ -39,7 +39,7 @@ def test_memory_is_estimated_within_a_sixth(points):
 
 
 def test_the_known_error_of_prices_is_that_of_what_is_recorded(bench, points):
-    count, error = known_errors.price_error(bench.target)
+    count, error = known_errors.estimate_error(bench.target)
     errors = [abs(math.log(price.step_time_s / row["step_time_s"])) for price, row in points]
     if bench.target.chip.name in ("v5e", "v6e"):  # one case tells all that is known
         assert (count, error) == (len(points), pytest.approx(statistics.mean(errors), abs=1e-3))
@@ -47,5 +47,5 @@ def test_the_known_error_of_prices_is_that_of_what_is_recorded(bench, points):
 
 
 def test_where_nothing_was_compiled_no_error_of_prices_is_known():
-    assert known_errors.price_error(targets.parse("v4:4x4x4")) is None
-    assert known_errors.price_error(targets.parse("cpu:8")) is None
+    assert known_errors.estimate_error(targets.parse("v4:4x4x4")) is None
+    assert known_errors.estimate_error(targets.parse("cpu:8")) is None

@@ -7,10 +7,10 @@ import pytest
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import remats
-from gspmd_lm.plan.price import Pricer
-from gspmd_lm.plan.remats import Names, tried
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
+from gspmd_lm.plan.remats import Names, policies
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding.rules import Remat
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
@@ -23,7 +23,7 @@ def space(llama):
     import dataclasses
 
     config = dataclasses.replace(llama, data=dataclasses.replace(llama.data, batch=24))
-    return Space(config, targets.parse("v6e:2x4"), Traces(config))
+    return Space(config, targets.parse("v6e:2x4"), TraceCache(config))
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def rules(space):
 
 def test_the_published_layout_of_offloaded_names_is_found_or_beaten(space, rules):
     published = Remat("names", (), ("layer_input", "q", "k", "v", "residual"))
-    told = space.pricer.sketch(rules, published)
+    told = space.estimator.estimate_remat(rules, published)
     limit = CHIPS["v6e"].usable_hbm_bytes
-    assert told.peak_bytes < limit < space.pricer.sketch(rules, Remat("dots")).peak_bytes
-    found = [space.pricer.sketch(rules, remat) for remat in tried(space.pricer, rules, space.names)]
+    assert told.peak_bytes < limit < space.estimator.estimate_remat(rules, Remat("dots")).peak_bytes
+    found = [space.estimator.estimate_remat(rules, remat) for remat in policies(space.estimator, rules, space.names)]
     assert any(one.peak_bytes <= limit and one.seconds <= told.seconds for one in found)
 
 
@@ -50,35 +50,35 @@ def test_one_of_them_is_near_the_best_that_fits(space, rules, share, monkeypatch
         own = {name: home for name, home in zip(NAMES, homes, strict=True) if home}
         every.append(space.names.remat({**own, "layer_input": "offload"}))
         every.append(space.names.remat(own))
-    told = [space.pricer.sketch(rules, remat) for remat in every]
+    told = [space.estimator.estimate_remat(rules, remat) for remat in every]
     best = min(one.seconds for one in told if one.peak_bytes <= limit)
-    found = [space.pricer.sketch(rules, remat) for remat in tried(space.pricer, rules, space.names)]
+    found = [space.estimator.estimate_remat(rules, remat) for remat in policies(space.estimator, rules, space.names)]
     assert min(one.seconds for one in found if one.peak_bytes <= limit) <= 1.01 * best
 
 
 def test_the_host_holds_what_its_memory_allows(space, rules, monkeypatch):
-    per_chip = space.pricer.sketch(rules, Remat("names", (), ("layer_input",))).host_bytes
+    per_chip = space.estimator.estimate_remat(rules, Remat("names", (), ("layer_input",))).host_bytes
     small = CHIPS["v6e"].host_bytes / per_chip
-    monkeypatch.setattr(remats, "OF_HOST", 1.5 / small)
-    for remat in tried(space.pricer, rules, space.names):
-        assert space.pricer.sketch(rules, remat).host_bytes <= 1.5 * per_chip
+    monkeypatch.setattr(remats, "HOST_SHARE", 1.5 / small)
+    for remat in policies(space.estimator, rules, space.names):
+        assert space.estimator.estimate_remat(rules, remat).host_bytes <= 1.5 * per_chip
 
 
 def test_each_comes_once_and_what_needs_least_is_among_them(space, rules):
-    found = list(tried(space.pricer, rules, space.names))
+    found = list(policies(space.estimator, rules, space.names))
     assert len(found) == len(set(found)) < 14
     assert Remat("names", (), ("layer_input",)) in found
 
 
 def test_where_all_fits_nothing_is_offloaded(llama):
-    space = Space(llama, targets.parse("h200:8"), Traces(llama))
-    found = list(tried(space.pricer, space.rules(FSDP), Names(NAMES, ("layer_input",))))
+    space = Space(llama, targets.parse("h200:8"), TraceCache(llama))
+    found = list(policies(space.estimator, space.rules(FSDP), Names(NAMES, ("layer_input",))))
     assert not any(remat.offload for remat in found)
     assert Remat("names", NAMES) in found or Remat("names", ("attention_out", "k", "v", "q", "residual")) in found
 
 
 def test_without_times_what_is_computed_again_decides(llama):
-    pricer = Pricer(llama, targets.parse("cpu:8"))
-    space = Space(llama, targets.parse("cpu:8"), pricer.traces)
-    *_, last = tried(pricer, space.rules(FSDP), space.names)
+    estimator = Estimator(llama, targets.parse("cpu:8"))
+    space = Space(llama, targets.parse("cpu:8"), estimator.traces)
+    *_, last = policies(estimator, space.rules(FSDP), space.names)
     assert last.policy == "names" and {"q", "k", "v", "residual", "hidden"} <= {*last.save}

@@ -10,9 +10,9 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan import candidate, remats, search, space, written
+from gspmd_lm.plan import candidate, remats, search, space
+from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.search import plan
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
 
@@ -25,7 +25,7 @@ def config():
     return configs.load("llama3_8b", SMALL)
 
 
-price_all = search.priced
+price_all = search.estimated
 
 
 known, traces = {}, {}
@@ -35,8 +35,8 @@ def shared(config, target):
     """The space of a config on a target, and its priced layouts, which are the same for every search."""
     key = repr((config, target, remats.FILLED))
     if key not in known:
-        traced = traces.setdefault(repr(config), Traces(config))
-        one = space.Space(config, target, traced)
+        graph = traces.setdefault(repr(config), TraceCache(config))
+        one = space.Space(config, target, graph)
         known[key] = one, price_all(one)
     return known[key]
 
@@ -45,7 +45,7 @@ def shared(config, target):
 def priced_once(monkeypatch):
     """Searches of a config on a target price their layouts once for all tests."""
     monkeypatch.setattr(search, "Space", lambda config, target, _: shared(config, target)[0])
-    monkeypatch.setattr(search, "priced", lambda one, _: shared(one.config, one.target)[1])
+    monkeypatch.setattr(search, "estimated", lambda one, _: shared(one.config, one.target)[1])
 
 
 class Compiler:
@@ -54,7 +54,7 @@ class Compiler:
     def __init__(
         self, config, target="h100:4", factor=lambda rules: 1.0, peak=lambda rules: 1, fails=lambda rules: False
     ):
-        self.pricer = shared(config, targets.parse(target))[0].pricer
+        self.estimator = shared(config, targets.parse(target))[0].estimator
         self.factor, self.peak, self.fails, self.asked = factor, peak, fails, []
 
     def __call__(self, config, layouts, target, say):
@@ -64,10 +64,10 @@ class Compiler:
 
     def report(self, rules):
         self.asked.append(rules.path)
-        limit, peak = self.pricer.chip.usable_hbm_bytes, self.peak(rules)
+        limit, peak = self.estimator.chip.usable_hbm_bytes, self.peak(rules)
         fits = peak <= limit
-        seconds = self.pricer.price(rules).step_time_s * self.factor(rules)
-        refused = not fits and self.pricer.target.platform == "tpu"
+        seconds = self.estimator.estimate(rules).step_time_s * self.factor(rules)
+        refused = not fits and self.estimator.target.platform == "tpu"
         return types.SimpleNamespace(
             prediction=None if refused else types.SimpleNamespace(step_time_s=seconds),
             memory=types.SimpleNamespace(fits=fits, peak_bytes=peak),
@@ -77,7 +77,7 @@ class Compiler:
 def test_the_fastest_is_found_with_few_compilations_and_the_search_stops(config):
     compiler = Compiler(config)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
-    every = [one.price.step_time_s for one in found.candidates]
+    every = [one.estimate.step_time_s for one in found.candidates]
     assert found.best is not None
     assert found.best.step_time_s <= min(every) * (1 + search.EQUAL)
     assert found.compiled == len(compiler.asked) == len(set(compiler.asked)) < 20
@@ -94,10 +94,10 @@ def test_what_was_compiled_corrects_the_price_of_what_is_like_it(config):
 
     found = plan(config, targets.parse("h100:4"), reports=Compiler(config, factor=slow))
     assert found.best and slow(found.best.rules) == 1.0
-    fastest = min(one.price.step_time_s for one in found.candidates if slow(one.rules) == 1.0)
+    fastest = min(one.estimate.step_time_s for one in found.candidates if slow(one.rules) == 1.0)
     assert found.best.step_time_s <= fastest * (1 + search.GAIN)
     left = [one for one in found.candidates if not one.compiled]
-    ratios = {one.step_time_s / one.price.step_time_s: slow(one.rules) for one in left}
+    ratios = {one.step_time_s / one.estimate.step_time_s: slow(one.rules) for one in left}
     assert ratios[max(ratios)] == 1.5
     assert ratios[min(ratios)] == 1.0
     assert max(ratios) > 1.3
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_not_chosen(config):
 def test_only_what_needs_no_less_than_a_like_layout_that_did_not_fit_is_dropped():
     def layout(fits=None, failure="", features=(1, 2, 3, 4), microbatches=2, peak_bytes=10):
         of = {"rules": types.SimpleNamespace(microbatches=microbatches),
-              "price": types.SimpleNamespace(peak_bytes=peak_bytes)}  # fmt: skip
+              "estimate": types.SimpleNamespace(peak_bytes=peak_bytes)}  # fmt: skip
         return types.SimpleNamespace(fits=fits, failure=failure, features=features, **of)
 
     def dropped(one, *tried):
@@ -159,8 +159,8 @@ def test_nothing_fits_only_where_a_compiler_has_said_so(config, monkeypatch):
     monkeypatch.setattr(candidate, "FAR_ABOVE", 0.0)
     compiler = Compiler(config)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
-    least = min(one.price.peak_bytes for one in found.candidates)
-    assert found.best and found.best.price.peak_bytes == least
+    least = min(one.estimate.peak_bytes for one in found.candidates)
+    assert found.best and found.best.estimate.peak_bytes == least
     compiler = Compiler(config, peak=lambda rules: 2 * targets.parse("h100:4").chip.usable_hbm_bytes)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
     assert found.best is None
@@ -173,8 +173,8 @@ def test_prices_have_no_more_than_their_part_of_the_minutes(config, monkeypatch)
     said = []
     found = plan(config, targets.parse("h100:4"), reports=Compiler(config), minutes=1e-9, say=said.append, most=0)
     assert 0 < found.searched < 100
-    assert re.search(r"; \d+ meshes and tables were not priced for want of time", found.stopped)
-    assert any("not priced" in line for line in said)
+    assert re.search(r"; \d+ meshes and tables were not estimated for want of time", found.stopped)
+    assert any("not estimated" in line for line in said)
 
 
 def test_a_layout_at_which_the_compiler_fails_is_left_out(config):
@@ -196,10 +196,10 @@ def test_a_plan_ends_with_its_time_or_its_number_and_goes_on_from_there(config, 
     found = plan(config, target, reports=first, most=4)
     assert found.compiled == 4
     assert first.asked == whole.asked[:4]  # what was compiled is asked for again, and is found in the cache
-    priced = plan(config, target, reports=Compiler(config), most=0)
-    assert priced.best is None
-    assert priced.compiled == 0
-    assert priced.candidates[0].price.step_time_s == min(one.price.step_time_s for one in priced.candidates)
+    estimated = plan(config, target, reports=Compiler(config), most=0)
+    assert estimated.best is None
+    assert estimated.compiled == 0
+    assert estimated.candidates[0].estimate.step_time_s == min(one.estimate.step_time_s for one in estimated.candidates)
     clock = iter(range(0, 10**6, 200))  # 200 s between any two looks
     monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     late = plan(config, target, reports=Compiler(config), minutes=15)
@@ -215,7 +215,7 @@ def test_compiler_options_that_help_are_taken(config):
     plain = next(one for one in found.candidates if "compiler_options" not in one.raw)
     assert found.best.name == f"{plain.name}, 3 compiler options"
     assert sum("compiler option" in name for name in helped.asked) == len(space.OPTIONS["gpu"])
-    assert rules_file.from_dict(core_yaml.parse(written.yaml(found.best.raw), "file"), "file").problems == ()
+    assert rules_file.from_dict(core_yaml.parse(candidate.yaml(found.best.raw), "file"), "file").problems == ()
     slowed = Compiler(config, factor=lambda rules: 1.02 if rules.compiler_options else 1.0)
     best = plan(config, targets.parse("h100:4"), reports=slowed).best
     assert best and "compiler_options" not in best.raw
@@ -229,7 +229,7 @@ def test_compiler_options_of_a_chip_are_tried_on_it_alone(config):
 
 
 def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):
-    compiler = Compiler(config, factor=lambda rules: 1 / compiler.pricer.price(rules).step_time_s)
+    compiler = Compiler(config, factor=lambda rules: 1 / compiler.estimator.estimate(rules).step_time_s)
     found = plan(config, targets.parse("h100:4"), reports=compiler)
     assert found.best and len(found.ties) == found.compiled
     assert found.best.entries == min(one.entries for one in found.ties)
@@ -273,7 +273,7 @@ def test_by_bytes_the_least_is_sent_and_nothing_is_compiled(config):
     found = plan(config, targets.parse("cpu:4"), rank_by="bytes", reports=compiler)
     assert compiler.asked == []
     assert found.best is found.candidates[0]
-    assert found.best.price.sent_bytes == min(one.price.sent_bytes for one in found.candidates)
+    assert found.best.estimate.sent_bytes == min(one.estimate.sent_bytes for one in found.candidates)
 
 
 @pytest.mark.slow

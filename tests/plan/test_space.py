@@ -127,7 +127,7 @@ def test_names_to_keep_are_those_of_the_model(llama, small, space_of, mixer):
     names = space_of(llama, "v5e:2x4").names
     assert names == (("attention_out", "q", "k", "v", "residual", "hidden"), ("layer_input",))
     experts = small(experts=4, experts_per_token=2, balance="batch")
-    assert {"dispatched", "hidden"} <= {*space_of(experts, "cpu:4").names.kept}
+    assert {"dispatched", "hidden"} <= {*space_of(experts, "cpu:4").names.outputs}
     assert not any("remat" in raw for raw in space_of(mixer, "cpu:8"))
 
 
@@ -151,10 +151,10 @@ def test_a_trace_is_shared_by_rules_that_the_model_cannot_tell_apart(llama, spac
     split = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
     keys, whole = (space.rules({"mesh": {"tensor": 8}, "rules": split | more}) for more in ({"kv_heads": "tensor"}, {}))
     fsdp = space.rules({"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}})
-    of = space.traces.of
-    assert of(fsdp) is of(dataclasses.replace(fsdp, remat=Remat("block")))
-    assert of(fsdp) is not of(dataclasses.replace(fsdp, microbatches=2))
+    trace = space.traces.trace
+    assert trace(fsdp) is trace(dataclasses.replace(fsdp, remat=Remat("block")))
+    assert trace(fsdp) is not trace(dataclasses.replace(fsdp, microbatches=2))
     # Queries are split finer than keys, which are therefore repeated: the model computes something else.
-    assert of(whole) is not of(keys)
-    assert "heads" in of(whole).recorded.axes["k"]
-    assert "heads" not in of(keys).recorded.axes["k"]
+    assert trace(whole) is not trace(keys)
+    assert "heads" in trace(whole).recorder.axes["k"]
+    assert "heads" not in trace(keys).recorder.axes["k"]

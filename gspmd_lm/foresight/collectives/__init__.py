@@ -3,17 +3,18 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from gspmd_lm.foresight.collectives.causes import Causes
-from gspmd_lm.foresight.collectives.provenance import Provenance
-from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, tensors
+from gspmd_lm.foresight.collectives.attribution import Attribution
+from gspmd_lm.foresight.collectives.def_use import DefUse
+from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, moved_tensors
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.names import Name, each, read, state
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.op_names import OpName, of_each_tensor, parse, state_array
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.sharding.rules import Rules
 
-NEAR = 30  # instructions within which a tensor without a name of its own is explained
+NEAR = 30  # how many users and ancestors are looked at for the name of a tensor that has none
 # Files whose lines say less than those that call them.
 _GENERAL = ("gspmd_lm/sharding/", "gspmd_lm/model/weights.py")
 
@@ -35,160 +36,196 @@ class Collective:
     group_size: int
     elements: int  # of the largest tensor moved, whole
     instructions: tuple[str, ...]  # names in the compiled program
-    einsum: str = ""  # the product that the tensor comes from or goes to, where the program still says so
+    einsum: str = ""  # the matmul that the tensor comes from or goes to, where the program still says so
     link: str = ""  # the slowest in use: ici, die, dcn, nvlink, network; "" on cpu
     in_loop: bool = False  # once for every layer, every chunk of the loss or every microbatch
 
 
 def find(
-    module: Module, rules: Rules, axes: Mapping[str, Sequence[str]], network: Network, traced: Traced
+    module: Module, rules: Rules, axes: Mapping[str, Sequence[str]], network: Network, graph: DataflowGraph
 ) -> tuple[Collective, ...]:
     """Every collective of a program, the largest traffic first. `rules` are filled for the devices of `network`.
 
     `axes` are the logical axes of the model's arrays, by the path of a weight or the name of an activation.
     """
-    origins, causes = Provenance(module), Causes(rules, axes, traced)
-    found: dict[Collective, list[Collective]] = {}
-    for tensor in tensors(module, origins, network.slices):
-        exchange, times = tensor.exchange, tensor.step.times
-        mesh_axes = network.axes(exchange.groups)
+    def_use, attribution = DefUse(module), Attribution(rules, axes, graph)
+    parts: dict[Collective, list[Collective]] = {}
+    for tensor in moved_tensors(module, def_use, network.slices):
+        groups, executions = tensor.op.groups, tensor.step.executions
+        mesh_axes = network.axes(groups)
         if not mesh_axes:
             continue
-        origin = _origin(tensor, origins, causes)
-        op, rows = _caused(tensor, origin, causes, mesh_axes)
-        one = Collective(
+        origin = _origin(tensor, def_use, attribution)
+        path, rows = _caused(tensor, origin, attribution, mesh_axes)
+        part = Collective(
             kind=tensor.kind,
             mesh_axes=mesh_axes,
-            dtype=exchange.inputs[0].dtype,
-            times_per_step=times,
-            bytes_per_device_per_step=tensor.sent_bytes * times,
+            dtype=tensor.op.inputs[0].dtype,
+            times_per_step=executions,
+            bytes_per_device_per_step=tensor.sent_bytes * executions,
             phase=origin.name.phase,
-            op=op,
-            source=next(filter(None, map(_source, origin.at)), ""),
-            rules=causes.ordered(rows),
+            op=path,
+            source=next(filter(None, map(_source, origin.instructions)), ""),
+            rules=attribution.ordered(rows),
             overlapped=tensor.overlapped,
-            group_size=exchange.group_size,
-            elements=exchange.elements,
+            group_size=tensor.op.group_size,
+            elements=tensor.op.elements,
             instructions=(tensor.instruction.name,),
             einsum=origin.einsum,
-            link=network.link(exchange.groups),
+            link=network.link(groups),
             in_loop=bool(tensor.step.loops),
         )
-        alike = dataclasses.replace(one, times_per_step=0, bytes_per_device_per_step=0, elements=0, instructions=())
-        found.setdefault(alike, []).append(one)
-    return tuple(sorted(map(_added_up, found.values()), key=lambda c: -c.bytes_per_device_per_step))
+        sizeless = dataclasses.replace(part, times_per_step=0, bytes_per_device_per_step=0, elements=0, instructions=())
+        parts.setdefault(sizeless, []).append(part)
+    return tuple(sorted(map(_total, parts.values()), key=lambda c: -c.bytes_per_device_per_step))
 
 
-def _added_up(alike: list[Collective]) -> Collective:
+def _total(parts: list[Collective]) -> Collective:
     return dataclasses.replace(
-        alike[0],
-        times_per_step=sum(one.times_per_step for one in alike),
-        bytes_per_device_per_step=sum(one.bytes_per_device_per_step for one in alike),
-        elements=max(one.elements for one in alike),
-        instructions=tuple(dict.fromkeys(name for one in alike for name in one.instructions)),
+        parts[0],
+        times_per_step=sum(part.times_per_step for part in parts),
+        bytes_per_device_per_step=sum(part.bytes_per_device_per_step for part in parts),
+        elements=max(part.elements for part in parts),
+        instructions=tuple(dict.fromkeys(name for part in parts for name in part.instructions)),
     )
+
+
+class _Candidate(NamedTuple):
+    """A name that a moved tensor may have, and the instruction that bears it."""
+
+    name: OpName
+    instruction: Instruction
 
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """What a program says of where a tensor comes from."""
+    """What a moved tensor is, as the op_name metadata of the program says."""
 
-    name: Name
-    at: Sequence[Instruction]  # those that may know the source line, the best first
-    einsum: str  # the product that it comes from, or the nearest that uses it
-    given: str  # the weight that it is, from the step's arguments
-    updated: str  # the new weight that it is, among the step's results
+    name: OpName
+    instructions: Sequence[Instruction]  # those that may have its source line, the best first
+    einsum: str  # the matmul that the tensor comes from, or the nearest that reads it
+    weight: str  # the weight that the tensor is, among the step's arguments
+    new_weight: str  # the updated weight that the tensor is, among the step's results
 
 
-def _origin(tensor: MovedTensor, origins: Provenance, causes: Causes) -> _Origin:
-    trail = origins.trail(tensor.place)
-    tree, path = state(trail[-1].op_name) if trail[-1].opcode == "parameter" else ("", "")
-    given = path if tree == "params" else ""
-    told = [(tensor.name, tensor.instruction)] if tensor.name else []
-    told += [(at.op_name, at) for at in trail if len(each(at.op_name, 1)) == 1]
-    if not tensor.name:  # the name of one of several tensors is better than none
-        told.append((tensor.instruction.op_name, tensor.instruction))
-    names = [(read(text), at) for text, at in told if text and not state(text)[0]]
-    users = list(itertools.islice(origins.consumers(tensor.instruction), NEAR))
-    after = [read(user.op_name) for user in users] if tensor.kind not in REDUCTIONS else []
-    products = [name for name in after if name.of and (not given or given in name.of)]
-    einsum = next((name.einsum for name in (*(name for name, _ in names), *products) if name.einsum), "")
-    if not any(_speaks_of(given, name) for name, _ in names):
-        around = itertools.chain(users, origins.ancestors(tensor.place))
-        names += [(read(at.op_name), at) for at in itertools.islice(around, NEAR) if not state(at.op_name)[0]]
-    # A parameter that is gathered is read before the optimizer runs. The optimizer's name on a merged operation is
-    # that of another tensor.
-    known = [pair for pair in names if pair[0].known and not (given and pair[0].phase == "optimizer")]
-    nothing = next(iter(names), (read(tensor.instruction.op_name), tensor.instruction))
-    name, at = next((pair for pair in known if _speaks_of(given, pair[0])), next(iter(known), nothing))
+def _origin(tensor: MovedTensor, def_use: DefUse, attribution: Attribution) -> _Origin:
+    """What a moved tensor is.
+
+    A tensor has the name of the op that makes it. Where that op has no name, or the name of another weight, the tensor
+    has the name of one of its users. Where no user has a name, the tensor has that of one of its ancestors.
+    """
+    def_chain = def_use.def_chain(tensor.operand)
+    tree, path = state_array(def_chain[-1].op_name) if def_chain[-1].opcode == "parameter" else ("", "")
+    weight = path if tree == "params" else ""
+    users = list(itertools.islice(def_use.users_of(tensor.instruction), NEAR))
+    candidates = _names_of_op(tensor, def_chain)
+    einsum = _einsum(tensor, candidates, users, weight)
+    if not any(_is_about(weight, candidate.name) for candidate in candidates):
+        neighbours = itertools.islice(itertools.chain(users, def_use.ancestors(tensor.operand)), NEAR)
+        candidates += [_Candidate(parse(one.op_name), one) for one in neighbours if not state_array(one.op_name)[0]]
+    name, instruction = _best(candidates, weight) or _Candidate(parse(tensor.instruction.op_name), tensor.instruction)
     if tensor.kind in GATHERS:
-        others = [user for user in users if user.op_name != at.op_name]
-        readers = [(read(user.op_name), origins.reads(user, tensor.instruction)) for user in others]
-        name = _as_read(name, readers, causes)
-    lines = [at, *trail, tensor.instruction]
-    if at is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
-        lines = [*origins.named[tensor.name], *trail]
-    result, new = origins.returned.get(tensor.instruction, ("", ""))
+        readers = [
+            (parse(user.op_name), def_use.is_operand_of(user, tensor.instruction))
+            for user in users
+            if user.op_name != instruction.op_name
+        ]
+        name = _with_readers(name, readers, attribution)
+    instructions = [instruction, *def_chain, tensor.instruction]
+    if instruction is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
+        instructions = [*def_use.by_op_name[tensor.name], *def_chain]
+    result_tree, result_path = def_use.new_state.get(tensor.instruction, ("", ""))
     return _Origin(
         name=name,
-        at=lines,
+        instructions=instructions,
         einsum=einsum,
-        given=given,
-        updated=new if result == "params" and name.phase == "optimizer" else "",
+        weight=weight,
+        new_weight=result_path if result_tree == "params" and name.phase == "optimizer" else "",
     )
 
 
-def _as_read(name: Name, users: Sequence[tuple[Name, bool]], causes: Causes) -> Name:
-    """`name`, completed by the names of the operations that read the gathered tensor.
+def _names_of_op(tensor: MovedTensor, def_chain: Sequence[Instruction]) -> list[_Candidate]:
+    """The names of the op that makes a tensor, the best first; those of the step's arguments are left out."""
+    named = [(tensor.name, tensor.instruction)] if tensor.name else []
+    named += [(one.op_name, one) for one in def_chain if len(of_each_tensor(one.op_name, 1)) == 1]
+    if not tensor.name:  # the name of one of several tensors is better than none
+        named.append((tensor.instruction.op_name, tensor.instruction))
+    return [_Candidate(parse(text), one) for text, one in named if text and not state_array(text)[0]]
 
-    `name` says where the tensor is placed. The products that read it whole say which weights they belong to.
+
+def _einsum(tensor: MovedTensor, candidates: Sequence[_Candidate], users: Sequence[Instruction], weight: str) -> str:
+    """The einsum that a tensor comes from; else, unless the tensor is a sum, the nearest einsum that reads it."""
+    names = [candidate.name for candidate in candidates]
+    if tensor.kind not in REDUCTIONS:
+        readers = (parse(user.op_name) for user in users)
+        names += [name for name in readers if name.owners and (not weight or weight in name.owners)]
+    return next((name.einsum for name in names if name.einsum), "")
+
+
+def _best(candidates: Sequence[_Candidate], weight: str) -> _Candidate | None:
+    """The first name that is about the weight, else the first that is located at all, else the first.
+
+    A parameter that is gathered is read before the optimizer runs. The optimizer's name on a merged operation is that
+    of another tensor.
     """
-    if not name.of and causes.is_activation(name.array):
-        alike = [(reader, itself) for reader, itself in users if reader.of and reader.phase == name.phase]
-        direct = {path for reader, itself in alike if itself for path in reader.of}
-        nearest = alike[0][0].of if alike else ()
-        order = {weight: number for number, weight in enumerate(causes.rules.vocabulary.weights)}
-        ordered = sorted(direct, key=lambda path: order.get(path.rpartition(".")[2], len(order)))
-        name = dataclasses.replace(name, of=tuple(ordered) or nearest)
-    phases = [reader.phase for reader, _ in users if reader.of == name.of != ()]
+    located = [one for one in candidates if one.name.is_located and not (weight and one.name.phase == "optimizer")]
+    about = (one for one in located if _is_about(weight, one.name))
+    return next(itertools.chain(about, located, candidates), None)
+
+
+def _is_about(weight: str, name: OpName) -> bool:
+    """Whether a name is located in the model, and if a weight is given, is that of this weight or its module."""
+    names_weight = weight in (*name.owners, name.array) or weight.rpartition(".")[0] == ".".join(name.modules)
+    return name.is_located and (not weight or names_weight)
+
+
+def _with_readers(name: OpName, readers: Sequence[tuple[OpName, bool]], attribution: Attribution) -> OpName:
+    """The name of a gathered tensor, completed by its readers' names, each with whether it reads it directly.
+
+    The name says which array is gathered. The matmuls that read it whole say which weights they belong to.
+    """
+    if not name.owners and attribution.is_activation(name.array):
+        matmuls = [(reader, direct) for reader, direct in readers if reader.owners and reader.phase == name.phase]
+        nearest = matmuls[0][0].owners if matmuls else ()
+        weights = {path for reader, direct in matmuls if direct for path in reader.owners}
+        order = {weight: number for number, weight in enumerate(attribution.rules.vocabulary.weights)}
+        ordered = sorted(weights, key=lambda path: order.get(path.rpartition(".")[2], len(order)))
+        name = dataclasses.replace(name, owners=tuple(ordered) or nearest)
+    phases = [reader.phase for reader, _ in readers if reader.owners == name.owners != ()]
     if name.phase == "forward" and phases and "forward" not in phases:
         name = dataclasses.replace(name, phase=phases[0])
     return name
 
 
-def _speaks_of(weight: str, name: Name) -> bool:
-    """Whether a name says where it stands, and if a weight is given, that it stands for that."""
-    named = weight in (*name.of, name.array) or weight.rpartition(".")[0] == ".".join(name.modules)
-    return name.known and (not weight or named)
-
-
-def _caused(tensor: MovedTensor, origin: _Origin, causes: Causes, mesh_axes: tuple[str, ...]) -> tuple[str, set[str]]:
+def _caused(
+    tensor: MovedTensor, origin: _Origin, attribution: Attribution, mesh_axes: tuple[str, ...]
+) -> tuple[str, set[str]]:
     """What a tensor is called, and the rows that cause its movement."""
-    name, weight = origin.name, origin.given
-    placed = name.array if name.array in causes.weights else ""
-    # An all-reduce of what is given adds zeros to a piece: so TPU gathers small arrays.
-    gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.sums)
+    name, weight = origin.name, origin.weight
+    placed = name.array if name.array in attribution.weights else ""
+    # TPU gathers a small weight by an all-reduce, which adds zeros to each device's shard.
+    gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.summed_axes)
     if tensor.kind in REDUCTIONS and not gathers:
         weight = placed
-        rows = causes.reduction(name, mesh_axes, scattered=tensor.kind != "all-reduce")
-    elif gathers and not causes.looks_up(name):
-        weight = origin.updated or weight or placed
-        rows = causes.gather(name, mesh_axes, weight, new=bool(origin.updated))
+        rows = attribution.reduction(name, mesh_axes, scattered=tensor.kind != "all-reduce")
+    elif gathers and not attribution.looks_up(name):
+        weight = origin.new_weight or weight or placed
+        rows = attribution.gather(name, mesh_axes, weight, new=bool(origin.new_weight))
     else:
-        rows = causes.resharding(name, mesh_axes, weight)
-    return _op(name, weight), causes.complete(rows | causes.look_up(name), name, mesh_axes)
+        rows = attribution.resharding(name, mesh_axes, weight)
+    return _path_of(name, weight), attribution.complete(rows | attribution.look_up(name), name, mesh_axes)
 
 
-def _op(name: Name, weight: str) -> str:
+def _path_of(name: OpName, weight: str) -> str:
     """'layers.attention.wq', 'layers.attention.wq+wk+wv', 'layers.attention_norm', 'loss', 'gradient_norm'."""
     if weight:
         return weight
-    if name.of:
-        parts = [name.of[0]]
-        for before, path in zip(name.of, name.of[1:], strict=False):
-            same = before.rpartition(".")[0] == path.rpartition(".")[0]
-            parts.append(path.rpartition(".")[2] if same else path)
-        return "+".join(parts)
+    if name.owners:
+        paths = [name.owners[0]]
+        for before, path in zip(name.owners, name.owners[1:], strict=False):
+            same_module = before.rpartition(".")[0] == path.rpartition(".")[0]
+            paths.append(path.rpartition(".")[2] if same_module else path)
+        return "+".join(paths)
     if name.modules:
         return ".".join(name.modules)
     return name.array or "step"
@@ -196,5 +233,5 @@ def _op(name: Name, weight: str) -> str:
 
 def _source(instruction: Instruction) -> str:
     """The innermost line that is not one of the package's general functions."""
-    special = [source for source in instruction.sources if not source.startswith(_GENERAL)]
-    return next(iter(special), instruction.source)
+    of_callers = (source for source in instruction.sources if not source.startswith(_GENERAL))
+    return next(of_callers, instruction.source)

@@ -17,9 +17,9 @@ from gspmd_lm.foresight.hlo.instruction import (
     HOST_SPACE,
     QUOTED,
     Instruction,
-    Place,
     Shape,
     Tables,
+    Value,
     attributes_of,
     comma_separated,
 )
@@ -70,9 +70,9 @@ class Executed:
 
     instruction: Instruction
     computation: Computation
-    times: int
+    executions: int
     loops: tuple[Instruction, ...]
-    counted: bool  # False if the turns of a loop around it are not known; the loop then counts as one turn
+    trip_counts_known: bool  # False if the turns of a loop around it are not known; the loop then counts as one turn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,12 +93,12 @@ class Module:
     @functools.cached_property
     def callers(self) -> Mapping[str, tuple[tuple[Instruction, str], ...]]:
         """The callers of each computation: its name -> instructions, each with the role of the computation."""
-        found: dict[str, list[tuple[Instruction, str]]] = {}
+        callers: dict[str, list[tuple[Instruction, str]]] = {}
         for instruction in self.instructions:
             for role, names in instruction.called.items():
                 for name in names:
-                    found.setdefault(name, []).append((instruction, role))
-        return {name: tuple(calls) for name, calls in found.items()}
+                    callers.setdefault(name, []).append((instruction, role))
+        return {name: tuple(calls) for name, calls in callers.items()}
 
     def caller(self, instruction: Instruction) -> tuple[Instruction | None, str]:
         """What runs the computation of an instruction, and the role of this computation; None if there are several."""
@@ -121,12 +121,12 @@ class Module:
 
         The rows that are sent lie closely in the operand or in the result, whichever has fewer.
         """
-        found: dict[int, float] = {}
-        for exchange in self.instructions:
-            if exchange.base == "ragged-all-to-all" and exchange.phase != "-done":
-                few, many = sorted(self.operand(exchange, n).shape.arrays[0].dimensions[0] for n in (0, 1))
-                found[many] = few / many
-        return found
+        filled_share: dict[int, float] = {}
+        for instruction in self.instructions:
+            if instruction.base == "ragged-all-to-all" and instruction.phase != "-done":
+                few, many = sorted(self.operand(instruction, n).shape.arrays[0].dimensions[0] for n in (0, 1))
+                filled_share[many] = few / many
+        return filled_share
 
     def siblings(self, instruction: Instruction) -> Mapping[str, Instruction]:
         """The instructions of the computation that an instruction belongs to."""
@@ -139,7 +139,7 @@ class Module:
         siblings = self.siblings(instruction)
         return [siblings[name] for name in instruction.operands]
 
-    def before(self, place: Place) -> Place | None:
+    def defined_by(self, place: Value) -> Value | None:
         """Where a value stood one step before: it was copied or cast, put into a tuple, or handed to a computation.
 
         None if the value is computed here, or a loop carries it.
@@ -169,24 +169,24 @@ class Module:
     def trip_count(self, loop: Instruction) -> int | None:
         """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
         known = loop.config.get("known_trip_count", {}).get("n")
-        return int(known) if known is not None else Loops(self).turns(loop)
+        return int(known) if known is not None else Loops(self).trip_count(loop)
 
     def steps(self) -> Iterator[Executed]:
         """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
         return self._steps(self.entry, 1, (), True)
 
     def _steps(
-        self, computation: Computation, times: int, around: tuple[Instruction, ...], counted: bool
+        self, computation: Computation, executions: int, loops: tuple[Instruction, ...], trip_counts_known: bool
     ) -> Iterator[Executed]:
         for instruction in computation.instructions.values():
-            yield Executed(instruction, computation, times, around, counted)
-            inside = (times, around, counted)
+            yield Executed(instruction, computation, executions, loops, trip_counts_known)
+            inside = (executions, loops, trip_counts_known)
             if instruction.opcode == "while":
-                turns = self.trip_count(instruction)
+                trip_count = self.trip_count(instruction)
                 inside = (
-                    times * (1 if turns is None else turns),
-                    (*around, instruction),
-                    counted and turns is not None,
+                    executions * (1 if trip_count is None else trip_count),
+                    (*loops, instruction),
+                    trip_counts_known and trip_count is not None,
                 )
             for body in self.bodies(instruction):
                 yield from self._steps(body, *inside)
@@ -214,15 +214,15 @@ class Module:
         begin = [i for i in inside if i.base in COLLECTIVES and i.phase in ("", "-start")]
         return tuple(i for i in begin if "async_collective_fusion_config" not in i.config or i.name in started)
 
-    def carried(self, fusion: Instruction, target: str) -> tuple[str, ...]:
+    def chain_ids(self, fusion: Instruction, target: str) -> tuple[str, ...]:
         """The chain_ids of the asynchronous collectives that a TPU fusion starts or ends.
 
         `target` is AsyncCollectiveStart or AsyncCollectiveDone.
         """
         inside = list(self.inside(fusion))
         kept = {name for i in inside if i.custom_call_target == target for name in i.operands}
-        found = (i for i in inside if i.name in kept and "async_collective_fusion_config" in i.config)
-        return tuple(i.frontend.get("chain_id", i.name) for i in found)
+        collectives = (i for i in inside if i.name in kept and "async_collective_fusion_config" in i.config)
+        return tuple(i.frontend.get("chain_id", i.name) for i in collectives)
 
 
 def parse(text: str) -> Module:

@@ -140,15 +140,17 @@ class Instruction:
     @functools.cached_property
     def cost_estimate(self) -> tuple[float, float] | None:
         """The (FLOPs, bytes) that a custom call states, as Pallas and XLA's own kernels do on TPU; else None."""
-        told = self.config.get("custom_call_config", {}).get("cost_estimate") or self.config.get("cost_estimate", {})
-        found = float(told.get("flops", 0)), float(told.get("bytes_accessed", 0))
-        return found if any(found) else None
+        estimate = self.config.get("custom_call_config", {}).get("cost_estimate") or self.config.get(
+            "cost_estimate", {}
+        )
+        flops_and_bytes = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
+        return flops_and_bytes if any(flops_and_bytes) else None
 
     @functools.cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
         """The called computations: their role, one of _ROLES -> names."""
-        found = {role: self.attributes[role] for role in _ROLES if role in self.attributes}
-        return {role: tuple(n.strip(" %") for n in text.strip("{}").split(",")) for role, text in found.items()}
+        computations = {role: self.attributes[role] for role in _ROLES if role in self.attributes}
+        return {role: tuple(n.strip(" %") for n in text.strip("{}").split(",")) for role, text in computations.items()}
 
     @property
     def custom_call_target(self) -> str:
@@ -180,13 +182,13 @@ class Instruction:
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
         """file:line of the frames of this package, from its root, and of models of one's own; innermost first."""
-        found = []
+        lines = []
         for file, line in self.frames:
-            if own := in_package(file):
-                found.append(f"{own}:{line}")
+            if package_file := in_package(file):
+                lines.append(f"{package_file}:{line}")
             elif not any(folder in file for folder in _INSTALLED):
-                found.append(f"{'/'.join(file.split('/')[-2:])}:{line}")
-        return tuple(found)
+                lines.append(f"{'/'.join(file.split('/')[-2:])}:{line}")
+        return tuple(lines)
 
     @property
     def source(self) -> str:
@@ -206,7 +208,7 @@ class Instruction:
         raise ValueError(f"{self.name}: a {self.opcode} has no index")
 
 
-Place = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
+Value = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
 
 
 class Tables:
@@ -225,17 +227,17 @@ class Tables:
         return {n: (row["file_location_id"], parents[n] - shift) for n, row in rows.items()}
 
     def frames(self, number: int) -> tuple[tuple[str, int], ...]:
-        found = []
+        frames = []
         while number in self._frames:
             location, parent = self._frames[number]
             row = _fields(self._tables["FileLocations"][location])
-            found.append((self._tables["FileNames"][row["file_name_id"]], row["line"]))
+            frames.append((self._tables["FileNames"][row["file_name_id"]], row["line"]))
             if parent >= number:
                 raise InputError(
                     f"the compiled program's stack frame {number} has the later frame {parent} as its caller"
                 )
             number = parent
-        return tuple(found)
+        return tuple(frames)
 
 
 def _fields(row: str) -> dict[str, int]:
@@ -260,18 +262,18 @@ def comma_separated(text: str) -> list[str]:
 
 def attributes_of(text: str) -> dict[str, str]:
     """The attributes in ', key=value, ...': key -> value. A mesh's `, device_ids=(...)` belongs to its value."""
-    found: dict[str, str] = {}
+    attributes: dict[str, str] = {}
     last = ""
     for part in comma_separated(text):
         key = _ATTRIBUTE.match(part)
-        if key and not (key.group(1) == "device_ids" and found.get(last, "").startswith("mesh[")):
+        if key and not (key.group(1) == "device_ids" and attributes.get(last, "").startswith("mesh[")):
             last = key.group(1)
-            found[last] = part[key.end() :]
+            attributes[last] = part[key.end() :]
         elif key and last:
-            found[last] += f", {part}"
+            attributes[last] += f", {part}"
         elif part:
-            found[part] = ""
-    return found
+            attributes[part] = ""
+    return attributes
 
 
 def _array(match: re.Match) -> Array:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gspmd_lm.foresight.hlo import Module
-    from gspmd_lm.foresight.hlo.instruction import Instruction, Place
+    from gspmd_lm.foresight.hlo.instruction import Instruction, Value
 
 _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
@@ -18,7 +18,7 @@ class Loops:
     def __init__(self, module: Module):
         self.module = module
 
-    def turns(self, loop: Instruction) -> int | None:
+    def trip_count(self, loop: Instruction) -> int | None:
         """The turns of a while loop, from `counter < limit`; None if they cannot be told."""
         condition = self.module.computations[loop.called["condition"][0]]
         compare, _ = self.origin((condition.root, ()))
@@ -28,9 +28,9 @@ class Loops:
         sides = [self.origin((self.module.operand(compare, n), ())) for n in (0, 1)]
         for (counter, path), limit_place in (tuple(sides), tuple(reversed(sides))):
             if counter.opcode == "parameter" and counter.computation == condition.name and path:
-                found = self._count(loop, path, self.value(limit_place), direction)
-                if found is not None:
-                    return found
+                trip_count = self._count(loop, path, self.value(limit_place), direction)
+                if trip_count is not None:
+                    return trip_count
             direction = _SWAPPED.get(direction, "")
         return None
 
@@ -48,7 +48,7 @@ class Loops:
             return None
         return max(0, math.ceil((limit - start) / step))
 
-    def _offset(self, place: Place, counter: Place) -> int | None:
+    def _offset(self, place: Value, counter: Value) -> int | None:
         """The constant that is added to the counter to get `place`; None if it is not such a sum."""
         instruction, path = self.origin(place)
         if (instruction, path) == counter:
@@ -64,7 +64,7 @@ class Loops:
                 return base - added if one is left else None
         return None
 
-    def value(self, place: Place) -> int | None:
+    def value(self, place: Value) -> int | None:
         """The integer at a place, if it is the same in every turn; else None."""
         instruction, path = self.origin(place)
         if instruction.opcode == "constant":
@@ -90,12 +90,12 @@ class Loops:
         body = self.module.computations[loop.called["body"][0]]
         return self.origin((body.root, path)) == (body.parameters[0], path)
 
-    def origin(self, place: Place) -> Place:
+    def origin(self, place: Value) -> Value:
         """The origin of a value, followed through copies, tuples, fusions, calls and loops that keep it."""
         while True:
             instruction, path = place
             kept = instruction.opcode == "while" and path and self._invariant(instruction, path)
-            before = (self.module.operand(instruction), path) if kept else self.module.before(place)
+            before = (self.module.operand(instruction), path) if kept else self.module.defined_by(place)
             if before is None:
                 return place
             place = before

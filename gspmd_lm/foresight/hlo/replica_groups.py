@@ -26,11 +26,11 @@ _AXIS = re.compile(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?")
 def groups(instruction: Instruction, devices: int) -> Groups:
     """The groups of a collective, each in its order; for a permute, its (source, target) pairs. Raises as `read`."""
     pairs = instruction.attributes.get("source_target_pairs")
-    return read(pairs if pairs is not None else instruction.attributes.get("replica_groups", "{}"), devices)
+    return parse(pairs if pairs is not None else instruction.attributes.get("replica_groups", "{}"), devices)
 
 
 @functools.lru_cache(maxsize=4096)
-def read(text: str, devices: int) -> Groups:
+def parse(text: str, devices: int) -> Groups:
     """The groups in the text of an attribute; {} means all devices.
 
     Raises: InputError for a way of writing that is not known.

@@ -1,18 +1,18 @@
-"""Predictions from a walk through a compiled schedule: a step's time, its waits, and the timeline of one layer."""
+"""Predictions from the simulated schedule: a step's time, its exposed communication, and the timeline of one layer."""
 
 import collections
 import dataclasses
 from collections.abc import Mapping
 
-from gspmd_lm.foresight.cost import attention, flops, memory_traffic, prices
-from gspmd_lm.foresight.cost.walk import COMPUTE, COPIES, HOST, MEMORY, Turn, Walk
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.names import read
+from gspmd_lm.foresight.op_names import parse
+from gspmd_lm.foresight.timing import attention, flops, memory_traffic, op_time
+from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Iteration, Simulation
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
 
 COSTLIEST = 12  # how many operations are listed
-UNKNOWN_TURNS = "while: turns unknown"
+UNKNOWN_TRIP_COUNT = "while: turns unknown"
 _TOO_SHORT = 1e-4  # the share of a turn below which a span is not shown
 
 
@@ -42,7 +42,7 @@ class Prediction:
     communication_s: float  # exposed or not
     mfu: float
     tokens_per_s_per_device: float
-    basis: str  # what the prices rest on
+    basis: str  # what the op times rest on
     error: str  # the known error of such predictions
     timeline: tuple[Span, ...]
     # An operation whose time is not known -> its share of the bytes of all instructions; the largest first.
@@ -67,30 +67,30 @@ def predict(
     wrong predictions for such chips were. `least_flops` are the FLOPs that the matmuls and attention kernels of one
     device must do; 0 means that they are not known.
     """
-    walk = Walk(module, chip, network)
-    waited = {label: seconds for label, seconds in walk.waited.items() if seconds > 0}
-    host_s = waited.pop(HOST, 0.0)
-    unpriced = _unpriced(module, walk)
-    step_s = walk.now_s
+    simulation = Simulation(module, chip, network)
+    exposed_s = {label: seconds for label, seconds in simulation.exposed_s.items() if seconds > 0}
+    host_s = exposed_s.pop(HOST, 0.0)
+    unpriced = _without_time(module, simulation)
+    step_s = simulation.clock_s
     packed = "; packed documents as whole rows" if any(map(attention.packed, module.kernels)) else ""
     return Prediction(
         step_time_s=step_s,
-        matmul_s=walk.spent["matmul"],
-        attention_s=walk.spent["attention"],
-        other_s=walk.spent["other"],
-        exposed_communication_s=sum(waited.values()),
-        exposed_by_axis=dict(sorted(waited.items(), key=lambda wait: -wait[1])),
+        matmul_s=simulation.compute_s["matmul"],
+        attention_s=simulation.compute_s["attention"],
+        other_s=simulation.compute_s["other"],
+        exposed_communication_s=sum(exposed_s.values()),
+        exposed_by_axis=dict(sorted(exposed_s.items(), key=lambda wait: -wait[1])),
         exposed_host_copy_s=host_s,
-        communication_s=walk.communication_s,
+        communication_s=simulation.communication_s,
         mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
         tokens_per_s_per_device=tokens_per_device / step_s if step_s else 0.0,
         basis=_BASIS[chip.platform] + packed,
         error=error,
-        timeline=_timeline(module, walk),
+        timeline=_timeline(module, simulation),
         unpriced=unpriced,
         unpriced_share=sum(unpriced.values()),
         missing_flops_share=max(0.0, 1 - _flops(module) / least_flops) if least_flops else 0.0,
-        fusions=_costliest(module, walk),
+        fusions=_costliest(module, simulation),
     )
 
 
@@ -100,101 +100,106 @@ _BASIS = {
 }
 
 
-def _unpriced(module: Module, walk: Walk) -> dict[str, float]:
+def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
-    total, left = 0, collections.Counter[str]()
+    total, bytes_of = 0, collections.Counter[str]()
     for step in module.steps():
         instruction = step.instruction
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
             continue
-        size = step.times * memory_traffic.of(module, instruction).total()
+        size = step.executions * memory_traffic.bytes_of(module, instruction).total()
         total += size
-        unknown = walk.price(instruction).unknown
+        unknown = simulation.op_time(instruction).unknown
         if instruction.phase == "-start" and not (
-            module.bodies(instruction) or instruction.base in COPIES or walk.exchanges(instruction)
+            module.bodies(instruction) or instruction.base in COPIES or simulation.collective_ops(instruction)
         ):
             unknown = instruction.opcode
         if unknown:
-            left[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
+            bytes_of[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
     for step in module.steps():
         unknown = step.instruction.opcode == "while" and module.trip_count(step.instruction) is None
-        if unknown and not read(step.instruction.op_name).turns:
-            left[UNKNOWN_TURNS] += 1
-    return {name: size / total if total else 0.0 for name, size in left.most_common()}
+        if unknown and not parse(step.instruction.op_name).trip_count:
+            bytes_of[UNKNOWN_TRIP_COUNT] += 1
+    return {name: size / total if total else 0.0 for name, size in bytes_of.most_common()}
 
 
 def _flops(module: Module) -> float:
     """The FLOPs of matmuls and kernels in one step, without recomputation."""
     total = 0.0
     for step in module.steps():
-        if read(step.instruction.op_name).phase == "recomputation":
+        if parse(step.instruction.op_name).phase == "recomputation":
             continue
-        done = flops.of(module, step.instruction)
-        for call in prices.kernels_of(module, step.instruction):
-            done += attention.flops(module, call) or (flops.stated(module, call) or (0.0,))[0]
-        total += step.times * done
+        done = flops.flops_of(module, step.instruction)
+        for call in op_time.kernels_of(module, step.instruction):
+            done += attention.flops(module, call) or (flops.kernel_work(module, call) or (0.0,))[0]
+        total += step.executions * done
     return total
 
 
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional")
 
 
-def _costliest(module: Module, walk: Walk) -> tuple[tuple[str, float], ...]:
+def _costliest(module: Module, simulation: Simulation) -> tuple[tuple[str, float], ...]:
     """The operations that compute longest, each with its seconds."""
-    found: collections.defaultdict[str, float] = collections.defaultdict(float)
+    seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     for step in module.steps():
-        price = walk.price(step.instruction)
-        if price.seconds:
-            found[f"{_label(step.instruction)} ({price.kind})"] += step.times * price.seconds
-    return tuple(sorted(found.items(), key=lambda item: -item[1])[:COSTLIEST])
+        time = simulation.op_time(step.instruction)
+        if time.seconds:
+            seconds[f"{_label(step.instruction)} ({time.kind})"] += step.executions * time.seconds
+    return tuple(sorted(seconds.items(), key=lambda item: -item[1])[:COSTLIEST])
 
 
 def _label(instruction: Instruction) -> str:
     """The place of an instruction in the model, such as layers.attention.wq."""
-    name = read(instruction.op_name)
-    return "+".join(name.of) or ".".join(name.modules[:3]) or instruction.name
+    name = parse(instruction.op_name)
+    return "+".join(name.owners) or ".".join(name.modules[:3]) or instruction.name
 
 
-def _timeline(module: Module, walk: Walk) -> tuple[Span, ...]:
+def _timeline(module: Module, simulation: Simulation) -> tuple[Span, ...]:
     """One turn of the longest loop of the forward pass, then one of the backward pass."""
     steps = {step.instruction.name: step for step in module.steps() if step.instruction.opcode == "while"}
-    parts = {name: _part(turn) for name, turn in walk.turns.items()}
+    parts = {name: _part(turn) for name, turn in simulation.iterations.items()}
     longest: dict[str, str] = {}
-    for name in sorted(walk.turns, key=lambda name: walk.turns[name].loop_s * steps[name].times):
-        others = {parts[other] for other in walk.turns if name in (loop.name for loop in steps[other].loops)}
+    for name in sorted(
+        simulation.iterations, key=lambda name: simulation.iterations[name].loop_s * steps[name].executions
+    ):
+        others = {parts[other] for other in simulation.iterations if name in (loop.name for loop in steps[other].loops)}
         if len(others) < 2:  # a loop over microbatches contains loops of both passes
             longest[parts[name]] = name
     return tuple(
-        span for part in ("forward", "backward") if part in longest for span in _spans(walk.turns[longest[part]], part)
+        span
+        for part in ("forward", "backward")
+        if part in longest
+        for span in _spans(simulation.iterations[longest[part]], part)
     )
 
 
-def _part(turn: Turn) -> str:
+def _part(iteration: Iteration) -> str:
     """The pass, forward or backward, of most of a turn's compute. Recomputation belongs to the backward pass."""
-    spent = {"forward": 0.0, "backward": 0.0}
-    for piece in turn.pieces:
-        if piece.lane == COMPUTE:
-            phase = read(piece.instruction.op_name).phase
-            spent["forward" if phase == "forward" else "backward"] += piece.end_s - piece.begin_s
-    return "backward" if spent["backward"] > spent["forward"] else "forward"
+    compute_s = {"forward": 0.0, "backward": 0.0}
+    for event in iteration.events:
+        if event.track == COMPUTE:
+            phase = parse(event.instruction.op_name).phase
+            compute_s["forward" if phase == "forward" else "backward"] += event.end_s - event.begin_s
+    return "backward" if compute_s["backward"] > compute_s["forward"] else "forward"
 
 
-def _spans(turn: Turn, part: str) -> list[Span]:
+def _spans(iteration: Iteration, part: str) -> list[Span]:
     """The spans of a turn. A transfer that ends in the next turn is also shown as it comes from the turn before."""
-    found: list[Span] = []
-    for piece in turn.pieces:
-        begin_s, end_s = piece.begin_s - turn.begin_s, piece.end_s - turn.begin_s
-        if piece.lane == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
+    spans: list[Span] = []
+    for event in iteration.events:
+        begin_s, end_s = event.begin_s - iteration.begin_s, event.end_s - iteration.begin_s
+        if event.track == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
             continue
-        for shift_s in (0.0, turn.seconds):
-            low, high = max(0.0, begin_s - shift_s), min(turn.seconds, end_s - shift_s)
-            if high - low > turn.seconds * _TOO_SHORT:
-                found.append(Span(low, high, piece.lane, piece.kind, _label(piece.instruction), part))
+        for shift_s in (0.0, iteration.seconds):
+            low, high = max(0.0, begin_s - shift_s), min(iteration.seconds, end_s - shift_s)
+            if high - low > iteration.seconds * _TOO_SHORT:
+                spans.append(Span(low, high, event.track, event.kind, _label(event.instruction), part))
     joined: list[Span] = []
-    for span in sorted(found, key=lambda span: (span.lane != COMPUTE, span.lane, span.start_s)):
+    for span in sorted(spans, key=lambda span: (span.lane != COMPUTE, span.lane, span.start_s)):
         last = joined[-1] if joined else span
         same = dataclasses.replace(span, start_s=last.start_s, end_s=last.end_s) == last
-        if joined and same and span.start_s - last.end_s <= turn.seconds * _TOO_SHORT:
+        if joined and same and span.start_s - last.end_s <= iteration.seconds * _TOO_SHORT:
             joined[-1] = dataclasses.replace(last, end_s=span.end_s)
         else:
             joined.append(span)

@@ -8,18 +8,18 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import attention, flops, prices
-from gspmd_lm.foresight.floor import counted, floor
-from gspmd_lm.foresight.floor.moves import Move
-from gspmd_lm.foresight.names import read
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.bounds import any_model, of_training
+from gspmd_lm.foresight.bounds.transfers import Transfer
+from gspmd_lm.foresight.graph import DataflowGraph
+from gspmd_lm.foresight.op_names import parse
+from gspmd_lm.foresight.timing import attention, flops, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.plan import links, price, work
-from gspmd_lm.plan.links import Links
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan import estimate, operations, overlap
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan.operations import TraceCache
+from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.traces import Traces
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
@@ -37,12 +37,12 @@ DATA = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "attention": {"gpu": "c
 @pytest.fixture(scope="module")
 def simulated(llama):
     """One pricer for all layouts and policies: what they share must not be what sets them apart."""
-    return Pricer(llama, targets.parse("cpu:8"))
+    return Estimator(llama, targets.parse("cpu:8"))
 
 
 @pytest.mark.parametrize("layout", ["fsdp8", "tp8", "whole keys", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
 def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
-    pricer, arrays = simulated, simulated.traces.arrays
+    estimator, arrays = simulated, simulated.traces.arrays
     if layout == "whole keys":  # queries are split finer than the keys that they share
         raw = {"mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}}
         file = rules_file.from_dict(raw, layout)
@@ -52,35 +52,37 @@ def test_what_is_sent_is_the_floors_count(llama, simulated, layout):
         if 8 % (microbatches * file.mesh.get("data", 1) * file.mesh.get("fsdp", 1)):
             continue
         one = dataclasses.replace(file, microbatches=microbatches).fill(8)
-        traced = Traced.of(state.recorded(llama, arrays, microbatches, one), arrays)  # the same for any policy
+        graph = DataflowGraph.from_recorder(
+            state.recorded(llama, arrays, microbatches, one), arrays
+        )  # the same for any policy
         for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
             rules = dataclasses.replace(one, remat=remat)
-            least = floor(llama, rules, arrays, None, traced)
-            assert pricer.price(rules).sent_by_axis == least.communication_by_axis
+            least = of_training(llama, rules, arrays, None, graph)
+            assert estimator.estimate(rules).sent_by_axis == least.communication_by_axis
 
 
 def test_products_of_a_step_are_those_of_its_gradients(mixer):
     """Operations of the forward pass and what each costs backward, against the traced gradients themselves."""
-    traces = Traces(mixer)
+    traces = TraceCache(mixer)
     rules = rules_file.from_dict({"mesh": {"data": 1}}, "one", vocabulary=mixer.vocabulary)
-    operations = traces.of(rules).work(False).operations
-    total = sum(one.flops * (1 + one.backward) * one.times for one in operations)
+    operations = traces.trace(rules).op_graph(False).ops
+    total = sum(one.flops * (1 + one.backward) * one.trip_count for one in operations)
     of_images = next(one.flops for one in operations if one.flops)  # they have no gradient
-    of_step = counted.flops_of_step(mixer, traces.arrays)
+    of_step = any_model.flops_of_step(mixer, traces.arrays)
     assert total - of_images == of_step
 
 
 def test_what_a_policy_computes_again(llama, monkeypatch):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
-    monkeypatch.setitem(price.FUSED, "tpu", 0.0)  # products alone
-    pricer = Pricer(llama, targets.parse("v5p:2x2x2"))
+    monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", 0.0)  # products alone
+    estimator = Estimator(llama, targets.parse("v5p:2x2x2"))
 
     def products_s(remat):
-        return pricer.price(rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)).matmul_s
+        return estimator.estimate(rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)).matmul_s
 
     def again_s(elements):  # of the matrices of a layer
         chip = CHIPS["v5p"]
-        slower = chip.matmul_slowdown / prices.MATMUL_SHARE["tpu"]
+        slower = chip.matmul_slowdown / op_time.MATMUL_SHARE["tpu"]
         return pytest.approx(2 * T * elements * L * slower / chip.peak_bf16_flops_per_s, rel=1e-6)
 
     once = products_s("none")
@@ -111,20 +113,20 @@ def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, bui
     ran: dict[tuple, float] = collections.Counter()
     once: dict[tuple, float] = collections.Counter()
     for of_step in module.steps():
-        name = read(of_step.instruction.op_name)
-        key = name.of or ((name.array,) if name.array else name.modules[:2])
-        done = of_step.times * flops.of(module, of_step.instruction)
+        name = parse(of_step.instruction.op_name)
+        key = name.owners or ((name.array,) if name.array else name.modules[:2])
+        done = of_step.executions * flops.flops_of(module, of_step.instruction)
         ran[key] += done
         once[key] += done if name.phase == "forward" else 0.0
     filled = rules_file.from_dict(rules, "one")
-    found = Traces(config).of(filled).work(False)
-    again = found.kept(filled.remat).again
+    found = TraceCache(config).trace(filled).op_graph(False)
+    again = found.saved_activations(filled.remat).recomputed
     told, alone = collections.Counter(), collections.Counter()
-    for one in found.operations:
+    for one in found.ops:
         name = next(iter(one.nodes)).name
         if one.flops and name.modules:
-            told[name.of or name.modules[:2]] += one.flops * (1 + one.backward + (one in again))
-            alone[name.of or name.modules[:2]] += one.flops
+            told[name.owners or name.modules[:2]] += one.flops * (1 + one.backward + (one in again))
+            alone[name.owners or name.modules[:2]] += one.flops
     told.pop(("layers.mlp.router",), None)  # XLA makes a sum of one of its products
     assert len(told) >= 7
     for key, often in told.items():  # the loop of experts on CPUs fills blocks with zeros, in each run alike
@@ -134,135 +136,138 @@ def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, bui
 def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(small):
     def kept(config, remat):
         rules = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "one")
-        return Traces(config).of(rules).work(False).kept(rules.remat)
+        return TraceCache(config).trace(rules).op_graph(False).saved_activations(rules.remat)
 
     config = small(**ROW)
     scores_bytes = 4 * 4 * config.model.heads * 64 * 64 * 4  # float32, of all layers
     assert max(size for size, _ in kept(config, "none").on_device) < scores_bytes
     saved = kept(small(**EXPERTS), {"save": ["hidden"]})
-    names = {next(iter(one.nodes)).name.of for one in saved.again if isinstance(one, work.Operation) and one.grouped}
+    grouped = [one for one in saved.recomputed if isinstance(one, operations.Op) and one.grouped]
+    names = {next(iter(one.nodes)).name.owners for one in grouped}
     assert names == set()  # neither w_gate nor w_up
     everything = kept(small(**EXPERTS), "dots")  # jax keeps what dot_general gives, which grouped kernels are not
-    assert sum(one.grouped for one in everything.again if isinstance(one, work.Operation)) == 2
+    assert sum(one.grouped for one in everything.recomputed if isinstance(one, operations.Op)) == 2
 
 
 def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, monkeypatch):
     """What is computed again comes again, and so do its elementwise operations."""
-    traces = Traces(llama)
+    traces = TraceCache(llama)
 
     def products_s(share, remat):
-        monkeypatch.setitem(price.FUSED, "tpu", share)
+        monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", share)
         rules = rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)
-        return Pricer(llama, targets.parse("v5p:2x2x2"), traces).price(rules).matmul_s
+        return Estimator(llama, targets.parse("v5p:2x2x2"), traces).estimate(rules).matmul_s
 
     extra_s = {remat: products_s(0.7, remat) - products_s(0.0, remat) for remat in ("none", "block")}
-    hidden_s = B / 8 * T * F * 2 / prices.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
+    hidden_s = B / 8 * T * F * 2 / op_time.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
     assert extra_s["none"] > 3 * 0.7 * hidden_s * L
     assert extra_s["block"] > extra_s["none"]
 
 
-def test_the_attention_kernel_runs_again_unless_its_result_is_kept(priced):
+def test_the_attention_kernel_runs_again_unless_its_result_is_kept(estimated):
     once, again = (
-        priced({**FSDP, "remat": remat}, "v5p:2x2x2").attention_s for remat in ({"save": ["attention_out"]}, "block")
+        estimated({**FSDP, "remat": remat}, "v5p:2x2x2").attention_s for remat in ({"save": ["attention_out"]}, "block")
     )
-    assert once == priced(FSDP, "v5p:2x2x2").attention_s
+    assert once == estimated(FSDP, "v5p:2x2x2").attention_s
     call = attention.Splash("fwd", heads=N, size=H, blocks=(8, 8), rows=1024, columns=1024, fused=True)
     assert again - once == pytest.approx(L * attention.splash_s(call, CHIPS["v5p"]))
 
 
 def test_a_window_is_priced_by_its_scores():
     windowed = configs.load("llama3_8b", ["data.batch=8", "model.sliding_window=1024"])
-    pricer, chip = Pricer(windowed, targets.parse("h100:8")), CHIPS["h100"]
-    found = pricer.price(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
-    scores = N * H * attention.seen(T, 1024)
+    estimator, chip = Estimator(windowed, targets.parse("h100:8")), CHIPS["h100"]
+    found = estimator.estimate(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
+    scores = N * H * attention.masked_scores(T, 1024)
     passes = [attention.cudnn_s(2 * n * scores, n > 2, chip, T, H, window=1024) for n in (2, 5)]
-    assert found == pytest.approx(L * (sum(passes) + 2 * prices.LAUNCH_S["gpu"]))
+    assert found == pytest.approx(L * (sum(passes) + 2 * op_time.LAUNCH_S["gpu"]))
 
 
-def test_kept_activations_are_counted_once_and_cost_traffic(priced):
+def test_kept_activations_are_counted_once_and_cost_traffic(estimated):
     block, queries, both = (
-        priced({**FSDP, "remat": {"save": names}}) for names in ([], ["q"], ["q", "attention_out"])
+        estimated({**FSDP, "remat": {"save": names}}) for names in ([], ["q"], ["q", "attention_out"])
     )  # fmt: skip
     queries_bytes = 2 * T * N * H * L  # the second of the two arrays that are called q is what attention reads
     assert queries.peak_bytes - block.peak_bytes == queries_bytes
     assert both.peak_bytes - queries.peak_bytes == queries_bytes
-    assert priced(FSDP).other_s > priced({**FSDP, "remat": "dots"}).other_s
+    assert estimated(FSDP).other_s > estimated({**FSDP, "remat": "dots"}).other_s
 
 
 @pytest.mark.parametrize("target", ["v6e:2x4", "v5p:2x2x2"])
-def test_products_are_slower_in_programs_that_offload(priced, target):
-    save, offload = (priced({**FSDP, "remat": {key: ["layer_input"]}}, target).matmul_s for key in ("save", "offload"))
+def test_products_are_slower_in_programs_that_offload(estimated, target):
+    save, offload = (
+        estimated({**FSDP, "remat": {key: ["layer_input"]}}, target).matmul_s for key in ("save", "offload")
+    )
     assert offload == pytest.approx(save * CHIPS[target.partition(":")[0]].offloading_slowdown)
 
 
-def test_offloaded_activations_leave_the_device(priced):
-    here, there = (priced({**FSDP, "remat": {key: ["layer_input"]}}) for key in ("save", "offload"))
+def test_offloaded_activations_leave_the_device(estimated):
+    here, there = (estimated({**FSDP, "remat": {key: ["layer_input"]}}) for key in ("save", "offload"))
     assert here.peak_bytes - there.peak_bytes == there.host_bytes == 2 * T * D * L
     assert here.host_bytes == 0
 
 
 @pytest.mark.parametrize(("target", "free"), [("v5p:2x2x2", True), ("h100:8", False)])
 def test_casts_of_weights_cost_nothing_on_tpus(llama, target, free):
-    layout = Pricer(llama, targets.parse(target))._layout(rules_file.from_dict(DATA, "data").fill(8))
-    priced = {timed.of for timed in layout.timed}
-    cast = [operation for operation in layout.work.operations if operation.only_casts]
+    layout = Estimator(llama, targets.parse(target))._layout(rules_file.from_dict(DATA, "data").fill(8))
+    estimated = {timed.op for timed in layout.timed_ops}
+    cast = [operation for operation in layout.op_graph.ops if operation.only_casts]
     assert {"layers.attention.wq", "layers.mlp.w_down"} <= {
-        near.placed.array for operation in cast for _, places in operation.touched for near in places
+        near.placed.array for operation in cast for _, places in operation.moved for near in places
     }
-    assert [operation in priced for operation in cast] == [not free] * len(cast)
+    assert [operation in estimated for operation in cast] == [not free] * len(cast)
 
 
-def test_state_is_held_as_the_tables_say(priced, llama):
-    whole, zero1 = priced(DATA), priced({**DATA, "optimizer": {"embed": "data"}})
+def test_state_is_held_as_the_tables_say(estimated, llama):
+    whole, zero1 = estimated(DATA), estimated({**DATA, "optimizer": {"embed": "data"}})
     parameters = state.arrays(llama).parameter_count
     # Two moments and the gradients, float32; the optimizer's count is whole.
     assert whole.peak_bytes - zero1.peak_bytes == pytest.approx(12 * parameters * 7 / 8, abs=16)
-    zero3 = priced(FSDP)
+    zero3 = estimated(FSDP)
     assert zero1.peak_bytes - zero3.peak_bytes == pytest.approx(4 * parameters * 7 / 8, abs=16)
 
 
-def test_a_batch_that_is_not_split_is_computed_by_all(priced):
-    split, whole = (priced(raw, "v5p:2x2x2") for raw in (FSDP, {**FSDP, "rules": {"mlp": None}}))
+def test_a_batch_that_is_not_split_is_computed_by_all(estimated):
+    split, whole = (estimated(raw, "v5p:2x2x2") for raw in (FSDP, {**FSDP, "rules": {"mlp": None}}))
     assert whole.matmul_s > 7.9 * split.matmul_s
 
 
-def test_activations_of_tensor_parallelism_wait_and_weights_hide(priced):
+def test_activations_of_tensor_parallelism_wait_and_weights_hide(estimated):
     tensor = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
     splash = {"attention": {"tpu": "splash"}, "remat": "block"}
-    waits = priced({"mesh": {"tensor": 8}, "rules": tensor, **splash}, "v5p:2x2x2")
-    waiting = links.ACTIVATIONS_EXPOSED[3][0]  # next to nothing is sent outside of loops
+    waits = estimated({"mesh": {"tensor": 8}, "rules": tensor, **splash}, "v5p:2x2x2")
+    waiting = overlap.ACTIVATIONS_EXPOSED[3][0]  # next to nothing is sent outside of loops
     assert waits.exposed_by_axis == {"tensor": pytest.approx(waiting * waits.communication_s, rel=5e-3)}
-    hidden = priced({**FSDP, **splash}, "v5p:2x2x2")
+    hidden = estimated({**FSDP, **splash}, "v5p:2x2x2")
     assert sum(hidden.exposed_by_axis.values()) < 0.4 * hidden.communication_s
 
 
-def test_between_slices_data_is_cheaper_than_fsdp(priced):
+def test_between_slices_data_is_cheaper_than_fsdp(estimated):
     both = {**FSDP, "mesh": {"data": 2, "fsdp": 4}, "rules": {"batch": ["data", "fsdp"]},
             "attention": {"tpu": "splash"}, "remat": "block"}  # fmt: skip
-    data, fsdp = (priced({**both, "dcn": dcn}, "2@v6e:2x2") for dcn in ({"data": 2}, {"fsdp": 2}))
+    data, fsdp = (estimated({**both, "dcn": dcn}, "2@v6e:2x2") for dcn in ({"data": 2}, {"fsdp": 2}))
     assert sum(data.exposed_by_axis.values()) < sum(fsdp.exposed_by_axis.values())
     assert data.matmul_s == fsdp.matmul_s
 
 
 def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_gathered():
     """However long loops compute. Replicated weights alone have gradients that hide."""
-    between = Links(targets.parse("2@v6e:2x2"))
+    between = Overlap(targets.parse("2@v6e:2x2"))
     rules = rules_file.from_dict({"mesh": {"data": 8}, "rules": {"batch": "data"}, "dcn": {"data": 2}}, "two").fill(8)
 
     def share(*moves):
-        exposed, sent_s = between.waited(rules, moves, (1e6, 1e6), 0)
+        exposed, sent_s = between.exposed(rules, moves, (1e6, 1e6), 0)
         return exposed["data"] / sent_s
 
-    gradients, weights = Move("gradients", "data", 1e8, 16, True), Move("weights", "data", 1e8, 16, True)
-    assert share(gradients) == pytest.approx(links.NEVER_HIDDEN["tpu"][2])
-    assert share(weights) == pytest.approx(links.SLICES_EXPOSED)
-    once = weights._replace(bytes=1.0, times=1, looped=False)
+    gradients, weights = Transfer("gradients", "data", 1e8, 16, True), Transfer("weights", "data", 1e8, 16, True)
+    assert share(gradients) == pytest.approx(overlap.LEAST_EXPOSED["tpu"][2])
+    assert share(weights) == pytest.approx(overlap.SLICES_EXPOSED)
+    once = weights._replace(bytes=1.0, times_per_step=1, in_loop=False)
     assert share(gradients, once) == pytest.approx(1.0)
 
 
 def test_simulated_devices_have_bytes_and_no_times(llama):
-    pricer = Pricer(llama, targets.parse("cpu:8"))
-    found = pricer.price(rules_file.load("fsdp8").fill(8))
+    estimator = Estimator(llama, targets.parse("cpu:8"))
+    found = estimator.estimate(rules_file.load("fsdp8").fill(8))
     assert found.step_time_s == found.matmul_s == 0
     assert found.sent_bytes > 0
     assert found.peak_bytes > 0
@@ -270,12 +275,12 @@ def test_simulated_devices_have_bytes_and_no_times(llama):
 
 def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
     target = targets.parse("h100:8")
-    traces = Traces(mixer)
-    space, pricer = Space(mixer, target, traces), Pricer(mixer, target, traces)
+    traces = TraceCache(mixer)
+    space, estimator = Space(mixer, target, traces), Estimator(mixer, target, traces)
     parameters = traces.arrays.parameter_count
 
     def of(raw):
-        return pricer.price(space.rules(raw))
+        return estimator.estimate(space.rules(raw))
 
     # Gradients are reduced to all: twice 7/8 of their bytes; sharded ones are reduced once, and weights gathered once.
     # A sum of scores over the labels is no weight's.
@@ -294,14 +299,14 @@ def test_a_model_of_ones_own_is_priced_by_its_weights_and_sums(mixer):
 def test_a_ring_hides_what_gathered_keys_wait_for_and_context_beats_tensor_where_sequences_are_long():
     """The known directions, Llama 3 8B with 128k tokens on 64 chips."""
     config, where = configs.load("llama3_8b_128k"), targets.parse("v5p:4x4x4")
-    traces = Traces(config)
-    pricer, fixed = Pricer(config, where, traces), {"attention": {"tpu": "splash"}, "remat": "block"}
+    traces = TraceCache(config)
+    estimator, fixed = Estimator(config, where, traces), {"attention": {"tpu": "splash"}, "remat": "block"}
     split = {"mesh": {"fsdp": 8, "context": 8}, "rules": {"batch": "fsdp", "seq": "context"},
              "weights": {"embed": ["fsdp", "context"]}}  # fmt: skip
     tensor = {"mesh": {"fsdp": 8, "tensor": 8}, "weights": {"embed": "fsdp"}, "rules": {
         "batch": "fsdp", **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "residual.seq"), "tensor")}}  # fmt: skip
 
     def seconds(raw):
-        return pricer.price(rules_file.from_dict({**raw, **fixed}, "here").fill(64)).step_time_s
+        return estimator.estimate(rules_file.from_dict({**raw, **fixed}, "here").fill(64)).step_time_s
 
     assert seconds({**split, "context": "ring"}) < seconds({**split, "context": "gather"}) < seconds(tensor)

@@ -9,10 +9,10 @@ import pytest
 import saved_programs
 from sample import network
 
-from gspmd_lm.foresight import collectives, hlo, names, table
-from gspmd_lm.foresight.collectives.provenance import Provenance
+from gspmd_lm.foresight import collectives, hlo, op_names, table
+from gspmd_lm.foresight.collectives.def_use import DefUse
 from gspmd_lm.foresight.compile import programs
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Row
@@ -35,7 +35,7 @@ def collectives_of(step, text, where):
     found = step.arrays if hasattr(step, "arrays") else state.arrays(step.config)
     recorded = state.recorded(step.config, found, step.rules.microbatches, step.rules)
     axes = {row.path: row.axes for row in table.rows(step.config, step.rules, found, recorded.arrays)}
-    return collectives.find(hlo.parse(text), step.rules, axes, where, Traced.of(recorded, found))
+    return collectives.find(hlo.parse(text), step.rules, axes, where, DataflowGraph.from_recorder(recorded, found))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
     slices = slices or [0] * count
     chips = [((k % 8) // 4, k % 4, 0) for k in range(count)]
     where = network(CHIPS["v5e"], chips, slices, slices, loaded.mesh.values(), loaded.mesh)
-    nothing = Traced(jax.make_jaxpr(lambda: ())(), [path for path in arrays if "." in path])
+    nothing = DataflowGraph(jax.make_jaxpr(lambda: ())(), [path for path in arrays if "." in path])
     return collectives.find(hlo.parse(text), loaded, dict(arrays), where, nothing)
 
 
@@ -299,7 +299,7 @@ def test_what_only_one_device_takes_part_in_is_no_collective():
     ],
 )
 def test_names_of_merged_tensors(op_name, count, expected):
-    assert names.each(op_name, count) == expected
+    assert op_names.of_each_tensor(op_name, count) == expected
 
 
 @pytest.mark.parametrize(
@@ -314,14 +314,14 @@ def test_names_of_merged_tensors(op_name, count, expected):
     ],
 )  # fmt: skip
 def test_what_names_say(op_name, phase, parts):
-    name = names.read(op_name)
-    assert (name.phase, (name.modules, name.of, name.sums, (name.table, name.array))) == (phase, parts)
+    name = op_names.parse(op_name)
+    assert (name.phase, (name.modules, name.owners, name.summed_axes, (name.table, name.array))) == (phase, parts)
 
 
 def test_arguments_of_the_step():
-    assert names.state("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
-    assert names.state("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
-    assert names.state("jit(_train)/jvp(Decoder)/mul") == ("", "")
+    assert op_names.state_array("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
+    assert op_names.state_array("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
+    assert op_names.state_array("jit(_train)/jvp(Decoder)/mul") == ("", "")
 
 
 def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
@@ -350,7 +350,7 @@ def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
   %all = (f32[8], s32[]) while(%begin), condition=%ends, body=%outer
   ROOT %r = f32[8]{0} get-tuple-element(%all), index=0"""
     module = hlo.parse(program(body, loops))
-    trail = Provenance(module).trail((module.entry.root, ()))
+    trail = DefUse(module).def_chain((module.entry.root, ()))
     assert trail[-1].opcode == "parameter"
 
 

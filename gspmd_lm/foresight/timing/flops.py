@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Iterable
 
-from gspmd_lm.foresight.cost import memory_traffic
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
+from gspmd_lm.foresight.timing import memory_traffic
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.units import bits
@@ -15,10 +15,10 @@ _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
 
 
-def of(module: Module, instruction: Instruction) -> float:
+def flops_of(module: Module, instruction: Instruction) -> float:
     """The FLOPs of one run of an instruction, 2 x multiply-adds of all its matmuls; 0 if it has none."""
     if instruction.opcode == "fusion":
-        return sum(of(module, inner) for inner in module.inside(instruction) if inner.opcode != "fusion")
+        return sum(flops_of(module, inner) for inner in module.inside(instruction) if inner.opcode != "fusion")
     if instruction.opcode == "dot":
         return _dot(module, instruction, re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", "")))
     if instruction.opcode == "convolution":
@@ -29,25 +29,25 @@ def of(module: Module, instruction: Instruction) -> float:
     return 0.0
 
 
-def stated(module: Module, call: Instruction) -> tuple[float, float] | None:
+def kernel_work(module: Module, call: Instruction) -> tuple[float, float] | None:
     """The (FLOPs, bytes) of a kernel: its own estimate or, without one, what a grouped matmul's shapes say; else None.
 
     Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
     A kernel may have more rows than the buffer, to fill its last tile.
     """
-    arrays, found = _arrays(module, call), call.cost_estimate
+    arrays, work = _arrays(module, call), call.cost_estimate
     rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
-    if found is None and _GROUPED in call.op_name:
+    if work is None and _GROUPED in call.op_name:
         # Of [M, D], [E, D, F] and [M, F], any two give the third.
         matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
-        moved = float(memory_traffic.of(module, call)["hbm"])
-        found = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
+        moved = float(memory_traffic.bytes_of(module, call)["hbm"])
+        work = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
     buffers = sorted(module.buffers.items(), reverse=True)
     share = next((filled * many / rows for many, filled in buffers if many <= rows < many + grouped.MOST_ROWS), 1.0)
-    return found and (found[0] * share, found[1] * share)
+    return work and (work[0] * share, work[1] * share)
 
 
-def computed(
+def tiled_work(
     module: Module, call: Instruction, chip: Chip, operations: float, moved_bytes: float
 ) -> tuple[float, float]:
     """The FLOPs and bytes of a TPU's kernel that says so many: of a grouped matmul, those of its tiles.
@@ -90,13 +90,13 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     left_labels, rest = instruction.attributes["dim_labels"].split("_", 1)
     kernel_labels, result_labels = rest.split("->")
     dimensions = len(left_labels) - 2
-    told = {name: text.split("x") for name, text in _FIELD.findall(instruction.attributes.get("window", ""))}
+    given_window = {name: text.split("x") for name, text in _FIELD.findall(instruction.attributes.get("window", ""))}
     window = {"pad": ["0_0"] * dimensions} | dict.fromkeys(("stride", "lhs_dilate", "rhs_dilate"), ["1"] * dimensions)
-    window |= told
+    window |= given_window
     positions = 1
     for n in range(dimensions):
         at = str(n)
-        positions *= _met(
+        positions *= _input_pairs(
             left[left_labels.index(at)],
             kernel[kernel_labels.index(at)],
             result[result_labels.index(at)],
@@ -111,7 +111,9 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     return 2.0 * positions * batch * outputs * kernel[kernel_labels.index("i")]
 
 
-def _met(size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int) -> int:
+def _input_pairs(
+    size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int
+) -> int:
     """How many (output, kernel position) pairs of one spatial dimension meet an input."""
     step = left_dilate // math.gcd(stride, left_dilate)
     total = 0

@@ -1,13 +1,13 @@
-"""The time that one instruction of a compiled program computes on a chip."""
+"""The op time: how long one instruction of a compiled program computes on a chip."""
 
 import dataclasses
 import itertools
 import math
 import re
 
-from gspmd_lm.foresight.cost import attention, flops, memory_traffic
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.names import read
+from gspmd_lm.foresight.op_names import parse
+from gspmd_lm.foresight.timing import attention, flops, memory_traffic
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.units import bits
 
@@ -58,7 +58,7 @@ _SCORES = re.compile(r"BN?K?G?TS\b")
 
 
 @dataclasses.dataclass(frozen=True)
-class Price:
+class OpTime:
     """The seconds of one run of an instruction, and their kind: matmul, attention or other.
 
     `unknown` names a part whose time is not known: an opcode, or `CALL` and a call's target. The seconds are then those
@@ -70,119 +70,121 @@ class Price:
     unknown: str = ""
 
 
-NOTHING = Price(0.0)
+NO_TIME = OpTime(0.0)
 CALL = "custom-call "
 
 
-def price(module: Module, instruction: Instruction, chip: Chip) -> Price:
-    """The price of the compute of an instruction, without its exchanges."""
+def op_time(module: Module, instruction: Instruction, chip: Chip) -> OpTime:
+    """The time of the compute of an instruction, without its collectives."""
     if instruction.opcode in _FREE or instruction.custom_call_target in _FREE_CALLS:
-        return NOTHING
+        return NO_TIME
     calls = kernels_of(module, instruction)
-    told = [_kernel(module, call, chip) for call in calls]
-    unknown = next((CALL + call.custom_call_target for call, price in zip(calls, told, strict=True) if not price), "")
-    kernels_s = sum(price.seconds for price in told if price)
-    if operations := flops.of(module, instruction):
-        found = _matmul(module, instruction, chip, operations)
-        found = dataclasses.replace(found, seconds=found.seconds + kernels_s)
+    kernel_times = [_kernel_time(module, call, chip) for call in calls]
+    unknown = next(
+        (CALL + call.custom_call_target for call, time in zip(calls, kernel_times, strict=True) if not time), ""
+    )
+    kernels_s = sum(time.seconds for time in kernel_times if time)
+    if matmul_flops := flops.flops_of(module, instruction):
+        time = _matmul_time(module, instruction, chip, matmul_flops)
+        time = dataclasses.replace(time, seconds=time.seconds + kernels_s)
     elif kernels_s:
-        kind = max((price for price in told if price), key=lambda price: price.seconds).kind
-        found = Price(max(kernels_s, _memory_s(module, instruction, chip) if kind == "attention" else 0.0), kind)
+        kind = max((time for time in kernel_times if time), key=lambda time: time.seconds).kind
+        time = OpTime(max(kernels_s, _memory_s(module, instruction, chip) if kind == "attention" else 0.0), kind)
     elif chip.platform == "tpu" and _only_scalars(module, instruction):
-        found = NOTHING  # the scalar unit works beside the other units
+        time = NO_TIME  # the scalar unit works beside the other units
     else:
-        found = _moving(module, instruction, chip)
-        unknown = unknown or ("" if told or instruction.opcode in _BY_BYTES else instruction.opcode)
-    launch_s = LAUNCH_S[chip.platform] if found is not NOTHING else 0.0
-    return dataclasses.replace(found, seconds=found.seconds + launch_s, unknown=unknown)
+        time = _memory_time(module, instruction, chip)
+        unknown = unknown or ("" if kernel_times or instruction.opcode in _BY_BYTES else instruction.opcode)
+    launch_s = LAUNCH_S[chip.platform] if time is not NO_TIME else 0.0
+    return dataclasses.replace(time, seconds=time.seconds + launch_s, unknown=unknown)
 
 
 def kernels_of(module: Module, instruction: Instruction) -> list[Instruction]:
     """The kernels that an instruction runs: itself, or the kernels inside a fusion."""
     calls = (i for i in (instruction, *module.inside(instruction)) if i.opcode == "custom-call")
-    return [call for call in calls if call.custom_call_target not in _FREE_CALLS and not flops.of(module, call)]
+    return [call for call in calls if call.custom_call_target not in _FREE_CALLS and not flops.flops_of(module, call)]
 
 
-def _kernel(module: Module, call: Instruction, chip: Chip) -> Price | None:
-    """The price of a kernel: of attention by its name, of another by its FLOPs and bytes; None if they are unknown."""
-    if seconds := attention.price_s(module, call, chip):
-        return Price(seconds, "attention")
+def _kernel_time(module: Module, call: Instruction, chip: Chip) -> OpTime | None:
+    """The time of a kernel: of attention by its name, of another by its FLOPs and bytes; None if they are unknown."""
+    if seconds := attention.kernel_s(module, call, chip):
+        return OpTime(seconds, "attention")
     if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
-        return NOTHING  # its bytes are counted by `_moving`
-    if (known := flops.stated(module, call)) is None:
+        return NO_TIME  # its bytes are counted by `_moving`
+    if (work := flops.kernel_work(module, call)) is None:
         return None
-    operations, moved_bytes = known
+    flop_count, moved_bytes = work
     if chip.platform == "tpu":
-        operations, moved_bytes = flops.computed(module, call, chip, operations, moved_bytes)
-    moving_s = moved_bytes / hbm_bytes_per_s(chip)
-    return Price(max(_multiplying_s(module, call, chip, operations), moving_s), "matmul" if operations else "other")
+        flop_count, moved_bytes = flops.tiled_work(module, call, chip, flop_count, moved_bytes)
+    memory_s = moved_bytes / hbm_bytes_per_s(chip)
+    return OpTime(max(_flops_s(module, call, chip, flop_count), memory_s), "matmul" if flop_count else "other")
 
 
-def _matmul(module: Module, instruction: Instruction, chip: Chip, operations: float) -> Price:
+def _matmul_time(module: Module, instruction: Instruction, chip: Chip, operations: float) -> OpTime:
     inside = (instruction, *module.inside(instruction))
-    multiplied = next(i for i in inside if i.opcode != "fusion" and flops.of(module, i))
-    seconds = max(_multiplying_s(module, multiplied, chip, operations), _memory_s(module, instruction, chip))
+    matmul = next(i for i in inside if i.opcode != "fusion" and flops.flops_of(module, i))
+    seconds = max(_flops_s(module, matmul, chip, operations), _memory_s(module, instruction, chip))
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
-        peak = max(_peak(module, multiplied, chip), chip.peak_bf16_flops_per_s)
+        peak = max(_peak(module, matmul, chip), chip.peak_bf16_flops_per_s)
         if operations <= estimated_s * peak:  # otherwise the estimate is faster than the chip
             seconds = _slowdown(module, chip) * estimated_s
-    return Price(seconds, "attention" if _attends(module, instruction) else "matmul")
+    return OpTime(seconds, "attention" if _is_attention(module, instruction) else "matmul")
 
 
 def _slowdown(module: Module, chip: Chip) -> float:
     return chip.matmul_slowdown * (chip.offloading_slowdown if module.offloads else 1.0)
 
 
-def _multiplying_s(module: Module, multiplied: Instruction, chip: Chip, operations: float) -> float:
+def _flops_s(module: Module, matmul: Instruction, chip: Chip, operations: float) -> float:
     share = MATMUL_SHARE[chip.platform] / _slowdown(module, chip)
-    if chip.gpu and flops.of(module, multiplied):
-        elements = multiplied.shape.arrays[0].elements
-        width = max(bits(module.operand(multiplied, n).shape.arrays[0].dtype) for n in (0, 1))
-        share *= tiled(elements, operations / (2 * elements) * width / 8, chip.gpu.core_count)
-    return operations / (share * _peak(module, multiplied, chip))
+    if chip.gpu and flops.flops_of(module, matmul):
+        elements = matmul.shape.arrays[0].elements
+        width = max(bits(module.operand(matmul, n).shape.arrays[0].dtype) for n in (0, 1))
+        share *= tile_share(elements, operations / (2 * elements) * width / 8, chip.gpu.core_count)
+    return operations / (share * _peak(module, matmul, chip))
 
 
-def tiled(elements: float, depth_bytes: float, cores: int) -> float:
+def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
     """The share of a GPU's cores and time that a matmul uses: of the best of a few tilings, as libraries choose it.
 
     `elements` are those of its result, and `depth_bytes` is how long the contracted dimension is. That dimension may be
     split too, which makes more and shorter tiles.
     """
-    found = 0.0
-    for tile, pieces in itertools.product(GPU_TILES, (1, 2, 4, 8, 16)):
-        waves = elements / tile * pieces / cores
-        found = max(found, waves / math.ceil(waves) / (1 + GPU_TILE_BYTES * pieces / depth_bytes))
-    return found
+    best = 0.0
+    for tile, splits in itertools.product(GPU_TILES, (1, 2, 4, 8, 16)):
+        waves = elements / tile * splits / cores
+        best = max(best, waves / math.ceil(waves) / (1 + GPU_TILE_BYTES * splits / depth_bytes))
+    return best
 
 
-def _peak(module: Module, multiplied: Instruction, chip: Chip) -> float:
+def _peak(module: Module, matmul: Instruction, chip: Chip) -> float:
     """The peak FLOPs/s of the wider factor: of the first two operands, or of the two largest of a kernel."""
-    arrays = [array for operand in module.operands(multiplied) for array in operand.shape.arrays]
-    if not flops.of(module, multiplied):
+    arrays = [array for operand in module.operands(matmul) for array in operand.shape.arrays]
+    if not flops.flops_of(module, matmul):
         arrays.sort(key=lambda array: -array.elements)
     return min((chip.matmul_flops_per_s(a.dtype) for a in arrays[:2]), default=chip.peak_bf16_flops_per_s)
 
 
-def _moving(module: Module, instruction: Instruction, chip: Chip) -> Price:
+def _memory_time(module: Module, instruction: Instruction, chip: Chip) -> OpTime:
     seconds = _memory_s(module, instruction, chip)
     if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
-    return Price(seconds, "attention" if _attends(module, instruction) else "other")
+    return OpTime(seconds, "attention" if _is_attention(module, instruction) else "other")
 
 
-def _attends(module: Module, instruction: Instruction) -> bool:
+def _is_attention(module: Module, instruction: Instruction) -> bool:
     """Whether an instruction is a part of attention without a kernel of its own: scores, their softmax, or a product
     with them. XLA loses the names of some products on GPUs; what they read, or what reads their result, has one."""
-    names = [instruction.op_name] if instruction.op_name else _beside(module, instruction)
-    return any(read(name).kind == "attention" or _SCORES.search(name) for name in names)
+    names = [instruction.op_name] if instruction.op_name else _neighbour_names(module, instruction)
+    return any(parse(name).kind == "attention" or _SCORES.search(name) for name in names)
 
 
-def _beside(module: Module, instruction: Instruction) -> list[str]:
+def _neighbour_names(module: Module, instruction: Instruction) -> list[str]:
     """The names of what an instruction reads and of what reads its result."""
     reads = module.operands(instruction)
-    while again := [one for one in reads if one.opcode in ("get-tuple-element", "bitcast")]:
-        reads = [one for one in reads if one not in again] + [module.operand(one) for one in again]
+    while views := [one for one in reads if one.opcode in ("get-tuple-element", "bitcast")]:
+        reads = [one for one in reads if one not in views] + [module.operand(one) for one in views]
     results, names = {instruction.name}, [one.op_name for one in reads]
     for other in module.siblings(instruction).values():  # each after what it reads
         if results.isdisjoint(other.operands):
@@ -195,12 +197,12 @@ def _beside(module: Module, instruction: Instruction) -> list[str]:
 
 
 def _only_scalars(module: Module, instruction: Instruction) -> bool:
-    given_and_made = (instruction, *module.operands(instruction))
-    return not any(array.dimensions for one in given_and_made for array in one.shape.arrays)
+    operands_and_results = (instruction, *module.operands(instruction))
+    return not any(array.dimensions for one in operands_and_results for array in one.shape.arrays)
 
 
 def _memory_s(module: Module, instruction: Instruction, chip: Chip) -> float:
-    moved = memory_traffic.of(module, instruction)
+    moved = memory_traffic.bytes_of(module, instruction)
     return (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
-from gspmd_lm.foresight.names import read
+from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
@@ -46,7 +46,7 @@ class Splash:
     rows: int  # the rows of a block: queries
     columns: int  # the columns of a block: keys
     fused: bool
-    sees: str = ""  # see Name.sees
+    mask_window: str = ""  # see Name.sees
     steps: int = 0  # of the grid; 0: one for each pair of blocks
     length: int = 0  # all keys; 0: those of this call
 
@@ -54,9 +54,9 @@ class Splash:
     def visited(self) -> float:
         """How many blocks the mask does not skip."""
         queries, keys = self.blocks
-        if self.sees == "all":
+        if self.mask_window == "all":
             return queries * keys
-        length, window, seen = self.length or keys * self.columns, int(self.sees or 0), 0
+        length, window, seen = self.length or keys * self.columns, int(self.mask_window or 0), 0
         for first in range(0, length, self.rows):
             before = max(0, first + 1 - window) // self.columns if window else 0
             seen += min(length // self.columns, -(-(first + self.rows) // self.columns)) - before
@@ -68,7 +68,7 @@ class Splash:
         return {"fwd": 2, "dkv": 5 if self.fused else 4, "dq": 3}[self.part]
 
 
-def price_s(module: Module, call: Instruction, chip: Chip) -> float | None:
+def kernel_s(module: Module, call: Instruction, chip: Chip) -> float | None:
     """The seconds of a fused attention kernel; None for another call, or if the chip's cycles are not known."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
         config = call.config["cudnn_fmha_backend_config"]
@@ -123,7 +123,7 @@ def flops(module: Module, call: Instruction) -> float:
         config = call.config["cudnn_fmha_backend_config"]
         rows, heads, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
         causal = "CAUSAL" in config.get("mask_type", "")
-        scores = rows * heads * (seen(queries, _window(config)) if causal else queries * keys)
+        scores = rows * heads * (masked_scores(queries, _window(config)) if causal else queries * keys)
         matmuls = 5 if "Backward" in call.custom_call_target else 2
         return 2.0 * matmuls * scores * module.operand(call).shape.arrays[0].dimensions[-1]
     splash = _splash(module, call)
@@ -132,7 +132,7 @@ def flops(module: Module, call: Instruction) -> float:
     return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * splash.size
 
 
-def seen(length: int, window: int) -> float:
+def masked_scores(length: int, window: int) -> float:
     """The scores of a head in a causal row: half of all, or those of the last `window` keys of each query.
 
     Packed documents count as one row. How many scores they have depends on the data.
@@ -153,35 +153,39 @@ def _window(config: Mapping[str, Any]) -> int:
 
 def _splash(module: Module, call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
-    if not (named := _named(call)):
+    if not (name := _splash_name(call)):
         return None
-    integers, (queries, keys, *_) = _given(module, call)
+    integers, (queries, keys, *_) = _operand_arrays(module, call)
     # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
     count = integers[0].dimensions[-2:]
     *heads, rows, size = queries.dimensions
     # The first sizes are those of this pass.
-    told = {side: int(length) for side, length in reversed(_BLOCK.findall(call.frontend.get("kernel_metadata", "")))}
-    block, columns = told.get("q", rows // count[0]), told.get("kv", keys.dimensions[-2] // count[1])
+    block_sizes = {
+        side: int(length) for side, length in reversed(_BLOCK.findall(call.frontend.get("kernel_metadata", "")))
+    }
+    block, columns = block_sizes.get("q", rows // count[0]), block_sizes.get("kv", keys.dimensions[-2] // count[1])
     return Splash(
-        part=named.group(1),
+        part=name.group(1),
         heads=math.prod(heads),
         size=size,
         blocks=(rows // block, keys.dimensions[-2] // columns),
         rows=block,
         columns=columns,
         fused=len(call.shape.arrays) > 4,
-        sees=read(call.op_name).sees,
+        mask_window=parse(call.op_name).mask_window,
         steps=math.prod(count),
         # Those of the longest one: backward passes may go through them piece by piece.
-        length=max(_given(module, other)[1][1].dimensions[-2] for other in module.kernels if _named(other)),
+        length=max(
+            _operand_arrays(module, other)[1][1].dimensions[-2] for other in module.kernels if _splash_name(other)
+        ),
     )
 
 
-def _named(call: Instruction) -> re.Match[str] | None:
+def _splash_name(call: Instruction) -> re.Match[str] | None:
     return _SPLASH.search(call.op_name) if call.custom_call_target == "tpu_custom_call" else None
 
 
-def _given(module: Module, call: Instruction) -> tuple[list[Array], list[Array]]:
+def _operand_arrays(module: Module, call: Instruction) -> tuple[list[Array], list[Array]]:
     """The operands of a kernel: integers, and others."""
     arrays = [operand.shape.arrays[0] for operand in module.operands(call)]
     integers = [array for array in arrays if array.dtype.startswith("s")]

@@ -15,33 +15,33 @@ _NOT_MODULES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Name:
+class OpName:
     """What an operation's name says; see `annotate.scope`."""
 
     phase: str  # forward, backward, recomputation, optimizer
     modules: tuple[str, ...]  # layers, attention_norm
-    of: tuple[str, ...] = ()  # weights, or a part of the step that has none
-    sums: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
+    owners: tuple[str, ...] = ()  # weights, or a part of the step that has none
+    summed_axes: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
     table: str = ""  # rules, weights or optimizer: the operation puts `array` where this table says
     array: str = ""
     einsum: str = ""
-    sees: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
-    turns: str = ""  # how often a loop turns that its data stop; "" if that is not known
+    mask_window: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
+    trip_count: str = ""  # how often a loop turns that its data stop; "" if that is not known
     kind: str = ""  # of work: attention
 
     @property
-    def known(self) -> bool:
+    def is_located(self) -> bool:
         """Whether it says where in the model it stands."""
-        return bool(self.of or self.sums or self.array or self.modules)
+        return bool(self.owners or self.summed_axes or self.array or self.modules)
 
 
 # Axes are capital letters in the model. What partial_sums.py writes beside them: pieces of weights and rows, and h for
 # H.
-_WRITTEN = str.maketrans({"z": None, "r": None, "h": "H"})
+_EINSUM_LETTERS = str.maketrans({"z": None, "r": None, "h": "H"})
 
 
 @functools.lru_cache(maxsize=65536)
-def read(op_name: str) -> Name:
+def parse(op_name: str) -> OpName:
     """'jit(_train)/jvp(Decoder)/while/body/layers/of.layers.mlp.w_down/sum.layers.mlp.w_down.mlp/...' in parts."""
     words = [word for word in re.split(r"[/()]+", re.sub(r"\bjit\([^()]*\)", "", op_name)) if word]
     scopes: dict[str, str] = {}
@@ -53,11 +53,11 @@ def read(op_name: str) -> Name:
         elif dot and role in TABLES:
             table, array = role, rest
         elif "->" in word:
-            einsum = word if word.islower() else word.translate(_WRITTEN)
+            einsum = word if word.islower() else word.translate(_EINSUM_LETTERS)
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
-    of = tuple(filter(None, scopes.get("of", "").split("+")))
-    in_loss = of == ("loss",)
+    owners = tuple(filter(None, scopes.get("of", "").split("+")))
+    in_loss = owners == ("loss",)
     if "rematted_computation" in words:
         phase = "recomputation"
     elif "transpose" in words or (in_loss and "sum" in scopes):  # the loss works out its gradients on its way forward
@@ -65,12 +65,12 @@ def read(op_name: str) -> Name:
     else:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
         phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
-    sums = tuple(filter(None, scopes.get("sum", "").split("+")))
-    more = {name: scopes.get(name, "") for name in ("sees", "turns", "kind")}
-    return Name(phase, tuple(modules), of, sums, table, array, einsum, **more)
+    summed_axes = tuple(filter(None, scopes.get("sum", "").split("+")))
+    window, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
+    return OpName(phase, tuple(modules), owners, summed_axes, table, array, einsum, window, trip_count, kind)
 
 
-def each(op_name: str, count: int) -> list[str]:
+def of_each_tensor(op_name: str, count: int) -> list[str]:
     """The names of the `count` tensors of an instruction: combiners write 'a/(b:c)' for a/b and a/c.
 
     [] where the name does not say it of each.
@@ -101,7 +101,7 @@ def _expanded(op_name: str) -> list[str]:
     return [op_name]
 
 
-def state(op_name: str) -> tuple[str, str]:
+def state_array(op_name: str) -> tuple[str, str]:
     """('params', 'layers.attention.wq') for an argument of the step or a result: which tree of the state, and where.
 
     ('', '') for another name.

@@ -9,9 +9,9 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
-from gspmd_lm.foresight.collectives.exchanges import rendezvous
-from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Place
-from gspmd_lm.foresight.names import state
+from gspmd_lm.foresight.collectives.ops import rendezvous
+from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Value
+from gspmd_lm.foresight.op_names import state_array
 
 # What has the elements of its operand, or some of them, in another order: besides what `Module.before` passes.
 _SAME = {
@@ -22,71 +22,71 @@ _SAME = {
 _EMPTY = {"constant", "broadcast", "iota", "custom-call"}  # what a loop's accumulator begins as
 
 
-class Provenance:
+class DefUse:
     """Follows the values of one module."""
 
     def __init__(self, module: Module):
         self.module = module
-        self._asked: set[Place] = set()  # what loops carry whose beginning is being looked for
+        self._open_loops: set[Value] = set()  # what loops carry whose beginning is being looked for
 
-    def trail(self, place: Place) -> list[Instruction]:
+    def def_chain(self, place: Value) -> list[Instruction]:
         """The instructions through which a value came, the nearest first.
 
         The last one computed the value, or is the program's argument.
         """
-        found: list[Instruction] = []
-        seen: set[Place] = set()
-        current: Place | None = place
+        chain: list[Instruction] = []
+        seen: set[Value] = set()
+        current: Value | None = place
         while current and current not in seen:
             seen.add(current)
-            found.append(current[0])
+            chain.append(current[0])
             current = self._before(current)
-        return found
+        return chain
 
-    def ancestors(self, place: Place) -> Iterator[Instruction]:
+    def ancestors(self, place: Value) -> Iterator[Instruction]:
         """Everything that a value is made of, the nearest first, where `trail` finds no name."""
         waiting, seen = [place], set()
         while waiting:
-            trail = self.trail(waiting.pop(0))
-            last = trail[-1]
+            chain = self.def_chain(waiting.pop(0))
+            last = chain[-1]
             if last not in seen:
                 seen.add(last)
-                yield from trail
+                yield from chain
                 waiting += [(operand, ()) for operand in self.module.operands(last)]
 
-    def pieces(self, place: Place) -> list[tuple[Place, int]]:
+    def concatenated(self, place: Value) -> list[tuple[Value, int]]:
         """The values that lie side by side in one, each with its number of elements."""
         passed = ("bitcast", "reshape", "copy", "fusion", "parameter", "get-tuple-element")
-        instruction = next((at for at in self.trail(place) if at.opcode not in passed), None)
+        instruction = next((at for at in self.def_chain(place) if at.opcode not in passed), None)
         if instruction is None or instruction.opcode != "concatenate":
             return [(place, place[0].shape.arrays[0].elements)]
-        return [piece for operand in self.module.operands(instruction) for piece in self.pieces((operand, ()))]
+        return [piece for operand in self.module.operands(instruction) for piece in self.concatenated((operand, ()))]
 
     @functools.cached_property
-    def returned(self) -> dict[Instruction, tuple[str, str]]:
+    def new_state(self) -> dict[Instruction, tuple[str, str]]:
         """Collective -> the array of the new state that it is, where nothing but copies lies between: see `state`.
 
         A result of the step has the name of the argument that it replaces.
         """
-        found: dict[Instruction, tuple[str, str]] = {}
+        state: dict[Instruction, tuple[str, str]] = {}
         arguments, root = self.module.entry.parameters, self.module.entry.root
         pairs = re.findall(r"\{(\d+)\}: \((\d+),", self.module.attributes.get("input_output_alias", ""))
         for result, argument in pairs if root.opcode == "tuple" else ():
-            for at in self.trail((self.module.operand(root, int(result)), ())):
+            for at in self.def_chain((self.module.operand(root, int(result)), ())):
                 if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
-                    found.setdefault(at, state(arguments[int(argument)].op_name))
-        return found
+                    state.setdefault(at, state_array(arguments[int(argument)].op_name))
+        return state
 
     @functools.cached_property
-    def named(self) -> Mapping[str, list[Instruction]]:
+    def by_op_name(self) -> Mapping[str, list[Instruction]]:
         """The instructions of each op_name."""
-        found: Mapping[str, list[Instruction]] = collections.defaultdict(list)
+        named: Mapping[str, list[Instruction]] = collections.defaultdict(list)
         for instruction in self.module.instructions:
             if instruction.op_name:
-                found[instruction.op_name].append(instruction)
-        return found
+                named[instruction.op_name].append(instruction)
+        return named
 
-    def consumers(self, instruction: Instruction) -> Iterator[Instruction]:
+    def users_of(self, instruction: Instruction) -> Iterator[Instruction]:
         """Those who use a value, the nearest first, within the computation."""
         waiting, seen = [*self._users[instruction]], {instruction}
         while waiting:
@@ -96,23 +96,23 @@ class Provenance:
                 yield user
                 waiting += self._users[user]
 
-    def reads(self, user: Instruction, instruction: Instruction) -> bool:
+    def is_operand_of(self, user: Instruction, instruction: Instruction) -> bool:
         """Whether a value is an operand of one of its consumers, but for copies."""
-        return any(instruction in self.trail((operand, ())) for operand in self.module.operands(user))
+        return any(instruction in self.def_chain((operand, ())) for operand in self.module.operands(user))
 
     @functools.cached_property
     def _users(self) -> Mapping[Instruction, list[Instruction]]:
-        found: Mapping[Instruction, list[Instruction]] = collections.defaultdict(list)
+        users: Mapping[Instruction, list[Instruction]] = collections.defaultdict(list)
         for instruction in self.module.instructions:
             for operand in self.module.operands(instruction):
-                found[operand].append(instruction)
-        return found
+                users[operand].append(instruction)
+        return users
 
-    def _before(self, place: Place) -> Place | None:
+    def _before(self, place: Value) -> Value | None:
         """One step back, also through collectives and into the loops that computed a value."""
         instruction, path = place
         opcode, operands = instruction.opcode, self.module.operands(instruction)
-        if (operands or opcode == "parameter") and (handed_on := self.module.before(place)):
+        if (operands or opcode == "parameter") and (handed_on := self.module.defined_by(place)):
             return handed_on
         if opcode == "parameter":
             return self._argument(instruction, path)
@@ -134,19 +134,19 @@ class Provenance:
             return max(operands, key=lambda operand: operand.shape.bytes), ()
         return None
 
-    def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Place | None:
+    def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Value | None:
         """What a computation is given: of a loop that begins with nothing in it, what its turns compute."""
         caller, role = self.module.caller(parameter)
         if not caller or role not in ("calls", "body", "condition"):
             return None
         if role == "calls":
             return self.module.operand(caller, parameter.index), path
-        first: Place = self.module.operand(caller), path
+        first: Value = self.module.operand(caller), path
         body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
-        if carried in self._asked:  # of a loop in a loop, whose own turns are the way back to it
+        if carried in self._open_loops:  # of a loop in a loop, whose own turns are the way back to it
             return None
-        self._asked.add(carried)
+        self._open_loops.add(carried)
         try:
-            return (body.root, path) if self.trail(first)[-1].opcode in _EMPTY else first
+            return (body.root, path) if self.def_chain(first)[-1].opcode in _EMPTY else first
         finally:
-            self._asked.remove(carried)
+            self._open_loops.remove(carried)

@@ -1,4 +1,4 @@
-"""The least a step could take: compute at peak, memory at full bandwidth, and the bytes this split must move."""
+"""Lower bounds of a step: compute at peak, memory at full bandwidth, and the communication volume of the sharding."""
 
 import dataclasses
 import itertools
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.floor.moves import FLOAT32_BYTES
-from gspmd_lm.foresight.floor.traffic import Traffic
-from gspmd_lm.foresight.traced import Node, Traced
+from gspmd_lm.foresight.bounds.decoder import DecoderTransfers
+from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES
+from gspmd_lm.foresight.graph import DataflowGraph, Node
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.sharding.rules import Rules
@@ -20,7 +20,7 @@ _FORWARD = 1 / 3  # of the FLOPs of a training step
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
+class LowerBounds:
     """Lower bounds for one step on one device."""
 
     compute_s: float | None  # model FLOPs over peak; None on cpu
@@ -32,15 +32,15 @@ class Floor:
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
 
 
-def floor(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, traced: Traced) -> Floor:
-    """The floor of one train step of `config` under `rules`, filled and checked; `chip` is None for simulated devices.
+def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, graph: DataflowGraph) -> LowerBounds:
+    """The lower bounds of a train step of `config` under `rules`, filled and checked; `chip` is None if simulated.
 
-    `traced` is what was recorded of the forward pass of one microbatch under these rules.
+    `graph` is what was recorded of the forward pass of one microbatch under these rules.
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
-    flops, moved_bytes = flops_of_step(config, arrays), memory_bytes(rules, arrays, traced)
-    return _bounds(config, rules, arrays, chip, traced, flops, moved_bytes, trains=True)
+    flops, moved_bytes = flops_of_step(config, arrays), memory_bytes(rules, arrays, graph)
+    return _bounds(config, rules, arrays, chip, graph, flops, moved_bytes, trains=True)
 
 
 def of_generation(
@@ -48,26 +48,26 @@ def of_generation(
     rules: Rules,
     arrays: Arrays,
     chip: Chip | None,
-    traced: Traced,
+    graph: DataflowGraph,
     sizes: Sizes,
     tokens: int,
     cache_bytes: int,
-) -> Floor:
-    """The floor of prefill (`tokens` per row, all slots of a prompt) or decode (one token per row).
+) -> LowerBounds:
+    """The lower bounds of prefill (`tokens` per row, all slots of a prompt) or decode (one token per row).
 
-    The same logic as in `floor`, of the forward pass alone, which `traced` recorded. Every weight and, in decode, every
-    slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
+    The same logic as in `of_training`, of the forward pass alone, whose graph is given. Every weight and, in decode,
+    every slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
 
     `cache_bytes` is what one device holds of keys and values.
     """
     model = config.model
-    alone = tokens == 1
-    keys = sizes.slots if alone else sizes.prompt
-    per_token = flops_per_token(model, arrays.active_count(model), keys, last=alone) * _FORWARD
+    decodes = tokens == 1
+    keys = sizes.slots if decodes else sizes.prompt
+    per_token = flops_per_token(model, arrays.active_count(model), keys, last=decodes) * _FORWARD
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
-    state_bytes = used_bytes(rules, pairs(arrays.named_params, arrays.params), traced) + cache_bytes
+    state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
     flops = per_token * sizes.rows * tokens
-    return _bounds(config, rules, arrays, chip, traced, flops, round(state_bytes), trains=False)
+    return _bounds(config, rules, arrays, chip, graph, flops, round(state_bytes), trains=False)
 
 
 def _bounds(
@@ -75,94 +75,96 @@ def _bounds(
     rules: Rules,
     arrays: Arrays,
     chip: Chip | None,
-    traced: Traced,
+    graph: DataflowGraph,
     flops: float,
     moved_bytes: float,
     trains: bool,
-) -> Floor:
-    """The floor of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
+) -> LowerBounds:
+    """The lower bounds of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
     flops /= rules.devices
-    sent, wide = (Traffic(rules, arrays, traced, trains, narrowest).sent for narrowest in (0, FLOAT32_BYTES))
-    return Floor(
+    sent, sent_as_float32 = (
+        DecoderTransfers(rules, arrays, graph, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES)
+    )
+    return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
         communication_bytes=round(sum(sent.values())),
         communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
         dtype=config.model.compute_dtype,
-        float32_bytes=round(sum(wide.values())),
+        float32_bytes=round(sum(sent_as_float32.values())),
     )
 
 
-def least_flops(config: Config, rules: Rules, arrays: Arrays, traced: Traced) -> float:
-    """What matmuls and attention kernels of one device cannot do without in a train step: a check on what is priced.
+def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
+    """The FLOPs that matmuls and attention kernels of one device must do in a train step: a check on predictions.
 
     Less than the model's FLOPs: weights count only where they are multiplied.
     """
     model, seq = config.model, config.data.seq
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     total = 0.0
-    for product in traced.products:
+    for matmul in graph.matmuls:
         # The derivative to the first layer's input is left out where nothing before it is trained.
-        passes = 3.0 if product.path in trained else 2.0 - 1.0 / model.layers
-        total += rules.microbatches * passes * product.node.flops * product.node.times
+        passes = 3.0 if matmul.path in trained else 2.0 - 1.0 / model.layers
+        total += rules.microbatches * passes * matmul.node.flops * matmul.node.trip_count
     total += 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
     return total / rules.devices
 
 
-def memory_bytes(rules: Rules, arrays: Arrays, traced: Traced) -> float:
+def memory_bytes(rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
     """The bytes that one device reads and writes in a step if everything else stays on the chip.
 
     Weights that are trained, gradients and optimizer state are read and written once; weights in use are read forward
     and backward in each microbatch, in the compute dtype; activations kept for the backward pass are written and read.
     """
     params = pairs(arrays.named_params, arrays.params)
-    again = rules.microbatches * used_bytes(rules, params, traced) + _kept_bytes(rules, traced)
-    return updated_bytes(rules, arrays) + 2 * again
+    per_pass = rules.microbatches * compute_bytes(rules, params, graph) + _saved_bytes(rules, graph)
+    return updated_bytes(rules, arrays) + 2 * per_pass
 
 
 def updated_bytes(rules: Rules, arrays: Arrays) -> float:
     """The bytes of trained weights, gradients and optimizer state that one device reads and writes in an update."""
     trained, optimizer = pairs(arrays.named_trained, arrays.trained), pairs(arrays.named_optimizer, arrays.optimizer)
-    once = sum(held(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
-    once += sum(held(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
+    once = sum(bytes_per_device(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
+    once += sum(bytes_per_device(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
     return 2 * once
 
 
-def used_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], traced: Traced) -> float:
+def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations.
 
     Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
     """
-    itemsize = traced.products[0].x.itemsize
-    looked_up = set(traced.looked_up) - traced.multiplied
-    read = {
-        product.path: product.node.shape[0] / product.weight.shape[0] for product in traced.products if product.group
+    itemsize = graph.matmuls[0].input.itemsize
+    looked_up = set(graph.looked_up) - graph.multiplied
+    rows_read = {
+        matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis
     }
     return sum(
-        held(rules, "rules", *leaf, itemsize) * min(1.0, read.get(leaf[0].path, 1.0))
+        bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, rows_read.get(leaf[0].path, 1.0))
         for leaf in params
         if leaf[0].path not in looked_up
     )
 
 
-def held(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
+def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
     """The bytes that one device holds of an array where `table` puts it."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     return math.prod(like.shape) * itemsize / rules.piece_count(itertools.chain(*spec))
 
 
-def _kept_bytes(rules: Rules, traced: Traced) -> float:
+def _saved_bytes(rules: Rules, graph: DataflowGraph) -> float:
     """Activations of all layers and microbatches that a device keeps for the backward pass."""
     remat = rules.remat
-    inputs = [node for node in traced.nodes if node.label == "layer_input"]  # whatever name it is kept under
-    placed = [(traced.carried(node), node.times) for node in inputs]
+    inputs = [node for node in graph.nodes if node.checkpoint_name == "layer_input"]  # whatever name it is kept under
+    placed = [(graph.carried(node), node.trip_count) for node in inputs]
     if remat.policy == "names":
         names = {*remat.save, *remat.offload} - {"residual", "layer_input"}
-        named = {(node.placed.array, node.name.modules): node for node in traced.activations if node.placed}
-        placed += [(node, node.times) for (name, modules), node in named.items() if name in names and modules]
+        named = {(node.placed.array, node.name.modules): node for node in graph.activations if node.placed}
+        placed += [(node, node.trip_count) for (name, modules), node in named.items() if name in names and modules]
     elif remat.policy != "block":
-        placed += [(node, node.times) for node in traced.computed]
+        placed += [(node, node.trip_count) for node in graph.matmul_results]
     return sum(times * _activation_bytes(rules, node) for node, times in placed if node) * rules.microbatches
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from saved_programs import program, saved
 
-from gspmd_lm.foresight.collectives import exchanges
+from gspmd_lm.foresight.collectives import ops
 
 
 def test_exchanges_of_every_form_are_told_once():
@@ -63,8 +63,8 @@ def test_exchanges_of_every_form_are_told_once():
 }
 """,
     )
-    found = [exchange for step in module.steps() for exchange in exchanges.of(module, step.instruction)]
-    assert [(e.kind, e.runs.name, e.group_size, e.asynchronous, e.sent_bytes) for e in found] == [
+    found = [exchange for step in module.steps() for exchange in ops.collective_ops(module, step.instruction)]
+    assert [(e.kind, e.scheduled.name, e.group_size, e.asynchronous, e.sent_bytes) for e in found] == [
         ("reduce-scatter", "scattered", 4, False, 24),
         ("all-gather", "begin", 2, True, 32),
         ("all-gather", "ag-start", 4, True, 96),
@@ -75,16 +75,16 @@ def test_exchanges_of_every_form_are_told_once():
     ]
     assert [e.elements for e in found][:3] == [8, 16, 32]
     instructions = module.entry.instructions
-    assert module.carried(instructions["begin"], "AsyncCollectiveStart") == ("3",)
-    assert module.carried(instructions["end"], "AsyncCollectiveDone") == ("3",)
+    assert module.chain_ids(instructions["begin"], "AsyncCollectiveStart") == ("3",)
+    assert module.chain_ids(instructions["end"], "AsyncCollectiveDone") == ("3",)
     assert instructions["sc-start"].thread == "sparsecore"
     assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
 
 
 def test_sparse_core_collectives_are_asynchronous():
     module = saved("tpu7x")
-    found = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]
-    callers = {e: module.callers.get(e.runs.computation, ()) for e in found}
+    found = [e for step in module.steps() for e in ops.collective_ops(module, step.instruction)]
+    callers = {e: module.callers.get(e.scheduled.computation, ()) for e in found}
     beside = [e for e in found if any(caller.thread == "sparsecore" for caller, _ in callers[e])]
     assert beside and all(e.asynchronous for e in beside)
 
@@ -94,8 +94,8 @@ def test_bytes_of_the_layouts_collectives():
     module = saved("gpu_h100")
     sent = {}
     for step in module.steps():
-        for e in exchanges.of(module, step.instruction):
-            sent[e.kind] = sent.get(e.kind, 0) + step.times * e.sent_bytes
+        for e in ops.collective_ops(module, step.instruction):
+            sent[e.kind] = sent.get(e.kind, 0) + step.executions * e.sent_bytes
     layer_bytes = 4 * (4 * 128 * 128 + 3 * 128 * 384)
     assert sent["all-gather"] == pytest.approx(4 * 2 * layer_bytes * 7 / 8, rel=0.15)  # and the table, norms, ...
     assert sent["reduce-scatter"] == pytest.approx(math.ceil(4 * layer_bytes * 7 / 8), rel=0.15)
@@ -112,8 +112,8 @@ def test_exchanges_between_slices():
     )
     instructions = module.entry.instructions
     slices = (0, 0, 1, 1, 0, 0, 1, 1)
-    (sent,), (gathered,) = (exchanges.of(module, instructions[name], slices) for name in ("out", "r"))
+    (sent,), (gathered,) = (ops.collective_ops(module, instructions[name], slices) for name in ("out", "r"))
     assert (sent.kind, sent.groups, sent.sent_bytes) == ("all-reduce", ((0, 2), (1, 3), (4, 6), (5, 7)), 32)
     assert gathered.groups == ((0, 1), (4, 5), (2, 3), (6, 7))
-    assert exchanges.of(module, instructions["in"], slices) == ()
-    assert exchanges.rendezvous(instructions["in"]) == exchanges.rendezvous(instructions["out"]) == "psum.9_0"
+    assert ops.collective_ops(module, instructions["in"], slices) == ()
+    assert ops.rendezvous(instructions["in"]) == ops.rendezvous(instructions["out"]) == "psum.9_0"

@@ -7,8 +7,8 @@ import pytest
 
 from gspmd_lm.foresight.report import Finding
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan import fits
-from gspmd_lm.plan.price import Pricer
+from gspmd_lm.plan import advice
+from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
 from tests.foresight.sample import LLAMA
 
@@ -30,20 +30,20 @@ def target():
 def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, traces_of, more):
     layout = rules_file.load("fsdp8", overrides=["rules.remat=none"])
     twice = dataclasses.replace(llama, data=dataclasses.replace(llama.data, batch=2 * llama.data.batch))
-    pricer = Pricer(twice, target, traces_of(twice))
-    peak_bytes = pricer.price(layout.fill(8)).peak_bytes
+    estimator = Estimator(twice, target, traces_of(twice))
+    peak_bytes = estimator.estimate(layout.fill(8)).peak_bytes
     limit_bytes = target.chip.usable_hbm_bytes
     assert peak_bytes > limit_bytes
-    (found,) = fits.with_fixes(twice, [report_of(round(more * peak_bytes))], [layout], target)
+    (found,) = advice.with_fixes(twice, [report_of(round(more * peak_bytes))], [layout], target)
     kept, fixed = found.warnings
     assert kept.fix == "none"
     sets = re.findall(r"--set (rules\.\S+?),? ", fixed.fix)
     changed = rules_file.load("fsdp8", overrides=["rules.remat=none", *sets]).fill(8)
-    assert sets and more * pricer.price(changed).peak_bytes <= fits.SURE * limit_bytes
+    assert sets and more * estimator.estimate(changed).peak_bytes <= advice.SURE * limit_bytes
 
 
 def test_what_no_flag_makes_fit_is_said(llama, target):
     layout = rules_file.load("fsdp8")
-    (found,) = fits.with_fixes(llama, [report_of(10**18)], [layout], target)
+    (found,) = advice.with_fixes(llama, [report_of(10**18)], [layout], target)
     assert found.warnings[1].fix.startswith("no rules.remat and no rules.microbatches is estimated to fit")
     assert "--set" not in found.warnings[1].fix

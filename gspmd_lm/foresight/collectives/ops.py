@@ -9,14 +9,14 @@ from gspmd_lm.foresight.hlo.replica_groups import Groups, groups
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class CollectiveOp:
     """One collective, as seen from one device."""
 
     kind: str  # one of hlo.COLLECTIVES
     inputs: tuple[Array, ...]  # what a device gives, several where a combiner joined tensors
     groups: Groups  # partitions; of a permute, the (source, target) pairs
     instruction: Instruction  # the collective itself; `runs` is the instruction of the schedule that has it
-    runs: Instruction
+    scheduled: Instruction
     asynchronous: bool  # begins here and ends at another instruction
 
     @property
@@ -45,17 +45,17 @@ class Exchange:
         return pieces * sum(array.elements for array in self.inputs)
 
 
-def of(module: Module, instruction: Instruction, slices: Sequence[int] = ()) -> tuple[Exchange, ...]:
+def collective_ops(module: Module, instruction: Instruction, slices: Sequence[int] = ()) -> tuple[CollectiveOp, ...]:
     """The exchanges that begin with an instruction of the schedule (see Module.collectives).
 
     The program of several TPU slices is that of one slice: it numbers the devices within it, and sends to the others
     through the host. With `slices`, the slice of each partition, groups are told in partitions of the whole.
     """
     if instruction.opcode == "send":
-        found = [_sent(module, instruction, slices)]
+        ops = [_send_between_slices(module, instruction, slices)]
     else:
-        found = [_exchange(module, inner, instruction, slices) for inner in module.collectives(instruction)]
-    return tuple(exchange for exchange in found if exchange)
+        ops = [_collective_op(module, inner, instruction, slices) for inner in module.collectives(instruction)]
+    return tuple(exchange for exchange in ops if exchange)
 
 
 def rendezvous(instruction: Instruction) -> str:
@@ -63,36 +63,40 @@ def rendezvous(instruction: Instruction) -> str:
     return instruction.frontend.get("_xla_host_transfer_rendezvous", "")
 
 
-def _exchange(module: Module, inner: Instruction, runs: Instruction, slices: Sequence[int]) -> Exchange:
+def _collective_op(module: Module, inner: Instruction, scheduled: Instruction, slices: Sequence[int]) -> CollectiveOp:
     inputs = tuple(array for operand in module.operands(inner) for array in operand.shape.arrays)
     if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer for the worst case
         inputs = (min(inputs[:2], key=lambda array: array.elements),)
-    kind = "reduce-scatter" if inner.base == "all-reduce" and _only_sliced(module, inner, runs) else inner.base
-    around = module.callers.get(runs.computation, ())
+    kind = (
+        "reduce-scatter" if inner.base == "all-reduce" and _is_reduce_scatter(module, inner, scheduled) else inner.base
+    )
+    callers = module.callers.get(scheduled.computation, ())
     asynchronous = inner.phase == "-start" or "async_collective_fusion_config" in inner.config
-    asynchronous |= any(caller.phase == "-start" for caller, _ in around)  # on the sparse core, say
-    among = groups(inner, module.devices)
+    asynchronous |= any(caller.phase == "-start" for caller, _ in callers)  # on the sparse core, say
+    partitions = groups(inner, module.devices)
     if len(slices) > module.devices:
-        among = tuple(tuple(inside[k] for k in group) for inside in _members(slices) for group in among)
-    return Exchange(kind, inputs, among, inner, runs, asynchronous)
+        partitions = tuple(
+            tuple(inside[k] for k in group) for inside in _partitions_of_slices(slices) for group in partitions
+        )
+    return CollectiveOp(kind, inputs, partitions, inner, scheduled, asynchronous)
 
 
-def _sent(module: Module, send: Instruction, slices: Sequence[int]) -> Exchange | None:
+def _send_between_slices(module: Module, send: Instruction, slices: Sequence[int]) -> CollectiveOp | None:
     """An exchange between slices: each device with those in its place in the other slices. None for other sends."""
     kind = send.frontend.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
     if not kind:
         return None
     kind = kind if kind in COLLECTIVES else "collective-permute"
-    across = tuple(zip(*_members(slices), strict=True)) if slices else ()
-    return Exchange(kind, module.operand(send).shape.arrays, across, send, send, True)
+    across = tuple(zip(*_partitions_of_slices(slices), strict=True)) if slices else ()
+    return CollectiveOp(kind, module.operand(send).shape.arrays, across, send, send, True)
 
 
-def _members(slices: Sequence[int]) -> list[list[int]]:
+def _partitions_of_slices(slices: Sequence[int]) -> list[list[int]]:
     """The partitions of each slice, in their order."""
     return [[k for k, at in enumerate(slices) if at == n] for n in sorted(set(slices))]
 
 
-def _only_sliced(module: Module, inner: Instruction, runs: Instruction) -> bool:
+def _is_reduce_scatter(module: Module, inner: Instruction, scheduled: Instruction) -> bool:
     """Whether a device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter."""
     users = {user.opcode for user in module.siblings(inner).values() if inner.name in user.operands}
-    return runs is not inner and users == {"dynamic-slice"}
+    return scheduled is not inner and users == {"dynamic-slice"}

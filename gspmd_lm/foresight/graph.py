@@ -15,16 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gspmd_lm.foresight.names import Name, read
+from gspmd_lm.foresight.op_names import OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
-_SAME = ("name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy")
-GROUPED = "ragged_dot_general"  # a product that has a matrix for each group of rows
-PRODUCTS = ("dot_general", GROUPED)  # of matrices
+_SAME_VALUES = (
+    "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
+)  # fmt: skip
+GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
+MATMULS = ("dot_general", GROUPED)
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # of `remat: dots`; see placement.policy
 _CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
-_OWN_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
+_CUSTOM_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
 _TOKENS = Spec("tokens", ("batch", "seq"))  # where the rules place the integers that a program is given
 
 
@@ -33,16 +35,16 @@ class Node:
     """One operation, or one input."""
 
     primitive: str
-    name: Name
+    name: OpName
     shape: tuple[int, ...]
     dtype: jnp.dtype
-    times: int  # how often it runs: the lengths of the loops around it, multiplied
+    trip_count: int  # how often it runs: the lengths of the loops around it, multiplied
     placed: Spec | None = None
-    label: str = ""  # what remat policies know it by
+    checkpoint_name: str = ""  # what remat policies know it by
     flops: float = 0.0  # of one run
-    dot: bool = False  # what `remat: dots` keeps
-    again: bool = False  # computed again, whatever a remat policy says
-    kept: tuple["Node", ...] | None = None  # what the hand-written derivative around it keeps; None: there is none
+    saved_by_dots: bool = False  # what `remat: dots` keeps
+    always_recomputed: bool = False  # computed again, whatever a remat policy says
+    residuals: tuple["Node", ...] | None = None  # what the hand-written derivative around it keeps; None: there is none
     inputs: list["Node"] = dataclasses.field(default_factory=list, repr=False)
     users: list["Node"] = dataclasses.field(default_factory=list, repr=False)
 
@@ -52,7 +54,7 @@ class Node:
         return self.placed.array if self.placed else ""
 
     @property
-    def floats(self) -> bool:
+    def is_float(self) -> bool:
         return jnp.issubdtype(self.dtype, jnp.floating)
 
     @property
@@ -65,12 +67,12 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """A product of an activation and a weight in use. Its ends are the placements before and after it."""
+class Matmul:
+    """A matmul of an activation and a weight. Its input and output are the placements before and after it."""
 
     weight: Node  # where the weight is placed in use
-    x: Node
-    y: Node | None
+    input: Node
+    output: Node | None
     node: Node
 
     @property
@@ -79,44 +81,44 @@ class Product:
         return self.weight.array
 
     @property
-    def group(self) -> str:
+    def group_axis(self) -> str:
         """The axis of the weight that has a matrix for each group of rows, such as the experts; "" without groups."""
         assert self.weight.placed
         return self.weight.placed.axes[0] if self.node.primitive == GROUPED else ""
 
 
-class Traced:
+class DataflowGraph:
     """A recorded program as a graph. `weights` are the paths of the parameters."""
 
     def __init__(self, program: Any, weights: Collection[str]):
         # Caches stand in the instance, so that they go with the program.
-        self.around = functools.cache(self._around)
+        self.activations_around = functools.cache(self._activations_around)
         self.made_from = functools.cache(self._made_from)
         self.weights = frozenset(weights)
         self.nodes: list[Node] = []
         inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
         for node in inputs:
-            node.placed = None if node.floats else _TOKENS._replace(axes=_TOKENS.axes[: len(node.shape)])
-        results = self._walk(program.jaxpr, inputs, "", 1)
-        live = {*results, *reached(results, lambda node: [*node.inputs, *(node.kept or ())], lambda _: True)}
+            node.placed = None if node.is_float else _TOKENS._replace(axes=_TOKENS.axes[: len(node.shape)])
+        results = self._add_operations(program.jaxpr, inputs, "", 1)
+        live = {*results, *breadth_first(results, lambda node: [*node.inputs, *(node.residuals or ())], lambda _: True)}
         self.nodes = [node for node in self.nodes if node in live]
         for node in self.nodes:
             for before in dict.fromkeys(node.inputs):
                 before.users.append(node)
 
     @classmethod
-    def of(cls, recorded: Recorder, arrays: Arrays) -> "Traced":
+    def from_recorder(cls, recorded: Recorder, arrays: Arrays) -> "DataflowGraph":
         """The graph of what was recorded of a model with these arrays."""
         with as_recorded(recorded):  # for hand-written derivatives, which are traced now
             return cls(recorded.program, [leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)])
 
     def _node(self, primitive: str, stack: str, like: Any, times: int, inputs: Iterable[Node] = ()) -> Node:
         shape, dtype = getattr(like, "shape", ()), getattr(like, "dtype", jnp.dtype("bool"))
-        node = Node(primitive, read(f"{stack}/{primitive}"), shape, dtype, times, inputs=list(inputs))
+        node = Node(primitive, parse(f"{stack}/{primitive}"), shape, dtype, times, inputs=list(inputs))
         self.nodes.append(node)
         return node
 
-    def _walk(self, jaxpr: Any, inputs: list[Node], stack: str, times: int) -> list[Node]:
+    def _add_operations(self, jaxpr: Any, inputs: list[Node], stack: str, times: int) -> list[Node]:
         """Adds the operations of a jaxpr, those of the functions that it calls in their place, and gives its results.
 
         What a loop carries is a node that its own result goes into.
@@ -129,36 +131,37 @@ class Traced:
             return known[atom]
 
         for eqn in jaxpr.eqns:
-            given = [node_of(atom) for atom in eqn.invars]
-            own = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
-            inner = next(iter(_programs(eqn)), None)
+            operands = [node_of(atom) for atom in eqn.invars]
+            name_stack = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
+            inner = next(iter(_inner_jaxprs(eqn)), None)
             if inner is not None and eqn.primitive.name == "scan":
                 # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.
                 # jax has other parameters for that in 0.10 than in 0.12.
-                count = _alike(inner.outvars, eqn.outvars)
-                first = _alike(inner.invars, eqn.invars) - count
-                begin = zip(inner.invars[first:], given[first : first + count], strict=False)
-                carried = [self._node("carry", own, var.aval, times, [init]) for var, init in begin]
-                turns = times * eqn.params["length"]
-                results = self._walk(inner, [*given[:first], *carried, *given[first + count :]], own, turns)
+                count = _count_of_same_rank(inner.outvars, eqn.outvars)
+                first = _count_of_same_rank(inner.invars, eqn.invars) - count
+                begin = zip(inner.invars[first:], operands[first : first + count], strict=False)
+                carried = [self._node("carry", name_stack, var.aval, times, [init]) for var, init in begin]
+                trip_count = times * eqn.params["length"]
+                operands[first : first + count] = carried
+                results = self._add_operations(inner, operands, name_stack, trip_count)
                 for node, result in zip(carried, results, strict=False):
                     node.inputs.append(result)
-            elif inner is not None and len(inner.invars) == len(given):
+            elif inner is not None and len(inner.invars) == len(operands):
                 begin, count = len(self.nodes), len(eqn.outvars)
-                rule = _keeping(eqn, inner) if eqn.primitive.name == _OWN_DERIVATIVE else None
-                found = self._walk(rule or inner, given, own, times)
-                results = found[:count]
+                rule = _with_residuals(eqn, inner) if eqn.primitive.name == _CUSTOM_DERIVATIVE else None
+                outputs = self._add_operations(rule or inner, operands, name_stack, times)
+                results = outputs[:count]
                 for node in self.nodes[begin:]:
-                    node.again |= eqn.primitive.name in _CHECKPOINT
-                    node.kept = tuple(found[count:]) if rule else node.kept
+                    node.always_recomputed |= eqn.primitive.name in _CHECKPOINT
+                    node.residuals = tuple(outputs[count:]) if rule else node.residuals
             else:
                 like = eqn.outvars[0].aval if eqn.outvars else None
-                node = self._node(eqn.primitive.name, own, like, times, given)
+                node = self._node(eqn.primitive.name, name_stack, like, times, operands)
                 node.flops = flops(eqn)
-                node.dot = bool(DOTS(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params))
+                node.saved_by_dots = bool(DOTS(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params))
                 if eqn.primitive.name == "name":
-                    node.label = eqn.params["name"]
-                    node.placed = marked(node.label)
+                    node.checkpoint_name = eqn.params["name"]
+                    node.placed = marked(node.checkpoint_name)
                 results = [node] * len(eqn.outvars)
             known.update(zip(eqn.outvars, results, strict=True))
         return [node_of(atom) for atom in jaxpr.outvars]
@@ -177,49 +180,49 @@ class Traced:
     @functools.cached_property
     def used(self) -> dict[str, list[Node]]:
         """Path of a weight -> where it is placed in use."""
-        found: dict[str, list[Node]] = {}
+        nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
             if node.array in self.weights and node.placed and node.placed.table == "rules":
-                found.setdefault(node.array, []).append(node)
-        return found
+                nodes.setdefault(node.array, []).append(node)
+        return nodes
 
     @functools.cached_property
-    def products(self) -> list[Product]:
-        """The products of placed activations and weights, in the order of the program."""
-        found = []
+    def matmuls(self) -> list[Matmul]:
+        """The matmuls of placed activations and weights, in the order of the program."""
+        matmuls = []
         for node in self.nodes:
-            factors = node.inputs[:2] if node.primitive in PRODUCTS else []
+            factors = node.inputs[:2] if node.primitive in MATMULS else []
             for operand, weight in zip(reversed(factors), map(self._weight, factors), strict=True):
                 before = [operand] if self.is_activation(operand) else self.before([operand])
-                if not before and found and node.primitive == GROUPED:
-                    before = [found[-1].x]  # nothing is placed between the products of the same groups
+                if not before and matmuls and node.primitive == GROUPED:
+                    before = [matmuls[-1].input]  # nothing is placed between the matmuls of the same groups
                 if weight and before:
-                    found.append(Product(weight, before[0], next(iter(self.after([node])), None), node))
-        return found
+                    matmuls.append(Matmul(weight, before[0], next(iter(self.after([node])), None), node))
+        return matmuls
 
     @functools.cached_property
     def looked_up(self) -> dict[str, list[Node]]:
         """Path of a table -> the operations that look up rows of it."""
-        found: dict[str, list[Node]] = {}
+        nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
-            if node.primitive == "gather" and node.floats:
+            if node.primitive == "gather" and node.is_float:
                 weight = self._weight(node.inputs[0])
-                paths = [weight.array] if weight else node.name.of
+                paths = [weight.array] if weight else node.name.owners
                 for path in self.weights.intersection(paths):
-                    found.setdefault(path, []).append(node)
-        return found
+                    nodes.setdefault(path, []).append(node)
+        return nodes
 
     @functools.cached_property
     def multiplied(self) -> frozenset[str]:
         """Paths of the weights that are multiplied as matrices."""
-        return frozenset(product.path for product in self.products)
+        return frozenset(matmul.path for matmul in self.matmuls)
 
     @functools.cached_property
-    def computed(self) -> list[Node]:
-        """The activations of the layers that products give, but for what is written to the residual stream."""
-        products = [node for node in self.nodes if node.primitive in PRODUCTS and node.name.modules]
-        found = [near for node in products for near in self.after([node])[:1] if self.home(near) is near]
-        return list(dict.fromkeys(found))
+    def matmul_results(self) -> list[Node]:
+        """The results of the layers' matmuls, but for what is written to the residual stream."""
+        matmuls = [node for node in self.nodes if node.primitive in MATMULS and node.name.modules]
+        results = [near for node in matmuls for near in self.after([node])[:1] if self.written_to(near) is near]
+        return list(dict.fromkeys(results))
 
     def carried(self, node: Node) -> Node | None:
         """The activation that a loop hands to its body, or that was placed before an operation."""
@@ -228,21 +231,21 @@ class Traced:
     def applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
 
-        Of a bias of groups, it is what their products read.
+        Of a bias of groups, it is what their matmuls read.
         """
         between = self._between(self.used.get(path, []))
-        before = self.before(between, past_products=False)
-        found = [*before, *map(self.home, self.after(between, past_products=False))]
+        before = self.before(between, past_matmuls=False)
+        candidates = [*before, *map(self.written_to, self.after(between, past_matmuls=False))]
         module = path.rpartition(".")[0]
-        found += [p.x for p in self.products if p.group and p.path.rpartition(".")[0] == module]
-        return next(iter(found), None)
+        candidates += [p.input for p in self.matmuls if p.group_axis and p.path.rpartition(".")[0] == module]
+        return next(iter(candidates), None)
 
-    def home(self, node: Node) -> Node:
+    def written_to(self, node: Node) -> Node:
         """Where an activation goes that is placed twice in a row: what a block writes, from `write` to the residual."""
         after = [user for user in node.users if self.is_activation(user)]
         return after[0] if len(after) == 1 and len(node.users) == 1 else node
 
-    def source(self, node: Node) -> Node | None:
+    def gathered_from(self, node: Node) -> Node | None:
         """The activation that is only placed anew here, as `read` gathers what it is given."""
         while node.inputs and node.inputs[0].primitive == "name":
             node = node.inputs[0]
@@ -250,7 +253,7 @@ class Traced:
                 return node
         return None
 
-    def met(self, node: Node) -> list[Node]:
+    def combined_with(self, node: Node) -> list[Node]:
         """The activations that an activation meets in the operations after it."""
         while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
             node = same[0]
@@ -258,76 +261,76 @@ class Traced:
 
     def _weight(self, node: Node) -> Node | None:
         """Where a weight was placed in use that has only changed its form since."""
-        while node.primitive in _SAME and not (node.placed and node.placed.table == "rules"):
+        while node.primitive in _SAME_VALUES and not (node.placed and node.placed.table == "rules"):
             node = node.inputs[0]
         return node if node.array in self.weights else None
 
     # What is near
 
-    def before(self, start: Iterable[Node], past_products: bool = True) -> list[Node]:
+    def before(self, start: Iterable[Node], past_matmuls: bool = True) -> list[Node]:
         """The activations that were placed last before some operations."""
-        return list(filter(self.is_activation, self._near(start, False, past_products)))
+        return list(filter(self.is_activation, self._neighbours(start, False, past_matmuls)))
 
-    def after(self, start: Iterable[Node], past_products: bool = True) -> list[Node]:
+    def after(self, start: Iterable[Node], past_matmuls: bool = True) -> list[Node]:
         """The activations that are placed first after some operations."""
-        return list(filter(self.is_activation, self._near(start, True, past_products)))
+        return list(filter(self.is_activation, self._neighbours(start, True, past_matmuls)))
 
     def _between(self, start: Iterable[Node]) -> list[Node]:
         """Some operations, and those after them before an activation is placed."""
         start = list(start)
-        return [*start, *(node for node in self._near(start, True, False) if not node.placed)]
+        return [*start, *(node for node in self._neighbours(start, True, False) if not node.placed)]
 
-    def _near(self, start: Iterable[Node], forward: bool, past_products: bool) -> Iterator[Node]:
+    def _neighbours(self, start: Iterable[Node], forward: bool, past_matmuls: bool) -> Iterator[Node]:
         """What lies after or before some operations, the nearest first, as far as the next placement.
 
         Operations that belong to another weight are not passed, nor integers.
         """
         start = list(start)
-        own = {(), *(node.name.of for node in start)}
+        owners = {(), *(node.name.owners for node in start)}
 
         def passes(node: Node) -> bool:
-            return not node.placed and node.name.of in own and (past_products or node.primitive not in PRODUCTS)
+            return not node.placed and node.name.owners in owners and (past_matmuls or node.primitive not in MATMULS)
 
-        return reached(
-            start, lambda node: [one for one in (node.users if forward else node.inputs) if one.floats], passes
+        return breadth_first(
+            start, lambda node: [n for n in (node.users if forward else node.inputs) if n.is_float], passes
         )
 
-    def _around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
+    def _activations_around(self, weight: str = "", modules: tuple[str, ...] = ()) -> frozenset[str]:
         """Names of the activations that operations stand between: those of a weight, or part of the step, or module."""
-        own = [node for node in self.nodes if weight in node.name.of] if weight else []
-        start = own or [node for node in self.nodes if node.name.modules == modules and not node.name.of]
-        if weight and not own:
+        named = [node for node in self.nodes if weight in node.name.owners] if weight else []
+        start = named or [node for node in self.nodes if node.name.modules == modules and not node.name.owners]
+        if weight and not named:
             start = self._between(self.used.get(weight, []))
-        found = [node for node in start if self.is_activation(node)]
-        if not (own and found):  # a part of the step, such as the loss, places itself what it is given
-            found += [*self.before(start), *self.after(start)]
-        integers = [] if found and not any(n.primitive == "gather" for n in start) else self._integers(start)
-        placed = [*map(self.home, found), *integers] if own else [*found, *integers]
+        placed_within = [node for node in start if self.is_activation(node)]
+        if not (named and placed_within):  # a part of the step, such as the loss, places itself what it is given
+            placed_within += [*self.before(start), *self.after(start)]
+        integers = [] if placed_within and not any(n.primitive == "gather" for n in start) else self._tokens_read(start)
+        placed = [*map(self.written_to, placed_within), *integers] if named else [*placed_within, *integers]
         if weight and not placed and (applied := self.applied_to(weight)):
             placed = [applied]
         return frozenset(node.array for node in placed)
 
-    def _integers(self, start: Iterable[Node]) -> list[Node]:
-        """The tokens that some operations read."""
-        found = reached(start, lambda node: [one for one in node.inputs if not one.floats])
-        return [node for node in found if node.placed]
+    def _tokens_read(self, start: Iterable[Node]) -> list[Node]:
+        integers = breadth_first(start, lambda node: [one for one in node.inputs if not one.is_float])
+        return [node for node in integers if node.placed]
 
     def _made_from(self, array: str, backward: bool = False) -> frozenset[str]:
         """Names of the activations that one is made from; in the backward pass, that its gradient is made from.
 
         One that is only placed anew is made from itself in its other place, forward and backward.
         """
-        own = [node for node in self.activations if node.array == array]
-        anew = [near for node in own for near in (*node.users, self.source(node)) if near and self.is_activation(near)]
+        placements = [node for node in self.activations if node.array == array]
+        next_to = [near for node in placements for near in (*node.users, self.gathered_from(node)) if near]
+        anew = [near for near in next_to if self.is_activation(near)]
         if not anew:
-            region = self._between(own) if backward else own
+            region = self._between(placements) if backward else placements
             # Past what belongs to other weights too.
-            earlier = reached(region, lambda node: [one for one in node.inputs if one.floats])
-            anew = [*(self.after(own) if backward else ()), *filter(self.is_activation, earlier)]
+            earlier = breadth_first(region, lambda node: [one for one in node.inputs if one.is_float])
+            anew = [*(self.after(placements) if backward else ()), *filter(self.is_activation, earlier)]
         return frozenset(node.array for node in anew if node.placed != _TOKENS)
 
 
-def reached(
+def breadth_first(
     start: Iterable[Node],
     near: Callable[[Node], Iterable[Node]],
     passes: Callable[[Node], bool] = lambda node: not node.placed,
@@ -348,7 +351,7 @@ def reached(
 
 
 def flops(equation: Any) -> float:
-    """2 for each multiplication and addition of a product or convolution; 0 for another operation."""
+    """2 for each multiply-add of a matmul or convolution; 0 for another operation."""
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
@@ -366,34 +369,32 @@ def flops(equation: Any) -> float:
     return 0.0
 
 
-def _keeping(equation: Any, function: Any) -> Any:
+def _with_residuals(equation: Any, function: Any) -> Any:
     """The program of a function whose derivative is written by hand, which also gives what the derivative keeps.
 
     None where nothing is multiplied, and where more is: the loss makes its gradients on its way forward.
     """
-    if not (least := _all_flops(function)):
+    if not (least := _flops_within(function)):
         return None
     avals: list[Any] = [var.aval for var in function.invars]
-    given = [core.Var(aval) for aval in avals]
-    call = equation.replace(invars=given)
-    one = core.Jaxpr((), given, equation.outvars, [call], debug_info=function.debug_info)
+    operands = [core.Var(aval) for aval in avals]
+    call = equation.replace(invars=operands)
+    one = core.Jaxpr((), operands, equation.outvars, [call], debug_info=function.debug_info)
     alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))
     like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     # The leaves of a vjp function are what it keeps.
-    found = jax.make_jaxpr(lambda *given: jax.tree.leaves(jax.vjp(alone, *given)))(*like).jaxpr
-    return found if _all_flops(found) == least else None
+    with_residuals = jax.make_jaxpr(lambda *given: jax.tree.leaves(jax.vjp(alone, *given)))(*like).jaxpr
+    return with_residuals if _flops_within(with_residuals) == least else None
 
 
-def _all_flops(jaxpr: Any) -> float:
-    """The FLOPs of a program whose loops have one turn each."""
-    return sum(flops(eqn) + sum(map(_all_flops, _programs(eqn))) for eqn in jaxpr.eqns)
+def _flops_within(jaxpr: Any) -> float:
+    """The FLOPs of a program whose loops have one iteration each."""
+    return sum(flops(eqn) + sum(map(_flops_within, _inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
-def _alike(inside: Iterable[Any], outside: Iterable[Any]) -> int:
-    """How many variables of a loop have the same rank inside and outside of it."""
+def _count_of_same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
 
 
-def _programs(equation: Any) -> list[Any]:
-    """The programs that an operation runs."""
+def _inner_jaxprs(equation: Any) -> list[Any]:
     return [x for x in (getattr(x, "jaxpr", x) for x in equation.params.values()) if hasattr(x, "eqns")]

@@ -11,9 +11,9 @@ from saved_programs import saved
 
 from gspmd_lm import config as configs
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.collectives import exchanges
-from gspmd_lm.foresight.cost import flops, prices, schedule
+from gspmd_lm.foresight.collectives import ops
 from gspmd_lm.foresight.hlo.instruction import bits
+from gspmd_lm.foresight.timing import flops, op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.model.kernels.attention import attend
@@ -38,7 +38,7 @@ def called(estimate="", target="tpu_custom_call", x=X, w=W, op="jit(f)/jvp(D)/la
 
 
 def price(module, chip=V5E):
-    return prices.price(module, module.entry.root, chip)
+    return op_time.op_time(module, module.entry.root, chip)
 
 
 def estimate(flops, bytes_accessed):
@@ -47,7 +47,7 @@ def estimate(flops, bytes_accessed):
 
 def alone(module, chip, least_flops=0.0):
     """What is predicted for a program of one device."""
-    return schedule.predict(
+    return predict.predict(
         module, chip, sample.network(chip, [(0, 0, 0)], [0], [0], [1], ["data"]), 1.0, 1.0, least_flops=least_flops
     )
 
@@ -55,20 +55,20 @@ def alone(module, chip, least_flops=0.0):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_kernel_takes_as_long_as_it_says(fused):
     busy = price(called(estimate(10**12, 8), fused=fused))
-    assert busy == prices.Price(pytest.approx(1e12 / (prices.MATMUL_SHARE["tpu"] * 197e12)), "matmul")
+    assert busy == op_time.OpTime(pytest.approx(1e12 / (op_time.MATMUL_SHARE["tpu"] * 197e12)), "matmul")
     moving = price(called(estimate(8, 10**9), fused=fused))
-    assert moving.seconds == pytest.approx(1e9 / (prices.HBM_SHARE["tpu"] * 819e9))
+    assert moving.seconds == pytest.approx(1e9 / (op_time.HBM_SHARE["tpu"] * 819e9))
     copying = price(called(estimate(0, 10**9), fused=fused))
-    assert copying == prices.Price(pytest.approx(moving.seconds), "other")
+    assert copying == op_time.OpTime(pytest.approx(moving.seconds), "other")
 
 
 def test_a_kernel_is_as_slow_as_matmuls_of_its_chip_are():
     module = called(estimate(10**12, 8))
-    slow = V5P.matmul_slowdown * 1e12 / (prices.MATMUL_SHARE["tpu"] * 459e12)
+    slow = V5P.matmul_slowdown * 1e12 / (op_time.MATMUL_SHARE["tpu"] * 459e12)
     assert price(module, V5P).seconds == pytest.approx(slow) and V5P.matmul_slowdown > 1
     on_gpu = price(called(estimate(10**12, 8), "__gpu$xla.gpu.triton"), H100)
-    busy_s = H100.matmul_slowdown * 1e12 / (prices.MATMUL_SHARE["gpu"] * 989e12)
-    assert on_gpu.seconds == pytest.approx(busy_s + prices.LAUNCH_S["gpu"])
+    busy_s = H100.matmul_slowdown * 1e12 / (op_time.MATMUL_SHARE["gpu"] * 989e12)
+    assert on_gpu.seconds == pytest.approx(busy_s + op_time.LAUNCH_S["gpu"])
 
 
 @pytest.mark.parametrize(("x", "w", "faster"), [("s8", "s8", 393 / 197), ("s8", "bf16", 1), ("f32", "f32", 0.5)])
@@ -83,15 +83,15 @@ def test_a_kernel_that_says_nothing_takes_its_bytes_at_least_and_is_told(fused):
     found = price(module)
     moved = 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
     if not fused:
-        assert found.seconds == pytest.approx(moved / (prices.HBM_SHARE["tpu"] * 819e9))
+        assert found.seconds == pytest.approx(moved / (op_time.HBM_SHARE["tpu"] * 819e9))
     assert found.unknown == "custom-call Mystery"
     assert list(alone(module, V5E).unpriced) == ["custom-call Mystery at layers.mlp"]
 
 
 def test_a_call_of_the_compiler_that_only_moves_takes_its_bytes():
     moved = 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
-    assert price(called(target="ZeroCrop")) == prices.Price(
-        pytest.approx(moved / (prices.HBM_SHARE["tpu"] * 819e9)), "other"
+    assert price(called(target="ZeroCrop")) == op_time.OpTime(
+        pytest.approx(moved / (op_time.HBM_SHARE["tpu"] * 819e9)), "other"
     )
 
 
@@ -107,9 +107,9 @@ ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
   ROOT %f = bf16[1024,1024]{1,0} fusion(%x), kind=kCustom, calls=%inner
 }
 """
-    rate = prices.MATMUL_SHARE["tpu"] * 197e12
+    rate = op_time.MATMUL_SHARE["tpu"] * 197e12
     found = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'tpu_custom_call')}"))
-    assert found == prices.Price(pytest.approx((1e12 + 2 * 1024**3) / rate), "matmul")
+    assert found == op_time.OpTime(pytest.approx((1e12 + 2 * 1024**3) / rate), "matmul")
     alone = price(hlo.parse(f"HloModule test\n\n{both.replace('KERNEL', 'ZeroCrop')}"))
     assert alone.kind == "matmul" and alone.seconds == pytest.approx(2 * 1024**3 / rate) and not alone.unknown
 
@@ -127,8 +127,8 @@ def test_ragged_dot_costs_its_products():
     operations, moved = 2 * 4096 * 1024 * 2048, 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
     for product in products:
         assert product.cost_estimate == (operations, moved)
-        assert prices.price(module, product, V5E) == prices.Price(
-            pytest.approx(operations / (prices.MATMUL_SHARE["tpu"] * 197e12)), "matmul"
+        assert op_time.op_time(module, product, V5E) == op_time.OpTime(
+            pytest.approx(operations / (op_time.MATMUL_SHARE["tpu"] * 197e12)), "matmul"
         )
     found = alone(module, V5E, least_flops=3 * operations)
     assert found.unpriced == {} and found.missing_flops_share == 0.0
@@ -143,13 +143,13 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
     assert len(kernels) == 6 and all(call.cost_estimate[0] == 4 * operations for call in kernels)
     for call in kernels:
         computed = operations * (4096 + 256) / 4096  # a device's second expert begins in a tile of its first one
-        seconds = V5P.matmul_slowdown * computed / (prices.MATMUL_SHARE["tpu"] * 459e12)
-        assert prices.price(module, call, V5P) == prices.Price(pytest.approx(seconds), "matmul")
-    moved = [e for step in module.steps() for e in exchanges.of(module, step.instruction)]
+        seconds = V5P.matmul_slowdown * computed / (op_time.MATMUL_SHARE["tpu"] * 459e12)
+        assert op_time.op_time(module, call, V5P) == op_time.OpTime(pytest.approx(seconds), "matmul")
+    moved = [e for step in module.steps() for e in ops.collective_ops(module, step.instruction)]
     there_and_back = [one for one in moved if one.kind == "ragged-all-to-all"]
     assert [one.sent_bytes for one in there_and_back] == [sent] * 4
     links = sample.network(V5P, [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)], [0] * 4, [0] * 4, [4], ["expert"])
-    found = schedule.predict(module, V5P, links, 6 * operations, 4096, least_flops=6 * operations)
+    found = predict.predict(module, V5P, links, 6 * operations, 4096, least_flops=6 * operations)
     assert found.unpriced_share < 1e-4 and found.missing_flops_share == 0.0  # sorts of the order alone
     alike = links.time_s("all-to-all", 2 * 4096 * 1024, there_and_back[0].groups)
     assert found.communication_s == pytest.approx(4 * alike, rel=0.2)  # beside sizes and the loss
@@ -161,7 +161,7 @@ def test_rows_that_fill_the_last_tile_of_a_buffer_are_not_routed():
     for rows, filled in ((4096, 1024), (4224, 1024), (8192, 8192)):
         module = called(target="__gpu$xla.gpu.triton", x=f"bf16[{rows},1024]", op=op)
         vars(module)["buffers"] = {4096: 0.25}
-        assert flops.stated(module, module.entry.root)[0] == pytest.approx(2 * filled * 1024 * 2048)
+        assert flops.kernel_work(module, module.entry.root)[0] == pytest.approx(2 * filled * 1024 * 2048)
 
 
 @pytest.mark.parametrize("w", ["[8,6144,2048]", "[8,2048,6144]"])  # or as its transpose
@@ -170,10 +170,10 @@ def test_on_a_tpu_a_grouped_matmul_costs_what_its_kernel_computes_and_reads(w):
     module = called(estimate(operations := 2 * 4096 * 6144 * 2048, 10**12), x="bf16[4096,6144]", w=f"bf16{w}", op=op)
     share, read = grouped.work(4096, 8, 6144, 2048, 2, "TPU v5p")
     assert share == 4096 / (4096 + 7 * 512)
-    multiplying = V5P.matmul_slowdown * operations / share / (prices.MATMUL_SHARE["tpu"] * 459e12)
+    multiplying = V5P.matmul_slowdown * operations / share / (op_time.MATMUL_SHARE["tpu"] * 459e12)
     assert price(module, V5P).seconds == pytest.approx(multiplying)
     slow = dataclasses.replace(V5P, hbm_bytes_per_s=1e9)
-    assert price(module, slow).seconds == pytest.approx(read / (prices.HBM_SHARE["tpu"] * 1e9))
+    assert price(module, slow).seconds == pytest.approx(read / (op_time.HBM_SHARE["tpu"] * 1e9))
 
 
 @pytest.mark.parametrize("shapes", [("[4096,1024]", "[8,1024,2048]", "[4096,2048]"),
@@ -187,9 +187,9 @@ def test_a_grouped_matmul_without_an_estimate_is_priced_by_its_shapes(shapes):
   %w = {w} parameter(2)
   ROOT %c = {out} custom-call(%g, %x, %w), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="{op}"}}
 }}"""
-    rate = prices.MATMUL_SHARE["gpu"] / H100.matmul_slowdown * 989e12
+    rate = op_time.MATMUL_SHARE["gpu"] / H100.matmul_slowdown * 989e12
     found = price(hlo.parse(f"HloModule test\n\n{text}"), H100)
-    assert found == prices.Price(pytest.approx(2 * 4096 * 1024 * 2048 / rate + prices.LAUNCH_S["gpu"]), "matmul")
+    assert found == op_time.OpTime(pytest.approx(2 * 4096 * 1024 * 2048 / rate + op_time.LAUNCH_S["gpu"]), "matmul")
     assert price(hlo.parse(f"HloModule test\n\n{text.replace('/grouped', '')}"), H100).unknown
 
 
@@ -227,10 +227,10 @@ def product(left, right, fast=False):
 )  # fmt: skip
 def test_narrow_numbers_are_multiplied_at_the_rate_of_the_chip_or_widened(chip, dtype, tera_per_s):
     found = dataclasses.replace(CHIPS[chip], hbm_bytes_per_s=math.inf)
-    seconds = price(product(dtype, dtype), found).seconds - prices.LAUNCH_S[found.platform]
-    share = prices.MATMUL_SHARE[found.platform] / found.matmul_slowdown
+    seconds = price(product(dtype, dtype), found).seconds - op_time.LAUNCH_S[found.platform]
+    share = op_time.MATMUL_SHARE[found.platform] / found.matmul_slowdown
     if found.gpu:
-        share *= prices.tiled(1024**2, 1024 * bits(dtype) / 8, found.gpu.core_count)
+        share *= op_time.tile_share(1024**2, 1024 * bits(dtype) / 8, found.gpu.core_count)
     assert seconds == pytest.approx(2 * 1024**3 / (share * tera_per_s * 1e12))
 
 
@@ -246,20 +246,22 @@ def test_matmuls_of_gpus_are_as_slow_as_published_ones_of_their_shapes():
     """DeepGEMM on H800, fp8, TFLOP/s by rows, columns and depth: within 2% of one share of the peak and the tiles'."""
     published = {(4096, 32768, 512): 590, (4096, 24576, 1536): 990, (4096, 7168, 2048): 1025, (4096, 4096, 7168): 1304,
                  (4096, 7168, 16384): 1358}  # fmt: skip
-    rates = [tera / prices.tiled(m * n, k, 132) for (m, n, k), tera in published.items()]
+    rates = [tera / op_time.tile_share(m * n, k, 132) for (m, n, k), tera in published.items()]
     middle = (max(rates) + min(rates)) / 2
     assert max(rates) < 1.02 * middle
 
 
 def test_tiles_fill_the_cores_of_a_gpu_in_waves():
     deep = math.inf
-    area = max(prices.GPU_TILES)
-    assert prices.tiled(132 * area, deep, 132) == 1.0
-    assert prices.tiled(133 * area, 2 * prices.GPU_TILE_BYTES, 132) < prices.tiled(
-        264 * area, 2 * prices.GPU_TILE_BYTES, 132
+    area = max(op_time.GPU_TILES)
+    assert op_time.tile_share(132 * area, deep, 132) == 1.0
+    assert op_time.tile_share(133 * area, 2 * op_time.GPU_TILE_BYTES, 132) < op_time.tile_share(
+        264 * area, 2 * op_time.GPU_TILE_BYTES, 132
     )
     # A small result of a long sum is made in pieces; of a short one it cannot be.
-    assert prices.tiled(16 * area, 1e6, 132) > 0.9 > 0.3 > prices.tiled(16 * area, prices.GPU_TILE_BYTES, 132)
+    assert (
+        op_time.tile_share(16 * area, 1e6, 132) > 0.9 > 0.3 > op_time.tile_share(16 * area, op_time.GPU_TILE_BYTES, 132)
+    )
 
 
 def test_matmuls_of_programs_that_offload_are_slower():
@@ -273,7 +275,7 @@ def test_matmuls_of_programs_that_offload_are_slower():
         )
         assert module.offloads == (space == "S(5)")
         found[space] = price(module, V6E).seconds
-        assert price(module, V5E).seconds == pytest.approx(2 * 4096**3 / (prices.MATMUL_SHARE["tpu"] * 197e12))
+        assert price(module, V5E).seconds == pytest.approx(2 * 4096**3 / (op_time.MATMUL_SHARE["tpu"] * 197e12))
     assert found["S(1)"] == found[""] < found["S(5)"]
     assert found["S(5)"] == pytest.approx(V6E.offloading_slowdown * found[""])
 
@@ -289,7 +291,7 @@ def test_scores_and_their_softmax_are_attention_forward_and_backward(changes):
         return attend(q, k, v, None, cfg).sum()
 
     module = hlo.parse(jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv).compile().as_text())
-    priced = [(step.instruction, prices.price(module, step.instruction, V5E)) for step in module.steps()]
+    priced = [(step.instruction, op_time.op_time(module, step.instruction, V5E)) for step in module.steps()]
     sizes = {one: max((array.elements for array in one.shape.arrays), default=0) for one, _ in priced}
     large = [(one, found) for one, found in priced if found.seconds and sizes[one] == B * N * T * T]
     assert len(large) >= 3
@@ -310,4 +312,4 @@ ENTRY %main (a: bf16[16,64,32]) -> f32[16,64,64] {
 """.replace("GEMM", gemm)
     for scope, kind in (("attention/kind.attention", "attention"), ("mlp", "matmul")):
         module = hlo.parse(text.replace("SCOPE", scope))
-        assert prices.price(module, module.entry.instructions["gemm"], H100).kind == kind
+        assert op_time.op_time(module, module.entry.instructions["gemm"], H100).kind == kind

@@ -11,42 +11,42 @@ _ON_CHIP = 1  # a memory space of TPU layouts
 _MEMORY = {0: "hbm", _ON_CHIP: "chip", HOST_SPACE: "host"}
 
 
-def of(module: Module, instruction: Instruction) -> collections.Counter[str]:
+def bytes_of(module: Module, instruction: Instruction) -> collections.Counter[str]:
     """The bytes that one run of an instruction of the schedule reads and writes, in "hbm", "chip" and "host".
 
     "chip" is on-chip memory that the compiler manages (TPU). Semaphores and scalars in other memories are left out.
     """
-    found = collections.Counter[str]()
+    traffic = collections.Counter[str]()
     operands = module.operands(instruction)
     if instruction.opcode == "fusion":
         inside = module.computations[instruction.called["calls"][0]]
         for n, operand in enumerate(operands):
-            _add(found, operand.shape.arrays, _read(module, inside, inside.parameters[n]))
-        _add(found, instruction.shape.arrays, _written(module, inside.root))
+            _add(traffic, operand.shape.arrays, _bytes_read(module, inside, inside.parameters[n]))
+        _add(traffic, instruction.shape.arrays, _bytes_written(module, inside.root))
     elif instruction.opcode in _SLICES:
-        _add(found, instruction.shape.arrays, None)
-        _add(found, operands[0].shape.arrays, instruction.shape.arrays[0].padded_bytes)
+        _add(traffic, instruction.shape.arrays, None)
+        _add(traffic, operands[0].shape.arrays, instruction.shape.arrays[0].padded_bytes)
     elif instruction.opcode == "dynamic-update-slice":
-        _add(found, operands[1].shape.arrays, None)
-        _add(found, instruction.shape.arrays, operands[1].shape.arrays[0].padded_bytes)
+        _add(traffic, operands[1].shape.arrays, None)
+        _add(traffic, instruction.shape.arrays, operands[1].shape.arrays[0].padded_bytes)
     else:
         for operand in operands:
-            _add(found, operand.shape.arrays, None)
-        _add(found, instruction.shape.arrays, None)
-    return found
+            _add(traffic, operand.shape.arrays, None)
+        _add(traffic, instruction.shape.arrays, None)
+    return traffic
 
 
-def _add(found: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:
+def _add(traffic: collections.Counter[str], arrays: tuple[Array, ...], limit_bytes: int | None) -> None:
     """Adds the arrays of one operand or result, or only `limit_bytes` of them."""
     whole = sum(array.padded_bytes for array in arrays) or 1
     share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / whole)
     for array in arrays:
         memory = _MEMORY.get(array.memory_space)
         if memory:
-            found[memory] += round(array.padded_bytes * share)
+            traffic[memory] += round(array.padded_bytes * share)
 
 
-def _read(module: Module, computation: Computation, value: Instruction) -> int:
+def _bytes_read(module: Module, computation: Computation, value: Instruction) -> int:
     """How many bytes of `value`, a parameter or a view of one, a fused computation reads."""
     whole = sum(array.padded_bytes for array in value.shape.arrays)
     total = 0
@@ -59,25 +59,25 @@ def _read(module: Module, computation: Computation, value: Instruction) -> int:
         elif user.opcode in _CARRIED or (user.opcode == "dynamic-update-slice" and first):
             continue
         elif user.opcode in _VIEWS:
-            total += 0 if user.is_root else _read(module, computation, user)
+            total += 0 if user.is_root else _bytes_read(module, computation, user)
         elif user.opcode == "fusion":
             inside = module.computations[user.called["calls"][0]]
-            total += _read(module, inside, inside.parameters[user.operands.index(value.name)])
+            total += _bytes_read(module, inside, inside.parameters[user.operands.index(value.name)])
         else:
             return whole
     return min(total, whole)
 
 
-def _written(module: Module, root: Instruction) -> int:
+def _bytes_written(module: Module, root: Instruction) -> int:
     """How many bytes of a result a fusion writes: the new part of an update in place, none of a value passed on."""
     if root.opcode == "tuple":
-        return sum(_written(module, part) for part in module.operands(root))
+        return sum(_bytes_written(module, part) for part in module.operands(root))
     if root.opcode in ("bitcast", "reshape", "optimization-barrier") and root.operands:
-        return _written(module, module.operand(root))
+        return _bytes_written(module, module.operand(root))
     if root.opcode == "dynamic-update-slice":
         return module.operand(root, 1).shape.arrays[0].padded_bytes
     if root.opcode == "fusion":
-        return _written(module, module.computations[root.called["calls"][0]].root)
+        return _bytes_written(module, module.computations[root.called["calls"][0]].root)
     if root.opcode == "parameter" or root.opcode in _CARRIED:
         return 0
     return sum(array.padded_bytes for array in root.shape.arrays)

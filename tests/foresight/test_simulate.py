@@ -9,13 +9,13 @@ import sample
 from saved_programs import saved
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.cost import attention, memory_traffic, prices, schedule
+from gspmd_lm.foresight.timing import attention, memory_traffic, op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import NCCL_CORES
 
 # A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.
 CHIP = dataclasses.replace(
-    CHIPS["v5e"], clock_hz=1e9, peak_bf16_flops_per_s=1e12, hbm_bytes_per_s=1e9 / prices.HBM_SHARE["tpu"], host_link_bytes_per_s=0.25e9,
+    CHIPS["v5e"], clock_hz=1e9, peak_bf16_flops_per_s=1e12, hbm_bytes_per_s=1e9 / op_time.HBM_SHARE["tpu"], host_link_bytes_per_s=0.25e9,
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ class Links:
     def link(self, groups):
         return "ici"
 
-    def lane(self, groups):
+    def track(self, groups):
         return "ici " + "+".join(self.axes(groups))
 
     def time_s(self, kind, size_bytes, groups):
@@ -82,8 +82,8 @@ def module(body, computations="", devices=4):
     )
 
 
-def predict(body, computations="", links=None, flops=0.0, tokens=0.0):
-    found = schedule.predict(module(body, computations), CHIP, links or Links(), flops, tokens)
+def predicted(body, computations="", links=None, flops=0.0, tokens=0.0):
+    found = predict.predict(module(body, computations), CHIP, links or Links(), flops, tokens)
     parts = (
         found.matmul_s + found.attention_s + found.other_s + found.exposed_communication_s + found.exposed_host_copy_s
     )
@@ -96,7 +96,7 @@ def ns(seconds):
 
 
 def test_compute_runs_in_order_and_mfu_is_of_the_models_operations():
-    found = predict(matmul("m1", 100) + matmul("m2", 40, "m1"), flops=70e3, tokens=7)
+    found = predicted(matmul("m1", 100) + matmul("m2", 40, "m1"), flops=70e3, tokens=7)
     assert ns(found.step_time_s) == ns(found.matmul_s) == 140
     assert found.mfu == pytest.approx(0.5) and found.tokens_per_s_per_device == pytest.approx(5e7)
     assert found.fusions == (("layers.mlp (matmul)", pytest.approx(140e-9)),)
@@ -109,12 +109,12 @@ def test_an_estimate_faster_than_the_chip_is_none_and_a_chip_may_be_slower_than_
 
     def seconds(cycles, chip):
         parsed = module(matmul("m", cycles))
-        found = prices.price(parsed, parsed.entry.instructions["m"], chip)
+        found = op_time.op_time(parsed, parsed.entry.instructions["m"], chip)
         assert found and found.kind == "matmul"
         return found.seconds
 
     assert seconds(operations, fast) == pytest.approx(operations / fast.clock_hz)  # just at the peak
-    rate = prices.MATMUL_SHARE["tpu"] * 1e9 / 2  # of float32
+    rate = op_time.MATMUL_SHARE["tpu"] * 1e9 / 2  # of float32
     assert seconds(operations - 1, fast) == pytest.approx(operations / rate)
     for cycles in (operations, operations - 1):
         assert seconds(cycles, slow) == pytest.approx(1.15 * seconds(cycles, fast))
@@ -122,7 +122,7 @@ def test_an_estimate_faster_than_the_chip_is_none_and_a_chip_may_be_slower_than_
 
 @pytest.mark.parametrize(("nbytes", "step", "exposed"), [(60, 100, 0), (150, 150, 50)])
 def test_an_asynchronous_collective_hides_behind_compute_as_far_as_it_goes(nbytes, step, exposed):
-    found = predict(gather("g", nbytes, FSDP) + matmul("m", 100) + done("e", "g", nbytes))
+    found = predicted(gather("g", nbytes, FSDP) + matmul("m", 100) + done("e", "g", nbytes))
     assert (ns(found.step_time_s), ns(found.exposed_communication_s), ns(found.communication_s)) == (
         step,
         exposed,
@@ -141,7 +141,7 @@ def test_on_gpus_a_collective_takes_cores_from_the_compute_beside_it(nbytes, bes
 
     chip = dataclasses.replace(CHIP, gpu=CHIPS["h100"].gpu)
     given = module(gather("g", nbytes, FSDP) + matmul("m", 100) + done("e", "g", nbytes))
-    found = schedule.predict(given, chip, Nvlink(), 0.0, 0.0)
+    found = predict.predict(given, chip, Nvlink(), 0.0, 0.0)
     lost = NCCL_CORES / 132
     took = 100 / (1 - lost) if beside is None else 100 + beside * lost
     assert ns(found.matmul_s) == pytest.approx(took)
@@ -154,14 +154,14 @@ def test_on_gpus_a_collective_takes_cores_from_the_compute_beside_it(nbytes, bes
 )  # fmt: skip
 def test_two_collectives_share_a_link_or_run_side_by_side(first, second, step):
     begin = gather("g1", 60, first) + gather("g2", 60, second)
-    found = predict(begin + matmul("m", 100) + done("e1", "g1", 60) + done("e2", "g2", 60))
+    found = predicted(begin + matmul("m", 100) + done("e1", "g1", 60) + done("e2", "g2", 60))
     assert (ns(found.step_time_s), ns(found.communication_s)) == (step, 120)
 
 
 def test_a_synchronous_collective_blocks_and_waits_for_its_link():
-    found = predict(reduce("r", 30, TENSOR) + matmul("m", 100))
+    found = predicted(reduce("r", 30, TENSOR) + matmul("m", 100))
     assert (ns(found.step_time_s), ns(found.exposed_communication_s)) == (130, 30)
-    behind = predict(gather("g", 60, FSDP) + reduce("r", 30, FSDP) + matmul("m", 100) + done("e", "g", 60))
+    behind = predicted(gather("g", 60, FSDP) + reduce("r", 30, FSDP) + matmul("m", 100) + done("e", "g", 60))
     assert ns(behind.step_time_s) == 190 and behind.exposed_by_axis == {"fsdp": pytest.approx(90e-9)}
 
 
@@ -198,14 +198,14 @@ def test_turns_of_a_loop_multiply():
         matmul("m", 1000, "p_a")
         + "  %w = u8[30] constant({...})\n  %r = u8[30] all-reduce(%w), replica_groups={{0,1},{2,3}}, to_apply=%sum\n"
     )
-    found = predict(run_loop("_a"), loop(inner, 50, "_a"))
+    found = predicted(run_loop("_a"), loop(inner, 50, "_a"))
     assert (ns(found.matmul_s), ns(found.exposed_communication_s), ns(found.communication_s)) == (50_000, 1500, 1500)
 
 
 def test_nested_loops_multiply():
     inner = loop(matmul("m", 1000, "p_b"), 3, "_b")
     outer = loop(matmul("k", 100, "p_a") + run_loop("_b", "p_a", "x_a"), 40, "_a")
-    found = predict(run_loop("_a"), inner + outer)
+    found = predicted(run_loop("_a"), inner + outer)
     assert ns(found.matmul_s) == 40 * (3 * 1000 + 100)
 
 
@@ -220,7 +220,7 @@ def test_a_collective_under_way_from_one_turn_to_the_next(nbytes):
     )
     outside = gather("first", nbytes, FSDP) + run_loop("_a", x="first", state=state)
     after = f"  %last = {state} get-tuple-element(%loop_a), index=2\n  %end = u8[{2 * nbytes}] all-gather-done(%last)\n"
-    found = predict(outside + after, loop(body, 50, "_a", state, "again"))
+    found = predicted(outside + after, loop(body, 50, "_a", state, "again"))
     waits = {60: 60, 130: 130 + 49 * 30 + 30}[nbytes]  # the first turn for all of it, others for what compute leaves
     assert (ns(found.matmul_s), ns(found.communication_s)) == (50 * 100, 51 * nbytes)
     assert (ns(found.exposed_communication_s), ns(found.step_time_s)) == (waits, 50 * 100 + waits)
@@ -230,14 +230,14 @@ def test_turns_that_cannot_be_told_are_listed_and_counted_once():
     conditional = loop(matmul("m", 1000, "p_a"), 5, "_a").replace(
         "constant(5)", 'custom-call(), custom_call_target="Limit"'
     )
-    found = predict(run_loop("_a"), conditional)
+    found = predicted(run_loop("_a"), conditional)
     assert ns(found.matmul_s) == 1000 and "while: turns unknown" in found.unpriced and found.unpriced_share > 0
-    named = predict(run_loop("_a", op="jit(f)/layers/turns.1/while"), conditional)
+    named = predicted(run_loop("_a", op="jit(f)/layers/turns.1/while"), conditional)
     assert ns(named.matmul_s) == 1000 and "while: turns unknown" not in named.unpriced
 
 
 def test_what_cannot_be_priced_is_listed_with_its_share():
-    found = predict(
+    found = predicted(
         '  %c = f32[8,8]{1,0} custom-call(%p), custom_call_target="Mystery"\n  %k = f32[8,8]{1,0} copy(%p)\n  %o = (f32[8,8]{1,0}, f32[8,8]{1,0}, s32[]) sort(%p, %p), to_apply=%sum\n'
     )
     assert found.unpriced == {"sort": pytest.approx(1028 / 2052), "custom-call Mystery": pytest.approx(512 / 2052)}
@@ -252,7 +252,7 @@ def test_host_copies_run_beside_compute_each_direction_on_its_own():
 {matmul("m", 1000)}  %o = {host} copy-done(%out)
   %i = f32[8,8]{{1,0}} copy-done(%in)
 """
-    found = predict(both)
+    found = predicted(both)
     assert (ns(found.step_time_s), ns(found.exposed_host_copy_s), ns(found.communication_s)) == (1024, 24, 0)
 
 
@@ -266,7 +266,7 @@ def test_slices_to_and_from_the_host_count_their_part_alone():
   %in = (({stack}, s32[], s32[], s32[]), f32[1,8,8]{{2,1,0}}, u32[]{{:S(2)}}) dynamic-slice-start(%o, %zero, %zero, %zero), dynamic_slice_sizes={{1,8,8}}
 {matmul("m", 1000)}  %i = f32[1,8,8]{{2,1,0}} dynamic-slice-done(%in)
 """
-    found = predict(body)
+    found = predicted(body)
     assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048)
 
 
@@ -281,8 +281,8 @@ def test_collectives_that_fusions_start_carry_on_and_end():
 
     computations = hidden("starts", "AsyncCollectiveStart", "{}") + hidden("ends", "AsyncCollectiveDone", "{}")
     body = "  %b = u8[120] fusion(%q60), kind=kCustom, calls=%starts\n{}  %e = u8[120] fusion(%q60), kind=kCustom, calls=%ends\n"
-    behind = predict(body.format(matmul("m", 100)), computations)
-    exposed = predict(body.format(matmul("m", 40)), computations)
+    behind = predicted(body.format(matmul("m", 100)), computations)
+    exposed = predicted(body.format(matmul("m", 40)), computations)
     assert (ns(behind.step_time_s), ns(behind.communication_s)) == (100, 60)
     assert (ns(exposed.step_time_s), exposed.exposed_by_axis) == (60, {"fsdp": pytest.approx(20e-9)})
 
@@ -295,7 +295,7 @@ def test_a_reduce_scatter_in_a_fusion_blocks_and_counts_once():
   ROOT %ds = u8[30] dynamic-slice(%ar, %zero), dynamic_slice_sizes={{30}}
 }}
 """
-    found = predict(
+    found = predicted(
         "  %f = u8[30] fusion(%q60), kind=kCustom, calls=%all-reduce-scatter\n" + matmul("m", 100), computations
     )
     assert (ns(found.step_time_s), ns(found.communication_s)) == (160, 60)
@@ -308,7 +308,7 @@ def test_a_collective_on_the_sparse_core_runs_beside_compute():
 }}, execution_thread="sparsecore"
 """
     start = '  %cs = ((u8[60]), u8[120]) call-start(%q60), async_execution_thread="sparsecore", to_apply=%called\n'
-    found = predict(start + matmul("m", 40) + "  %cd = u8[120] call-done(%cs)\n", computations)
+    found = predicted(start + matmul("m", 40) + "  %cd = u8[120] call-done(%cs)\n", computations)
     assert (ns(found.step_time_s), ns(found.exposed_communication_s)) == (60, 20)
 
 
@@ -317,7 +317,7 @@ def test_of_a_conditional_the_longer_branch_counts():
         return f"%{name} (b: f32[8,8]) -> f32[8,8] {{\n  %p{name} = f32[8,8]{{1,0}} parameter(0)\n{matmul('m' + name, cycles, 'p' + name)}  ROOT %r{name} = f32[8,8]{{1,0}} bitcast(%m{name})\n}}\n"
 
     body = "  %which = s32[] constant(0)\n  %c = f32[8,8]{1,0} conditional(%which, %p, %p), branch_computations={%short, %long}\n"
-    assert ns(predict(body, branch("short", 10) + branch("long", 70)).step_time_s) == 70
+    assert ns(predicted(body, branch("short", 10) + branch("long", 70)).step_time_s) == 70
 
 
 def test_what_crosses_slices_is_sent_and_waited_for():
@@ -331,7 +331,7 @@ def test_what_crosses_slices_is_sent_and_waited_for():
     slow = sample.network(
         dataclasses.replace(CHIP, network_bytes_per_s=1e9), [(0, 0, 0)] * 2, [0, 1], [0, 1], [2], ["data"]
     )
-    found = schedule.predict(module(body, devices=1), CHIP, slow, 0.0, 0.0)
+    found = predict.predict(module(body, devices=1), CHIP, slow, 0.0, 0.0)
     assert found.exposed_by_axis == {"data": pytest.approx(found.step_time_s - 40e-9)}
     assert ns(found.communication_s) == 60 and ns(found.step_time_s) == 60
 
@@ -347,7 +347,7 @@ def test_the_timeline_shows_a_turn_of_each_pass_in_one_loop_over_microbatches():
 
     forward, backward = "jit(_train)/jvp(D)/while/body", "jit(_train)/transpose(jvp(D))/while/body"
     both = run_loop("_f", "p_m", "x_m") + run_loop("_b", "p_m", "x_m")
-    found = predict(run_loop("_m"), layers("_f", forward, 1000) + layers("_b", backward, 2000) + loop(both, 4, "_m"))
+    found = predicted(run_loop("_m"), layers("_f", forward, 1000) + layers("_b", backward, 2000) + loop(both, 4, "_m"))
     spans = {(span.part, span.lane, span.kind): span for span in found.timeline if span.kind != "other"}
     assert set(spans) == {
         (part, *what)
@@ -380,11 +380,11 @@ def test_traffic_is_what_slices_and_updates_touch():
   %c = f32[3,5]{1,0:T(8,128)} copy(%t)
 """
     instructions = module(body, computations)
-    touched = memory_traffic.of(instructions, instructions.entry.instructions["f"])
+    touched = memory_traffic.bytes_of(instructions, instructions.entry.instructions["f"])
     assert (touched["hbm"], touched["chip"]) == (256 + 256 + 4, 256)
-    assert memory_traffic.of(instructions, instructions.entry.instructions["s"])["hbm"] == 2 * 512
+    assert memory_traffic.bytes_of(instructions, instructions.entry.instructions["s"])["hbm"] == 2 * 512
     assert (
-        memory_traffic.of(instructions, instructions.entry.instructions["c"])["hbm"] == 2 * 4 * 8 * 128
+        memory_traffic.bytes_of(instructions, instructions.entry.instructions["c"])["hbm"] == 2 * 4 * 8 * 128
     )  # whole tiles
 
 
@@ -399,7 +399,7 @@ def test_saved_programs_add_up(name):
     if name == "tpu7x":
         places = [(k // 2 % 2, k // 4, 0) for k in range(8)]
     links = sample.network(chip, places, [0] * 8, [0] * 8, mesh.values(), mesh)
-    found = schedule.predict(saved(name), chip, links, 1e9, 1e3)
+    found = predict.predict(saved(name), chip, links, 1e9, 1e3)
     parts = (found.matmul_s, found.attention_s, found.other_s, found.exposed_communication_s, found.exposed_host_copy_s)
     assert sum(parts) == pytest.approx(found.step_time_s) and all(part >= 0 for part in parts)
     assert found.exposed_communication_s == pytest.approx(sum(found.exposed_by_axis.values()))

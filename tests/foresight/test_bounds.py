@@ -9,8 +9,8 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.floor import counted, floor, least_flops, memory_bytes
-from gspmd_lm.foresight.traced import Traced
+from gspmd_lm.foresight.bounds import any_model, memory_bytes, necessary_flops, of_training
+from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import IN_BLOCKS
@@ -25,8 +25,8 @@ MLPS = Lora(rank=4, alpha=8.0, targets=("w_gate", "w_up", "w_down"))
 LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
 
 
-def traced(config, rules, arrays):
-    return Traced.of(state.recorded(config, arrays, rules.microbatches, rules), arrays)
+def graph(config, rules, arrays):
+    return DataflowGraph.from_recorder(state.recorded(config, arrays, rules.microbatches, rules), arrays)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def floor_of(llama):
         others = [row for row in loaded.rows if row.key not in dict(rows)]
         filled = dataclasses.replace(loaded, rows=(*others, *placed), **changes).fill(8)
         check(filled.problems)
-        return floor(config, filled, arrays, chip, traced(config, filled, arrays))
+        return of_training(config, filled, arrays, chip, graph(config, filled, arrays))
 
     return found
 
@@ -150,7 +150,7 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     two = floor_of("fsdp8", CHIPS["h100"], microbatches=2)
     assert two.memory_s == pytest.approx((state_bytes + 2 * in_use + kept) / 3352.32e9, rel=1e-6)
     rules = dataclasses.replace(rules_file.load("fsdp8"), remat=Remat("none"))
-    program = traced(config, rules, arrays)
+    program = graph(config, rules, arrays)
     assert memory_bytes(rules, arrays, program) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
     held = {node.placed.array for node in program.activations} | {"layer_input"}
     for name in held.intersection(IN_BLOCKS):  # the least is kept under any names, and offloaded is moved too
@@ -170,7 +170,7 @@ def test_what_must_be_multiplied(llama):
 
     def least(config):
         arrays = state.arrays(config)
-        return least_flops(config, rules, arrays, traced(config, rules, arrays))
+        return necessary_flops(config, rules, arrays, graph(config, rules, arrays))
 
     per_token = 6 * (L * LAYER + V * D)  # the output matrix; tokens are only looked up
     full = TOKENS / 8 * (per_token + 12 * L * D * (T + 1) / 2)
@@ -216,8 +216,8 @@ def test_what_must_be_multiplied(llama):
 def test_compiled_programs_move_no_less_and_little_more(small, built, rules, changes, model):
     """On CPU in float32: XLA widens bfloat16 there. What they move more are scalars and the gradients of norms."""
     step = built(small(embed=64, mlp=256, **model), rules, **changes)
-    found = traced(step.config, step.rules, step.arrays)
-    needed = floor(step.config, step.rules, step.arrays, None, found).communication_bytes
+    found = graph(step.config, step.rules, step.arrays)
+    needed = of_training(step.config, step.rules, step.arrays, None, found).communication_bytes
     moved = ring_bytes(count(step.lower_train().compile().as_text()))
     assert needed <= moved <= 1.05 * needed
 
@@ -230,7 +230,7 @@ def test_an_adapter_sends_its_matrices_and_sums(small, rules):
     def sent(*targets):
         config = small(heads=8, kv_heads=8, compute_dtype="bfloat16", lora=Lora(rank=rank, alpha=8.0, targets=targets))
         arrays = state.arrays(config)
-        return config, floor(config, filled, arrays, None, traced(config, filled, arrays)).communication_bytes
+        return config, of_training(config, filled, arrays, None, graph(config, filled, arrays)).communication_bytes
 
     (config, without), (_, found) = sent("wk"), sent("wk", "wq", "wo")
     model, tokens = config.model, config.data.batch * config.data.seq
@@ -250,7 +250,7 @@ def test_each_turn_of_a_loop_counts_and_of_branches_the_dearest():
         return jax.lax.cond(y.sum() > 0, lambda y: y @ w @ w, lambda y: y @ w, y)
 
     made = jax.make_jaxpr(program)(np.ones((4, 8)), np.ones((8, 8)))
-    assert counted.flops(made.jaxpr) == (5 + 2) * 2 * 4 * 8 * 8
+    assert any_model.jaxpr_flops(made.jaxpr) == (5 + 2) * 2 * 4 * 8 * 8
 
 
 def test_of_a_mixture_only_the_chosen_experts_count():
@@ -293,9 +293,9 @@ def test_tokens_travel_to_their_experts_and_back():
     def moves(**more):
         raw = {"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}, **more}
         rules = rules_file.from_dict(raw, "here.yaml").fill(8)
-        found = traced(config, rules, arrays)
-        sent = floor(config, rules, arrays, None, found).communication_by_axis["expert"]
-        assert least_flops(config, rules, arrays, found) > 0
+        found = graph(config, rules, arrays)
+        sent = of_training(config, rules, arrays, None, found).communication_by_axis["expert"]
+        assert necessary_flops(config, rules, arrays, found) > 0
         return sent
 
     rows = 8 * 4096 * 2  # of all devices, those of each token's experts

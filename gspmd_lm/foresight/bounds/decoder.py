@@ -1,0 +1,392 @@
+"""The communication volume of a sharded decoder: the bytes that one device must send in a step.
+
+For tensor parallelism it is Megatron's count, arXiv 1909.08053: four reductions of [B, T, D] per layer, each of
+2 (n-1)/n; with a sequence-split residual, arXiv 2205.05198, four reduce-scatters and six all-gathers of (n-1)/n, since
+a matmul's input is gathered again for its weight's gradient. For fully sharded weights it is ZeRO's, arXiv 1910.02054:
+weights are gathered once forward and once backward in the compute dtype (recomputation needs no third time) and their
+gradients reduce-scattered, all of it in each microbatch. Gradients are reduced in the dtype that model/ sums them in:
+float32 for token tables and norms, the compute dtype for the rest.
+
+A split sequence needs all keys and values at each query: gathered, or passed round a ring, which is as much; or heads
+are exchanged for tokens, and back (arXiv 2309.14509). Tokens that travel to their experts do so once for each of them,
+and their results travel back; so do the gradients of both (arXiv 2006.16668).
+"""
+
+import collections
+import math
+from collections.abc import Iterable
+
+from gspmd_lm.foresight.bounds.transfers import (
+    FLOAT32_BYTES,
+    Parameter,
+    Sharding,
+    Transfers,
+    Volume,
+    mesh_axes,
+    mesh_axes_except,
+)
+from gspmd_lm.foresight.graph import Matmul, Node
+from gspmd_lm.model.kernels import attention
+
+_INT32_BYTES = 4
+*_READ, _OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
+
+
+class DecoderTransfers(Transfers):
+    """The transfers of the decoder, or of any model that reads and writes a residual stream.
+
+    A matmul of a layer has one end at the residual stream. `stream_end` is that end, and `inner_end` is the other one.
+    """
+
+    def add_model(self) -> None:
+        graph = self.graph
+        # Blocks read the residual stream, gathered, and their sums go back to it.
+        self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
+        self.residual = graph.gathered_from(self.block_input) or self.block_input
+        self.add_layers()
+        for matmul in graph.matmuls:
+            if self.is_head(matmul):
+                self.add_loss(matmul) if self.trains else self.add_logits(matmul)
+        for path in graph.looked_up:
+            if path not in graph.used or path in graph.multiplied:
+                self.add_look_up(self.weights[path])
+        for path in set(graph.used) - graph.multiplied:
+            self.add_small(self.weights[path])
+
+    # The layers
+
+    def is_head(self, matmul: Matmul) -> bool:
+        """Whether a matmul gives the logits: it is part of the loss, and no weight's name is on it."""
+        return not set(matmul.node.name.owners) & set(self.weights)
+
+    def add_layers(self) -> None:
+        """Adds what the matmuls of all layers move. partial_sums.py says how they read and write the stream."""
+        matmuls = [matmul for matmul in self.graph.matmuls if not self.is_head(matmul)]
+        inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
+        adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
+        reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
+        writes: dict[Node, list[Matmul]] = collections.defaultdict(list)
+        self.matmul_inputs = {matmul.input for matmul in matmuls}
+        for matmul in matmuls:
+            if self.graph.gathered_from(matmul.input) and not (matmul.group_axis and matmul.output):
+                reads[matmul.input].append(matmul)
+            elif matmul.output and self.graph.written_to(matmul.output) is not matmul.output:
+                writes[matmul.output].append(matmul)
+        adapted = {matmul.node for pair in adapters for matmul in pair}
+        for x, group in reads.items():
+            if x not in {second.input for _, second in adapters}:
+                self.add_input_side(x, group, [matmul for matmul in group if matmul.node not in adapted])
+        for y, group in writes.items():
+            if y not in {first.output for first, _ in adapters}:
+                self.add_output_side(y, [matmul for matmul in group if matmul.node not in adapted])
+        for first, second in adapters:
+            self.add_adapter(first, second)
+        for path in {matmul.path for matmul in matmuls if matmul.node not in adapted}:
+            weight, used = self.weights[path], self.graph.used[path][0]
+            # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
+            for _ in range(2 if self.trains and (weight.trained or used.trip_count > 1) else 1):
+                self.gather(weight, self.itemsize(used))
+
+    def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
+        """Adds what one input of several matmuls moves, forward and backward. `matmuls`: those without adapters."""
+        stream = self.graph.gathered_from(x)
+        assert stream and x.placed
+        input_saved = self.rules.remat.policy == "none" or x.placed.array in self.saved
+        any_trained = any(self.weights[matmul.path].trained for matmul in readers)
+        # The input is gathered, and once more for the gradients of the weights.
+        for _ in range(2 if any_trained and not input_saved else 1):
+            self.transfer(self.bytes(x), self.sharding(stream), self.sharding(x), times=x.trip_count)
+        for matmul in matmuls:
+            self.add_expert_gradient(matmul, x) if matmul.group_axis else self.add_matmul(matmul, x, matmul.output)
+        self.add_dispatch(x, [matmul for matmul in matmuls if matmul.group_axis])
+        if self.trains:
+            self.add_partial_sums(x, stream, matmuls, [matmul.output for matmul in matmuls])
+
+    def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
+        """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
+        stream = self.graph.written_to(y)
+        recomputed = self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
+        for _ in range(2 if self.trains and recomputed and self.read_in_same_block(stream) else 1):
+            self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls])
+        if self.trains:
+            self.transfer(self.bytes(y), self.sharding(stream), self.sharding(y), times=y.trip_count)  # the gradient
+        for matmul in matmuls:
+            self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
+
+    def add_expert_gradient(self, matmul: Matmul, stream_end: Node) -> None:
+        """Adds the reduction of the gradient of experts' weights, of which each device has a sum over its own tokens.
+
+        If a matrix of an adapter lacks the axis along which the weight is split, the result of the other matrix is a
+        partial sum over that axis, and so is the gradient.
+        """
+        weight, tokens = self.weights[matmul.path], mesh_axes(self.sharding(stream_end), "batch", "seq")
+        inner = self.inner_sharding(matmul, stream_end)
+        lacking = {axis: names for axis, names in inner.items() if axis not in weight.sizes}
+        if weight.trained and self.trains:
+            summed_over = tokens | mesh_axes(lacking)
+            self.transfer(
+                self.bytes(matmul.weight),
+                weight.compute,
+                weight.gradient,
+                summed_over,
+                stream_end.trip_count,
+                "gradients",
+            )
+
+    def add_dispatch(self, x: Node, matmuls: list[Matmul]) -> None:
+        """Adds the dispatch of tokens to their experts, and the combine, if both are split over the same mesh axes."""
+        if not matmuls:
+            return
+        matmul, sharding = matmuls[0], self.sharding(x)
+        token_axes, expert_axes = mesh_axes(sharding, "batch", "seq"), self.expert_axes(matmul)
+        if not expert_axes or not expert_axes <= token_axes:
+            return
+        rows, width = matmul.node.shape[0], x.shape[-1]
+        # Dispatch and combine, the same for the gradients, and one more dispatch where it is recomputed.
+        recomputed = self.rules.remat.policy != "none" and "dispatched" not in self.saved
+        by_tokens = {"batch": tuple(token_axes)}
+        by_experts = {"batch": tuple(token_axes - expert_axes), matmul.group_axis: tuple(expert_axes)}
+        for _ in range(4 + recomputed if self.trains else 2):
+            self.transfer(rows * width * self.itemsize(x), by_tokens, by_experts, times=x.trip_count)
+        if self.trains:  # one number for each expert of a token: the gradient of its router weight
+            self.transfer(rows * FLOAT32_BYTES, by_tokens, by_experts, times=x.trip_count)
+
+    def expert_axes(self, matmul: Matmul) -> set[str]:
+        """The mesh axes that split the experts of a matmul."""
+        return set(self.weights[matmul.path].compute[matmul.group_axis])
+
+    def read_in_same_block(self, node: Node) -> bool:
+        """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""
+        waiting, seen = [node], {node}
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or user.checkpoint_name == "layer_input":
+                    continue
+                if user in self.matmul_inputs:
+                    return True
+                seen.add(user)
+                waiting.append(user)
+        return False
+
+    def add_matmul(self, matmul: Matmul, stream_end: Node, inner_end: Node | None) -> None:
+        """Adds what a matmul and its gradients move, but for the partial sums at the residual stream."""
+        assert inner_end
+        weight, times = self.weights[matmul.path], stream_end.trip_count
+        stream, inner = self.sharding(stream_end), self.sharding(inner_end)
+        inner_axes = self.inner_axes(matmul, stream_end)
+        stream_axes = [axis for axis in stream if axis in weight.sizes]
+        rows_bytes = math.prod(stream_end.shape[:2]) * self.itemsize(stream_end)
+        inner_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in inner_axes)
+        rows = {"batch": stream["batch"], "seq": stream["seq"]}
+        computed = {**rows, **{axis: weight.compute[axis] for axis in inner_axes}}
+        summed_over = mesh_axes(stream, *stream_axes)
+        if not self.trains:
+            self.transfer(inner_bytes, computed, inner, summed_over, times)
+            return
+        assert inner_end.placed
+        queries = self.sharding_of_queries(inner_end)
+        query_axes = mesh_axes(queries, "seq")
+        recomputed = self.rules.remat.policy != "none"
+        if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):
+            self.transfer(inner_bytes, computed, {**inner, "seq": stream["seq"]}, summed_over, times)
+            by_heads = {**inner, "seq": (), inner_axes[0]: (*inner[inner_axes[0]], *stream["seq"])}
+            recomputed &= inner_end.placed.array != _OUT or _OUT not in self.saved
+            for _ in range(2 + recomputed):  # to heads, back for the gradients, and once more where it is recomputed
+                self.transfer(inner_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
+        elif query_axes:  # each query reads all keys; their gradients come from everywhere
+            all_keys, kind = {**inner, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
+            self.transfer(inner_bytes, computed, all_keys, summed_over, times, kind)
+            self.transfer(inner_bytes, all_keys, {**inner, "seq": stream["seq"]}, query_axes, times, kind)
+            if recomputed or self.rules.context == "ring":
+                self.transfer(inner_bytes, {**all_keys, "seq": stream["seq"]}, all_keys, (), times, kind)
+        else:
+            self.transfer(inner_bytes, computed, inner, summed_over, times)
+        matrix_bytes = self.bytes(matmul.weight)
+        if weight_only := mesh_axes(weight.compute, *stream_axes) - summed_over:
+            # A mesh axis splits the weight, but not the array at the stream. Either the weight is gathered, or partial
+            # sums are reduced at the inner end and the result at the stream is gathered. Only the first is possible
+            # where that mesh axis splits the rows.
+            gathered = [self.volume(matrix_bytes, weight.compute, {**weight.compute, **dict.fromkeys(stream_axes, ())})]
+            reduced = [self.volume(inner_bytes, computed, inner, weight_only)]
+            result = [self.volume(self.bytes(stream_end), {**stream, stream_axes[0]: tuple(weight_only)}, stream)]
+            for alternative in (reduced, result):
+                self.add_cheapest(gathered, *([] if weight_only & mesh_axes(computed) else [alternative]), times=times)
+        if weight.trained:
+            local_gradient = {
+                **{axis: stream[axis] for axis in stream_axes},
+                **{axis: inner[axis] for axis in inner_axes},
+            }
+            self.transfer(
+                matrix_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients"
+            )
+        if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
+            # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
+            # are summed, either as those of the keys or as those of the weight.
+            split = {inner_axes[0]: (*inner[inner_axes[0]], *head_axes)}
+            of_weight = [self.volume(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
+            of_keys = [self.volume(inner_bytes, {**inner, **split}, inner)]
+            self.add_cheapest(of_keys, *([of_weight] if weight.trained else []), times=times)
+
+    def inner_axes(self, matmul: Matmul, stream_end: Node) -> list[str]:
+        """The axes of a weight that the array at the residual stream lacks."""
+        assert matmul.weight.placed and stream_end.placed
+        return [axis for axis in matmul.weight.placed.axes if axis not in stream_end.placed.axes]
+
+    def inner_sharding(self, matmul: Matmul, stream_end: Node) -> Sharding:
+        """How experts' weights are split along the axes that the array at the residual stream lacks.
+
+        An adapter is split as its weight is.
+        """
+        path = self.rules.vocabulary.adapted(matmul.path)
+        compute_spec = self.graph.used[path][0].placed
+        assert compute_spec and stream_end.placed
+        return {
+            axis: self.weights[path].compute[axis] for axis in compute_spec.axes if axis not in stream_end.placed.axes
+        }
+
+    def sharding_of_queries(self, keys: Node) -> Sharding:
+        """The sharding of the queries that read keys or values; empty for other activations."""
+        if not keys.placed or "kv_seq" not in keys.placed.axes:
+            return {}
+        queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
+        return self.sharding(queries[0]) if queries else {}
+
+    def add_adapter(self, first: Matmul, second: Matmul) -> None:
+        """Adds what a low-rank adapter moves: its two matrices, their gradients, and the sum between the two matmuls.
+
+        An adapter of a weight that writes to the residual stream makes no such sum: its partial sums join those of the
+        weight, and the gradient of its second matrix is summed over the mesh axes that split its first.
+        """
+        inner_axes: set[str] = set()
+        stream = self.sharding(self.block_input)
+        for matmul in (first, second):
+            weight = self.weights[matmul.path]
+            gathered = self.volume(weight.elements * self.itemsize(matmul.weight), weight.storage, weight.compute)
+            self.add(gathered, 1, "weights", matmul.node.trip_count > 1)
+            rank_axes = mesh_axes_except(weight.compute, "layers", *stream)
+            if weight.trained:
+                row_axes = mesh_axes(stream, "batch", "seq")
+                summed_over, times = row_axes | inner_axes, matmul.node.trip_count
+                self.transfer(
+                    self.bytes(matmul.weight), weight.compute, weight.gradient, summed_over, times, "gradients"
+                )
+            if matmul is first:
+                inner_axes = rank_axes
+            elif rank_axes and self.trains:
+                self.transfer(self.bytes(matmul.input), stream, stream, rank_axes, matmul.node.trip_count)
+
+    def add_partial_sums(
+        self, written: Node, stream: Node, matmuls: list[Matmul], inner_ends: Iterable[Node | None]
+    ) -> None:
+        """Adds the reduction into the residual stream of sums over heads or hidden units.
+
+        Matmuls that are summed over the same mesh axes are reduced once.
+        """
+        token_axes, partials = mesh_axes(self.sharding(written), "batch", "seq"), set()
+        for matmul, inner_end in zip(matmuls, inner_ends, strict=True):
+            if matmul.group_axis:  # what is combined from experts is whole
+                over = mesh_axes(self.inner_sharding(matmul, written))
+                partials.add(
+                    frozenset(over - self.expert_axes(matmul) if self.expert_axes(matmul) <= token_axes else over)
+                )
+            elif inner_end:
+                partials.add(frozenset(mesh_axes(self.sharding(inner_end), *self.inner_axes(matmul, written))))
+        for partial in partials:
+            self.transfer(
+                self.bytes(written), self.sharding(written), self.sharding(stream), partial, written.trip_count
+            )
+
+    # Before and after the layers
+
+    def add_look_up(self, table: Parameter) -> None:
+        """Adds look-ups in the token table and in learned positions, forward and backward: see `partial_sums.look_up`.
+
+        A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
+        """
+        tied, size_bytes = table.path in self.graph.multiplied, self.bytes(self.block_input)
+        ids, width = table.sizes
+        itemsize = self.itemsize(self.block_input)
+        residual, block_input = self.sharding(self.residual), self.sharding(self.block_input)
+        row_axes, token_axes, column_axes = (
+            table.compute[ids],
+            mesh_axes(residual, "batch", "seq"),
+            mesh_axes(table.storage, width),
+        )
+        if row_axes:
+            self.gather(table, 0 if tied else itemsize)
+            self.transfer(size_bytes, block_input, residual, row_axes)
+            if table.trained:
+                self.transfer(size_bytes, residual, block_input)
+        elif not (tied and self.trains):
+            # Either rows are looked up where the table is stored, for which the ids of other devices are needed, or the
+            # table is gathered.
+            looked_up_where_stored = self.volume(size_bytes, {width: tuple(column_axes)}, residual)
+            table_gathered = self.volume(table.elements * itemsize, table.storage, {})
+            self.add_cheapest([looked_up_where_stored, self.token_ids(column_axes & token_axes)], [table_gathered])
+        # Either the gradients of the tables are reduced, or the gradient of the activations is sent to the devices
+        # that hold its columns, and is summed there.
+        gradients = [] if tied or not table.trained else [(table, FLOAT32_BYTES)]
+        used = [self.weights[path] for path in self.graph.looked_up if path in self.graph.used and path != table.path]
+        gradients += [(positions, itemsize) for positions in used if positions.trained]
+        shared_axes = set() if row_axes else mesh_axes(table.gradient, width) & token_axes
+        remaining = {axis: tuple(name for name in names if name not in shared_axes) for axis, names in residual.items()}
+        by_columns = {width: tuple(shared_axes)}
+        gradients_reduced = [
+            self.volume(like.elements * itemsize, {ids: like.compute.get(ids, ())}, like.gradient, token_axes)
+            for like, itemsize in gradients
+        ]
+        activations_sent = [
+            self.volume(size_bytes, residual, {**remaining, **by_columns}),
+            self.token_ids(shared_axes - column_axes),
+        ]
+        activations_sent += [
+            self.volume(like.elements * itemsize, by_columns, like.gradient, token_axes - shared_axes)
+            for like, itemsize in gradients
+        ]
+        self.add_cheapest(gradients_reduced, *([activations_sent] if shared_axes and gradients else []))
+
+    def token_ids(self, gathered_axes: set[str]) -> Volume:
+        """The token ids, gathered over some mesh axes."""
+        ids_bytes = math.prod(self.residual.shape[:2]) * _INT32_BYTES
+        other_axes = mesh_axes(self.sharding(self.residual), "batch", "seq") - gathered_axes
+        return self.volume(ids_bytes, {"batch": (*gathered_axes, *other_axes)}, {"batch": tuple(other_axes)})
+
+    def add_loss(self, head: Matmul) -> None:
+        """Adds logits, softmax and their gradients, which the forward pass computes: see model/loss.py."""
+        assert head.output
+        table, x, logits = self.weights[head.path], self.sharding(head.input), self.sharding(head.output)
+        stream, vocab_axes = (
+            self.sharding(self.graph.gathered_from(head.input) or head.input),
+            self.inner_axes(head, head.input),
+        )
+        summed_over = mesh_axes(logits, *vocab_axes)
+        self.transfer(self.bytes(head.input), stream, x)
+        self.gather(table, self.itemsize(head.weight))
+        by_token = {axis: logits[axis] for axis in ("batch", "seq")}
+        for _ in range(3):  # the highest logit, the sum of exponentials, the target's logit
+            self.transfer(math.prod(head.input.shape[:2]) * FLOAT32_BYTES, by_token, by_token, summed_over)
+        self.transfer(self.bytes(head.input), x, stream, summed_over)
+        if table.trained:
+            local_gradient = {axis: table.compute[axis] for axis in vocab_axes}
+            token_axes = mesh_axes(x, "batch", "seq")
+            self.transfer(table.elements * FLOAT32_BYTES, local_gradient, table.gradient, token_axes, kind="gradients")
+
+    def add_logits(self, head: Matmul) -> None:
+        """Adds the logits of one token per row, which every device holds whole to choose the next token."""
+        assert head.output
+        self.gather(self.weights[head.path], self.itemsize(head.weight))
+        logits = self.sharding(head.output)
+        computed = {axis: names for axis, names in logits.items() if axis != "seq"}
+        self.transfer(head.output.shape[0] * head.output.shape[-1] * FLOAT32_BYTES, computed, {})
+
+    def add_small(self, weight: Parameter) -> None:
+        """Adds a norm's scale, a bias or a table of positions: it is gathered once, and its gradient is summed."""
+        itemsize = self.itemsize(self.graph.used[weight.path][0])
+        self.gather(weight, itemsize)
+        applied = self.graph.applied_to(weight.path)
+        if weight.path in self.graph.looked_up or not weight.trained or not applied:
+            return
+        sharding = self.sharding(applied)
+        local_gradient = {axis: sharding.get(axis, names) for axis, names in weight.compute.items()}
+        summed_over = mesh_axes_except(sharding, *weight.sizes)
+        self.transfer(weight.elements * itemsize, local_gradient, weight.gradient, summed_over, kind="gradients")

@@ -1,0 +1,272 @@
+"""Discrete-event simulation of a compiled schedule: compute in order, and transfers beside it on their links."""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from gspmd_lm.foresight.collectives import ops
+from gspmd_lm.foresight.collectives.ops import CollectiveOp
+from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Computation, Instruction, Module
+from gspmd_lm.foresight.timing import op_time
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.hardware.network import NCCL_CORES, Network
+
+MAX_ITERATIONS = 8  # a loop is walked for at most so many turns, and no further when two turns take equally long
+COMPUTE, HOST, MEMORY = "compute", "host", "memory"
+NETWORK = "network"  # the links of collectives that do not run over a torus
+COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
+
+
+@dataclasses.dataclass(eq=False)
+class Event:
+    """A stretch of time on a lane: compute, or a transfer."""
+
+    begin_s: float
+    end_s: float
+    track: str
+    kind: str
+    instruction: Instruction
+    waits_for: str = ""  # what compute waits for in a transfer: mesh axes, HOST or MEMORY
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """The last walked turn of a loop whose turns take equally long."""
+
+    begin_s: float
+    seconds: float
+    events: tuple[Event, ...]
+    loop_s: float  # the seconds of all turns
+
+
+# The transfers under way in the value of an instruction: one, those of a tuple's elements, or none.
+InFlight = Event | tuple["InFlight", ...] | None
+
+
+class Simulation:
+    """One simulated run. `spent` has the seconds of compute by kind, `waited` those of waiting by its cause."""
+
+    def __init__(self, module: Module, chip: Chip, network: Network):
+        self.module, self.chip, self.network = module, chip, network
+        self.clock_s = 0.0
+        self.compute_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
+        self.exposed_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
+        self.communication_s = 0.0
+        self.iterations: dict[str, Iteration] = {}
+        self._free_at_s: dict[str, float] = {}  # link -> the time from which it is free
+        self._events: list[Event] = []
+        self._in_flight: dict[str, Event] = {}  # chain_id, or rendezvous between slices -> the transfer under way
+        # Caches stand in the instance, so that they go with the module.
+        self.op_time = functools.cache(self._op_time)
+        self.collective_ops = functools.cache(self._collective_ops)
+        self.run(module.entry, ())
+
+    def run(self, computation: Computation, parameters: Sequence[InFlight]) -> InFlight:
+        """The value of a computation's root, after its instructions have run and the clock has moved on."""
+        values: dict[str, InFlight] = {}
+        for instruction in computation.instructions.values():
+            operands = [values[name] for name in instruction.operands]
+            if instruction.opcode == "parameter":
+                value = parameters[instruction.index] if instruction.index < len(parameters) else None
+            else:
+                value = self._instruction(instruction, operands)
+            values[instruction.name] = value
+        return values[computation.root.name]
+
+    def _instruction(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return tuple(operands) if any(value is not None for value in operands) else None
+        if opcode == "get-tuple-element":
+            return operands[0][instruction.index] if isinstance(operands[0], tuple) else operands[0]
+        if opcode in ("bitcast", "optimization-barrier") or instruction.phase == "-update":
+            return operands[0]
+        if opcode == "while":
+            return self._loop(instruction, operands[0])
+        if opcode == "call":
+            return self.run(self.module.bodies(instruction)[0], operands)
+        if opcode == "conditional":
+            return self._conditional(instruction, operands)
+        if opcode in ("send", "recv"):
+            return self._between_slices(instruction)
+        if instruction.phase == "-start":
+            return self._start(instruction)
+        if instruction.phase == "-done":
+            if opcode != "send-done":
+                self._wait(operands[0])
+            return None
+        self._synchronous(instruction)
+        return None
+
+    def _op_time(self, instruction: Instruction) -> op_time.OpTime:
+        """The time of an instruction's compute. Transfers compute nothing."""
+        if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
+            return op_time.NO_TIME
+        time = op_time.op_time(self.module, instruction, self.chip)
+        if instruction.opcode == "fusion" and time.kind == "other" and self.collective_ops(instruction):
+            return dataclasses.replace(time, seconds=0.0)  # its time is that of the exchange
+        return time
+
+    def _collective_ops(self, instruction: Instruction) -> tuple[CollectiveOp, ...]:
+        """The collectives that begin with an instruction, among all devices."""
+        return ops.collective_ops(self.module, instruction, self.network.slices)
+
+    def _synchronous(self, instruction: Instruction) -> None:
+        """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
+        if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
+            for chain in self.module.chain_ids(instruction, "AsyncCollectiveDone"):
+                self._wait(self._in_flight.pop(chain, None))
+            for op in self.collective_ops(instruction):
+                transfer = self._start_collective(op)
+                if op.asynchronous and transfer:
+                    inner = op.instruction
+                    self._in_flight[inner.frontend.get("chain_id", inner.name)] = transfer
+                else:
+                    self._wait(transfer)
+        time = self.op_time(instruction)
+        if time.seconds:
+            seconds = self._beside_collectives(time.seconds)
+            self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, time.kind, instruction))
+            self.clock_s += seconds
+            self.compute_s[time.kind] += seconds
+
+    def _beside_collectives(self, seconds: float) -> float:
+        """The seconds of compute that starts now: on a GPU, the kernels of collectives take some cores away from it."""
+        if self.chip.gpu is None:
+            return seconds
+        left = 1 - NCCL_CORES / self.chip.gpu.core_count
+        slowed_s = min(seconds / left, max(0.0, self._free_at_s.get(NETWORK, 0.0) - self.clock_s))
+        return seconds + slowed_s * (1 - left)
+
+    def _start(self, instruction: Instruction) -> InFlight:
+        if instruction.base in COLLECTIVES:
+            return tuple(self._start_collective(exchange) for exchange in self.collective_ops(instruction))
+        if instruction.base in COPIES:
+            return self._copy(instruction)
+        started: list[InFlight] = []
+        beside_s = 0.0  # the compute of a computation that runs on another core
+        for body in self.module.bodies(instruction):
+            for inner in body.instructions.values():
+                started += [self._start_collective(exchange) for exchange in self.collective_ops(inner)]
+                beside_s += self.op_time(inner).seconds
+        if beside_s:
+            started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
+        return tuple(started)
+
+    def _start_collective(self, op: CollectiveOp) -> Event | None:
+        axes, link = self.network.axes(op.groups), self.network.link(op.groups)
+        if not axes:
+            return None
+        # On a torus different mesh axes have different links. In any other network they share one link.
+        links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
+        shards = op.group_size if op.kind == "all-gather" else 1
+        seconds = self.network.time_s(op.kind, op.input_bytes * shards, op.groups)
+        self.communication_s += seconds
+        lane = self.network.track(op.groups)
+        return self._transfer(seconds, links, lane, op.kind, op.scheduled, "+".join(axes))
+
+    def _copy(self, instruction: Instruction) -> Event | None:
+        """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
+        operands = [operand.shape.arrays[0] for operand in self.module.operands(instruction)]
+        updates = instruction.base == "dynamic-update-slice"
+        results = [array for array in instruction.shape.arrays if array.dimensions]
+        touched = [*operands[: 1 + updates], *results]
+        moved_bytes = min((a.padded_bytes for a in touched if a.memory_space in (0, 1, HOST_SPACE)), default=0)
+        from_host = operands[0].memory_space == HOST_SPACE and not updates
+        to_host = not from_host and any(array.memory_space == HOST_SPACE for array in (operands[0], *results))
+        if from_host or to_host:
+            direction = "copy from host" if from_host else "copy to host"
+            seconds = moved_bytes * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
+            return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
+        seconds = moved_bytes / op_time.hbm_bytes_per_s(self.chip)
+        return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
+
+    def _between_slices(self, instruction: Instruction) -> Event | None:
+        """The transfer of an exchange between slices: a send begins it, and the matching receive waits for it."""
+        meeting = ops.rendezvous(instruction)
+        if instruction.opcode == "recv":
+            return self._in_flight.pop(meeting, None)
+        for op in self.collective_ops(instruction):
+            transfer = self._start_collective(op)
+            if transfer:
+                self._in_flight[meeting] = transfer
+        return None
+
+    def _transfer(self, seconds: float, links: Sequence[str], track: str, kind: str, instruction: Instruction,
+                  waits_for: str) -> Event:  # fmt: skip
+        """A new transfer. It begins when all the links that it needs are free: first come, first served."""
+        begin_s = max([self.clock_s, *(self._free_at_s.get(link, 0.0) for link in links)])
+        for link in links:
+            self._free_at_s[link] = begin_s + seconds
+        event = Event(begin_s, begin_s + seconds, track, kind, instruction, waits_for)
+        self._events.append(event)
+        return event
+
+    def _wait(self, value: InFlight) -> None:
+        if isinstance(value, tuple):
+            for part in value:
+                self._wait(part)
+        elif value and value.end_s > self.clock_s:
+            if value.waits_for == MEMORY:
+                self.compute_s["other"] += value.end_s - self.clock_s
+            else:
+                self.exposed_s[value.waits_for] += value.end_s - self.clock_s
+            self.clock_s = value.end_s
+
+    def _conditional(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
+        """Runs the branch that computes longest."""
+        branches = self.module.bodies(instruction)
+        costs = [math.fsum(self.op_time(i).seconds for i in branch.instructions.values()) for branch in branches]
+        chosen = max(range(len(branches)), key=lambda n: costs[n])
+        return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
+
+    def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
+        """Walks turns of a loop until two take equally long, then adds the others at once."""
+        condition, body = self.module.bodies(loop)
+        trip_count = self.module.trip_count(loop)
+        iterations = 1 if trip_count is None else trip_count
+        loop_began_s, took_s, steady = self.clock_s, math.inf, False
+        for iteration in range(min(iterations, MAX_ITERATIONS)):
+            before = _Snapshot(self)
+            value = self.run(body, [value])
+            self.run(condition, [value])
+            steady = math.isclose(before.took_s(self), took_s, rel_tol=1e-6, abs_tol=1e-9)
+            took_s = before.took_s(self)
+            if steady or iteration == min(iterations, MAX_ITERATIONS) - 1:
+                events = tuple(dataclasses.replace(p) for p in self._events if p.end_s > before.clock_s)
+                before.repeat(self, iterations - iteration - 1)
+                self.iterations[loop.name] = Iteration(before.clock_s, took_s, events, self.clock_s - loop_began_s)
+                break
+        return value
+
+
+class _Snapshot:
+    """The state of a walk before a turn, with which the turn can be repeated."""
+
+    def __init__(self, simulation: Simulation):
+        self.clock_s = simulation.clock_s
+        self._first = len(simulation._events)
+        self._compute_s, self._exposed_s = simulation.compute_s.copy(), simulation.exposed_s.copy()
+        self._communication_s = simulation.communication_s
+        self._free_at_s = dict(simulation._free_at_s)
+
+    def took_s(self, simulation: Simulation) -> float:
+        return simulation.clock_s - self.clock_s
+
+    def repeat(self, simulation: Simulation, iterations: int) -> None:
+        """Repeats the turn `turns` times: all clocks move on, also those of links and of transfers under way."""
+        shift_s = iterations * self.took_s(simulation)
+        for now, before in ((simulation.compute_s, self._compute_s), (simulation.exposed_s, self._exposed_s)):
+            for name in now:
+                now[name] += iterations * (now[name] - before.get(name, 0.0))
+        simulation.communication_s += iterations * (simulation.communication_s - self._communication_s)
+        for link, free_s in simulation._free_at_s.items():
+            if free_s != self._free_at_s.get(link):
+                simulation._free_at_s[link] = free_s + shift_s
+        for event in simulation._events[self._first :]:
+            if event.end_s > simulation.clock_s:
+                event.begin_s += shift_s
+                event.end_s += shift_s
+        simulation.clock_s += shift_s

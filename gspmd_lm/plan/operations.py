@@ -1,0 +1,392 @@
+"""What a step does, from its traced forward pass: matmuls, attention kernels and the rest, and what each touches.
+
+An estimate needs to know of an operation how many FLOPs it does, which arrays it reads and writes, and which mesh axes
+share it out. The trace knows all but the last, which follows from how the nearest arrays with a name are sharded. A
+trace is made once for all rules that the model cannot tell apart.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable
+
+from gspmd_lm.config import Config
+from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, breadth_first
+from gspmd_lm.model.kernels import attention
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import placement
+from gspmd_lm.sharding.placement import Recorder
+from gspmd_lm.sharding.rules import Problem, Remat, Rules
+from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.train import decoder, state
+
+NamedNodes = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
+
+# Operations that make nothing new.
+_VIEWS = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
+# Operations whose derivative needs none of their values.
+_LINEAR = (
+    *_VIEWS, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
+    "pad", "carry", "select_n", "gather", "dynamic_slice", "dynamic_update_slice",
+)  # fmt: skip
+_MATMULS = (*MATMULS, "conv_general_dilated")
+_NOT_ELEMENTWISE = (*_MATMULS, "input", "carry", "constant")  # of no group of elementwise operations
+
+
+def _array(spec: str) -> str:
+    return spec.partition(":")[0]
+
+
+_OUT, _QUERIES = _array(attention.OUT), _array(attention.Q)
+_READ = (_QUERIES, _array(attention.K), _array(attention.V))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """A matmul, or elementwise operations that are one kernel. Numbers are of one run forward, of all devices."""
+
+    kind: str  # matmul, attention or other
+    flops: float
+    dtype: str  # of what is multiplied
+    itemsizes: tuple[int, ...]  # bytes of an element of each array that is touched
+    sharded_like: NamedNodes  # what shares out the FLOPs
+    moved: tuple[tuple[float, NamedNodes], ...]  # bytes that are read and written
+    trip_count: int
+    backward: float  # the work of the backward pass, in that of the forward pass
+    nodes: frozenset[Node]
+    in_block: bool  # in what remat speaks of
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it multiplies rows with the matrices of their groups, such as experts."""
+        return any(node.primitive == GROUPED for node in self.nodes)
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether it changes nothing but the dtype, as of a weight before its matmul."""
+        return not self.flops and all(node.primitive in (*_VIEWS, "convert_element_type") for node in self.nodes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionOp:
+    """The attention of one layer: all between its queries, keys and values, and its result."""
+
+    queries: Node  # [B, T, N, H]
+    trip_count: int
+    nodes: frozenset[Node]
+
+    @functools.cached_property
+    def mask_window(self) -> str:
+        """See `OpName.mask_window`."""
+        return max(node.name.mask_window for node in self.nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedActivations:
+    """What a remat policy saves of a microbatch for the backward pass, and which ops are recomputed."""
+
+    on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
+    on_host: tuple[tuple[float, NamedNodes], ...]
+    recomputed: frozenset[Op | AttentionOp]
+
+
+class OpGraph:
+    """The ops of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
+
+    def __init__(self, graph: DataflowGraph, trained: Collection[str], fused: bool):
+        # Caches stand in the instance, so that they go with the trace.
+        self.sharded_like = functools.cache(self._sharded_like)
+        self.saved_activations = functools.cache(self._saved_activations)
+        self.graph = graph
+        self.attention_ops = self._attention_ops() if fused else []
+        self.inside_attention = frozenset(node for kernel in self.attention_ops for node in kernel.nodes)
+        self.matmuls = {matmul.node: matmul for matmul in graph.matmuls}
+        rules = collections.Counter(matmul.node.residuals for matmul in graph.matmuls)
+        # What a frozen weight is multiplied with has no use in the backward pass.
+        frozen = (matmul.node.residuals for matmul in graph.matmuls if matmul.path not in trained)
+        self.unused_residuals = {kept for kept in frozen if kept is not None and rules[kept] == 1}
+        self.blocks = {matmul.node.name.modules[0] for matmul in graph.matmuls if matmul.node.name.modules}
+        self.ops = [*self._matmul_ops(trained), *self._elementwise_ops()]
+
+    @functools.cached_property
+    def trip_counts(self) -> list[int]:
+        """The trip count of each loop that has matmuls."""
+        return sorted({(node.name.modules[:1], node.trip_count): node.trip_count for node in self.matmuls}.values())
+
+    # Where arrays live
+
+    def _sharded_like(self, node: Node) -> NamedNodes:
+        """The nodes that tell how an array is sharded: itself, the next placement, or the last one."""
+        if node.placed:
+            return (node,)
+        if node.primitive == "name":  # another name of what was placed
+            return self.sharded_like(node.inputs[0])
+        if matmul := self.matmuls.get(node):
+            return tuple(filter(None, (matmul.input, matmul.weight, matmul.output)))
+        neighbours = itertools.chain(
+            breadth_first([node], lambda one: one.users), breadth_first([node], lambda one: one.inputs)
+        )
+        return tuple(itertools.islice((one for one in neighbours if one.placed), 1))
+
+    def in_block(self, node: Node) -> bool:
+        return bool(node.name.modules) and node.name.modules[0] in self.blocks
+
+    # What there is to do
+
+    def _matmul_ops(self, trained: Collection[str]) -> Iterable[Op]:
+        for node in self.graph.nodes:
+            if node.primitive not in _MATMULS or node in self.inside_attention:
+                continue
+            matmul, kind = self.matmuls.get(node), "matmul"
+            backward = 2.0
+            if matmul:
+                backward = 2.0 if matmul.path in trained else 1.0
+            elif any(near.array == _OUT for near in self.graph.after([node])):
+                kind = "attention"
+            nodes = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
+            moved = tuple((float(near.bytes), self.sharded_like(near)) for near in (*node.inputs[:2], node))
+            itemsizes = tuple(near.itemsize for near in (*node.inputs[:2], node))
+            yield Op(kind, node.flops, _hlo_dtype(node.inputs[0]), itemsizes, nodes, moved, node.trip_count, backward,
+                            frozenset([node]), self.in_block(node))  # fmt: skip
+
+    def _elementwise_ops(self) -> Iterable[Op]:
+        """Groups of elementwise operations that nothing interrupts: neither a matmul nor an array that has a name."""
+        group: dict[Node, Node] = {}
+
+        def root(node: Node) -> Node:
+            while group[node] is not node:
+                node = group[node]
+            return node
+
+        elementwise = [
+            node
+            for node in self.graph.nodes
+            if node.primitive not in _NOT_ELEMENTWISE and node not in self.inside_attention
+        ]
+        for node in elementwise:
+            group[node] = node
+        for node in elementwise:
+            for operand in node.inputs:
+                named = operand.placed is not None and node.primitive != "name"
+                if (
+                    operand in group
+                    and operand.trip_count == node.trip_count
+                    and not named
+                    and operand.is_float
+                    and node.is_float
+                ):
+                    group[root(node)] = root(operand)
+        members: dict[Node, list[Node]] = {}
+        for node in elementwise:
+            members.setdefault(root(node), []).append(node)
+        for nodes in members.values():
+            if all(node.primitive in _VIEWS for node in nodes):
+                continue
+            within = set(nodes)
+            bytes_of: dict[Node, float] = {}
+            for node in nodes:
+                for n, operand in enumerate(node.inputs):
+                    if operand in within or not operand.is_float or operand.primitive == "constant":
+                        continue
+                    # Of what is looked up or taken apart, only the part that is read counts.
+                    elements = math.prod(node.shape) if node.primitive in ("gather", "dynamic_slice") and n == 0 else 0
+                    elements = elements or (
+                        math.prod(operand.shape) if operand.trip_count == node.trip_count else math.prod(node.shape)
+                    )
+                    read = float(min(math.prod(operand.shape), elements) * operand.itemsize)
+                    bytes_of[operand] = max(bytes_of.get(operand, 0.0), read)
+                if node.is_float and not (node.users and all(user in within for user in node.users)):
+                    bytes_of[node] = float(node.bytes)
+            if bytes_of:
+                moved = tuple((size, self.sharded_like(near)) for near, size in bytes_of.items())
+                in_block = any(map(self.in_block, nodes))
+                yield Op("other", 0.0, "", (), (), moved, nodes[0].trip_count, 2.0, frozenset(nodes), in_block)
+
+    def _attention_ops(self) -> list[AttentionOp]:
+        ops = []
+        for out in self.graph.activations:
+            if out.array != _OUT:
+                continue
+            waiting, inside, operands = list(out.inputs), set[Node](), list[Node]()
+            while waiting:
+                node = waiting.pop()
+                if node in inside or node.trip_count < out.trip_count:
+                    continue
+                if node.checkpoint_name in (*_READ, _OUT):  # what a remat policy knows it by
+                    operands.append(node)
+                    continue
+                inside.add(node)
+                waiting += node.inputs
+            queries = [node.inputs[0] for node in operands if node.checkpoint_name == _QUERIES]
+            if queries and inside:
+                ops.append(AttentionOp(queries[0], out.trip_count, frozenset(inside)))
+        return ops
+
+    # What is kept
+
+    @functools.cached_property
+    def _differentiable(self) -> frozenset[Node]:
+        """What depends on a weight: all that has a derivative."""
+        weights = [node for node in self.graph.nodes if node.array in self.graph.weights]
+
+        def derived(node: Node) -> list[Node]:
+            return [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
+
+        return frozenset(weights).union(breadth_first(weights, derived, lambda _: True))
+
+    def _saved_activations(self, remat: Remat) -> SavedActivations:
+
+        on_host, on_device, recomputed = dict[Node, None](), dict[Node, None](), set[Node]()
+        waiting = [
+            near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
+        ]
+        waiting += [near for kernel in self.attention_ops for node in kernel.nodes for near in node.inputs
+                    if near not in kernel.nodes]  # fmt: skip
+        while waiting:
+            node = waiting.pop()
+            if node in recomputed or node in on_host or node in on_device:
+                continue
+            if not node.is_float or node not in self._differentiable or self._is_weight(node):
+                continue
+            if node.always_recomputed:
+                recomputed.add(node)
+                waiting += node.inputs
+            elif node.checkpoint_name in remat.offload and remat.policy == "names":
+                on_host[node] = None
+            elif self._is_saved(node, remat):
+                on_device[node] = None
+            else:
+                recomputed.add(node)
+                waiting += node.inputs
+        device_bytes, host_bytes = (
+            tuple((float(node.bytes * self._saved_times(node)), self.sharded_like(node)) for node in nodes)
+            for nodes in (self._distinct(on_device), self._distinct(on_host))
+        )
+        ops = frozenset(op for op in (*self.ops, *self.attention_ops) if op.nodes & recomputed)
+        return SavedActivations(device_bytes, host_bytes, ops)
+
+    def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
+        """The values that the derivative of an operation needs."""
+        if node in self.inside_attention or node not in self._differentiable:
+            return ()
+        if node.residuals is not None:
+            return () if node.residuals in self.unused_residuals else node.residuals
+        if node.array == _OUT and self.attention_ops:
+            return node.users  # what a remat policy knows it by
+        if node.primitive in ("mul", *MATMULS):
+            first, second = node.inputs[0], node.inputs[:2][-1]
+            return [one for one, other in ((first, second), (second, first)) if other in self._differentiable]
+        return () if node.primitive in _LINEAR else node.inputs
+
+    def _is_saved(self, node: Node, remat: Remat) -> bool:
+        if node.primitive == "carry" or not self.in_block(node):
+            return True
+        if remat.policy == "none":
+            return bool(node.checkpoint_name) or node.primitive in MATMULS
+        if remat.policy == "dots":
+            return node.saved_by_dots or node.checkpoint_name == "residual"
+        return remat.policy == "names" and node.checkpoint_name in remat.save
+
+    def _is_weight(self, node: Node) -> bool:
+        """Whether a node is a weight on its way to where it is used: it is not kept, but gathered again."""
+        nodes = self.sharded_like(node)
+        return len(nodes) == 1 and nodes[0].array in self.graph.weights
+
+    def _distinct(self, nodes: Iterable[Node]) -> list[Node]:
+        """Nodes that are not only another name of one of the others."""
+        sources = dict[Node, Node]()
+        for node in nodes:
+            source = node
+            while source.primitive == "name":
+                source = source.inputs[0]
+            sources.setdefault(source, node)
+        return list(sources.values())
+
+    def _saved_times(self, node: Node) -> int:
+        """How often a value is saved: once in each iteration of its loop. What a loop carries is saved in each, too."""
+        return (
+            max([node.trip_count, *(user.trip_count for user in node.users)])
+            if node.primitive == "carry"
+            else node.trip_count
+        )
+
+
+def _hlo_dtype(node: Node) -> str:
+    """A dtype as programs write it: bf16."""
+    return {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(node.dtype.name, node.dtype.name)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardTrace:
+    """One forward pass of a microbatch, as it was recorded."""
+
+    recorder: Recorder
+    graph: DataflowGraph
+    trained: frozenset[str]
+    number: int
+    _op_graphs: dict[bool, OpGraph] = dataclasses.field(default_factory=dict)
+
+    def op_graph(self, fused: bool) -> OpGraph:
+        """Its ops. `fused`: attention is a kernel of its own."""
+        if fused not in self._op_graphs:
+            self._op_graphs[fused] = OpGraph(self.graph, self.trained, fused)
+        return self._op_graphs[fused]
+
+
+class TraceCache:
+    """The traces of a config or task. They depend on the microbatches, and on which splits the model finds equal."""
+
+    def __init__(self, config: Config | Task):
+        self.config, self.task = config, decoder.task(config)
+        self.arrays = state.arrays(config)
+        self.trained = frozenset(leaf.path for leaf, _ in pairs(self.arrays.named_trained, self.arrays.trained))
+        self._compared: set[tuple[str, str]] = set()
+        self._traces: dict[tuple, ForwardTrace] = {}
+
+    def trace(self, rules: Rules) -> ForwardTrace:
+        """The trace of filled `rules`, whose microbatches divide the batch."""
+        key = rules.microbatches, self._pattern(rules)
+        if key not in self._traces:
+            recorder = state.recorded(self.config, self.arrays, rules.microbatches, rules)
+            self._compared |= recorder.compared
+            key = rules.microbatches, self._pattern(rules)  # of all that it compares
+            trace = ForwardTrace(
+                recorder, DataflowGraph.from_recorder(recorder, self.arrays), self.trained, len(self._traces)
+            )
+            self._traces[key] = trace
+        return self._traces[key]
+
+    def _pattern(self, rules: Rules) -> tuple[int, ...]:
+        """Which of the splits that the model compares are equal, and which split nothing."""
+        splits = [(), *(rules.split("rules", array, axis) for array, axis in sorted(self._compared))]
+        return tuple(map(splits.index, splits))
+
+    def problems(self, rules: Rules, platform: str) -> list[Problem]:
+        """What is wrong with filled `rules`, warnings left out: what `state.arrays_and_warnings` would raise.
+
+        The check of a file reads what is recorded under its own rules. Here it reads a trace that others share.
+        """
+        if self.task.rows % rules.microbatches:
+            return [Problem("microbatches do not divide the batch", f"{rules.path}: microbatches", "")]
+        trace = self.trace(rules)
+        params = pairs(self.arrays.named_params, self.arrays.params)
+        optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
+        recorder = self._recorder_under(trace, rules)
+        problems = placement.problems(rules, params, recorder, optimizer)
+        if isinstance(self.config, Config):
+            problems += state.config_problems(self.config, rules, platform)
+        return [problem for problem in problems if not problem.warning]
+
+    def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
+        """What would have been recorded under `rules`."""
+        recorder = Recorder(rules)
+        recorder.axes, recorder.arrays = trace.recorder.axes, trace.recorder.arrays
+        named = {(node.placed, node.shape) for node in trace.graph.activations if node.placed}
+        rows = self.task.rows // rules.microbatches
+        inputs = self.task.batch(rows)
+        named |= {(spec, inputs[name].shape) for name, spec in self.task.specs().items()}
+        for (array, axes, table), shape in named:
+            recorder.problems += rules.resolve(table, array, axes, shape)[1]
+        return recorder

@@ -1,0 +1,185 @@
+"""The exposed communication of a layout: what does not hide behind the compute of loops, on the links of the mesh."""
+
+import collections
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspmd_lm.foresight.bounds.transfers import Transfer
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.network import Groups, Network
+from gspmd_lm.hardware.target import Target
+from gspmd_lm.sharding import mesh as meshes
+from gspmd_lm.sharding.rules import Rules
+
+# What follows was read from compiled programs (`python -m benchmarks.plan show` sets them beside estimates).
+#
+# The share of a loop's compute behind which communication hides: of weights in the forward and in the backward pass, of
+# gradients, and of activations in both.
+HIDDEN_SHARE = {"tpu": (0.7, 0.7, 0.7, 1.0), "gpu": (0.7, 0.1, 0.7, 0.2)}
+# The share that is exposed however long compute takes, of weights in the forward and in the backward pass, and of
+# gradients. On GPUs the first weights of an iteration are gathered together, and its matmuls wait for them.
+LEAST_EXPOSED = {"tpu": (0.3, 0.3, 0.3), "gpu": (0.5, 0.6, 0.1)}
+# The same on GPUs of gradients that are also added up between hosts which hold the same weights: those of a layer are
+# sent together, late in its iteration.
+REPLICAS_EXPOSED = 0.55
+# The same of gradients that are reduced within slices, or over an axis over which weights are gathered: on a torus of
+# two dimensions their reductions end an iteration of the loop, and nothing runs beside them.
+GRADIENTS_EXPOSED = {2: 1.0, 3: 0.3}
+# The same of activations that are reduced, that are gathered where the sequence is split, and that are gathered again
+# for recomputation.
+ACTIVATIONS_EXPOSED = {2: (0.6, 0.8, 0.8), 3: (0.7, 0.6, 0.6), 0: (0.3, 0.45, 0.65)}
+# The share that is exposed of weights that are gathered across slices, beside which libtpu runs little.
+SLICES_EXPOSED = 0.8
+# The share that is exposed of what is sent outside of loops.
+OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.8}
+_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
+
+
+class Overlap:
+    """The exposed communication of layouts on one target, whose networks it keeps by mesh."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self._devices = _devices(target) if target.chip else []
+        self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
+
+    def exposed(
+        self, rules: Rules, transfers: Iterable[Transfer], passes_s: tuple[float, float], gathers_of_activations: int
+    ) -> tuple[dict[str, float], float]:
+        """Mesh axes -> the seconds of exposed communication; and the seconds of all communication.
+
+        In a loop, weights and gradients are sent beside the compute of its iterations, on each link for itself: weights
+        in both passes, gradients in the backward pass. `passes_s` are the seconds of compute of loops in each pass.
+        `gathers_of_activations`: which entry of ACTIVATIONS_EXPOSED holds.
+        """
+        network, groups = self.network(rules)
+        assert network.chip
+        platform = network.chip.platform
+        transfers = list(transfers)
+        gathered = {name for move in transfers if move.kind == "weights" for name in move.axes.split("+")}
+        reduced = {
+            name for move in transfers if move.kind == "gradients" and move.in_loop for name in move.axes.split("+")
+        }
+        replicas = reduced - gathered
+        exposed: dict[str, float] = collections.defaultdict(float)
+        # Of weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
+        sent_s: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
+        least_exposed_s: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
+        activation_share = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][gathers_of_activations]
+        total_s = 0.0
+        for kind, axes, times, in_loop, size_bytes in _combined(transfers):
+            group_size, link = len(groups[axes][0]), network.link(groups[axes])
+            seconds = times * network.time_s("all-gather", size_bytes * group_size / (group_size - 1), groups[axes])
+            total_s += seconds
+            if kind in ("activations", "keys"):
+                _add(sent_s[3], least_exposed_s[3], axes, seconds, activation_share if kind == "activations" else 0.0)
+            elif not in_loop:
+                exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
+            elif kind == "weights":
+                for n, least_share in enumerate(LEAST_EXPOSED[platform][:2]):
+                    least_share = SLICES_EXPOSED if link == "dcn" else least_share
+                    _add(sent_s[n], least_exposed_s[n], axes, seconds / 2, least_share)
+            else:
+                least_share = LEAST_EXPOSED[platform][2]
+                if link == "network" and replicas:
+                    least_share = REPLICAS_EXPOSED
+                elif platform == "tpu" and (link == "ici" or not gathered.isdisjoint(axes.split("+"))):
+                    least_share = GRADIENTS_EXPOSED[network.chip.torus_dimensions]
+                _add(sent_s[2], least_exposed_s[2], axes, seconds, least_share)
+        hiding_s = (passes_s[0], passes_s[1], passes_s[1], sum(passes_s))
+        for sent, least, share, compute_s in zip(
+            sent_s, least_exposed_s, HIDDEN_SHARE[platform], hiding_s, strict=True
+        ):
+            for link in _sharing_links(network, groups, sent):
+                seconds = sum(sent[axes] for axes in link)
+                link_exposed_s = max(sum(least[axes] for axes in link), seconds - share * compute_s)
+                for axes in link:
+                    exposed[axes] += link_exposed_s * sent[axes] / seconds if seconds else 0.0
+        return {axes: seconds for axes, seconds in exposed.items() if seconds}, total_s
+
+    def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
+        """The links of a mesh, and the groups of devices that differ in some of its axes only."""
+        key = tuple(rules.mesh.items()), tuple(rules.dcn.items())
+        if key not in self._networks:
+            locations = targets.device_locations(meshes.build(rules, self._devices))
+            self._networks[key] = Network(self.target.chip, **locations, mesh=rules.mesh), _Groups(rules)
+        return self._networks[key]
+
+
+def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterable[str]) -> list[list[str]]:
+    """Groups of mesh axes that share links: on a torus those with a common axis, elsewhere all on one network."""
+    links: list[list[str]] = []
+    for axes in sent:
+        names = set(axes.split("+")) if network.link(groups[axes]) == "ici" else {"network"}
+        for link in links:
+            names_on_link = {name for other in link for name in (
+                other.split("+") if network.link(groups[other]) == "ici" else ["network"])}  # fmt: skip
+            if names & names_on_link:
+                link.append(axes)
+                break
+        else:
+            links.append([axes])
+    return links
+
+
+def _add(sent_s: dict[str, float], least_exposed_s: dict[str, float], axes: str, seconds: float, share: float) -> None:
+    sent_s[axes] += seconds
+    least_exposed_s[axes] += share * seconds
+
+
+def _combined(transfers: Iterable[Transfer]) -> Iterable[tuple[str, str, int, bool, float]]:
+    """What is sent, and the bytes each time. An iteration of a loop sends its weights, or its gradients, together.
+
+    Weights that are gathered for both passes are sent twice in an iteration.
+    """
+    total_bytes: dict[tuple[str, str, int, bool], float] = collections.defaultdict(float)
+    for transfer in transfers:
+        if transfer.kind in ("activations", "keys"):
+            yield transfer.kind, transfer.axes, transfer.times_per_step, transfer.in_loop, transfer.bytes
+        else:
+            total_bytes[transfer.kind, transfer.axes, transfer.times_per_step, transfer.in_loop] += transfer.bytes
+    for (kind, axes, times, in_loop), size_bytes in total_bytes.items():
+        passes = 2 if kind == "weights" and in_loop else 1
+        yield kind, axes, times * passes, in_loop, size_bytes / passes
+
+
+def _devices(target: Target) -> list[Any]:
+    """The compile-only devices of a target, of which only the locations are asked.
+
+    libtpu looks for the machine that it is on and complains where there is none, unless it is told one. jax's plugin
+    for GPUs is refused on a machine without a GPU, unless jax is told to use the CPU.
+    """
+    added = {name: value for name, value in _WITHOUT_TPU.items() if name not in os.environ}
+    os.environ.update(added)
+    platforms: Any = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        return targets.devices(target)
+    finally:
+        jax.config.update("jax_platforms", platforms)
+        for name in added:
+            del os.environ[name]
+
+
+class _Groups(dict[str, Groups]):
+    """Mesh axes, such as fsdp+tensor -> the groups of devices that differ in these axes only."""
+
+    def __init__(self, rules: Rules):
+        self.mesh = dict(rules.mesh)
+
+    def __missing__(self, axes: str) -> Groups:
+        positions = [n for n, name in enumerate(self.mesh) if name in axes.split("+")]
+        devices = np.arange(math.prod(self.mesh.values())).reshape(*self.mesh.values())
+        ordered = np.moveaxis(devices, positions, range(-len(positions), 0))
+        self[axes] = tuple(map(tuple, ordered.reshape(-1, math.prod(ordered.shape[-len(positions) :])).tolist()))
+        return self[axes]
