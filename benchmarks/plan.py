@@ -369,7 +369,9 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
         fitting = [one for one in priced if one.price.peak_bytes <= limit_bytes]
         best = min(fitting, key=lambda one: one.price.step_time_s)
         cpu_s = time.process_time() - began_s
-        report = explain.reports(config, [best.rules], target, print)[0] if compile_best else None
+        # Both layouts are compiled with the options that the published run names.
+        with_options = dataclasses.replace(best.rules, compiler_options=row.rules().compiler_options)
+        report = explain.reports(config, [with_options], target, print)[0] if compile_best else None
         found = {
             "number": number,
             "row": row.name,

@@ -32,8 +32,9 @@ from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes
 from gspmd_lm.runtime.startup import Runtime
 from gspmd_lm.sharding.rules import Problem, Rules
-from gspmd_lm.show import terminal
+from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
+from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
@@ -264,13 +265,13 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
         report = explain.report(built.config, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
             page = io.StringIO()
-            terminal.show([report], Console(file=page, width=120))
+            comparison.show([report], Console(file=page, width=120))
             raise InputError(
                 f"{page.getvalue()}the layout does not fit, and nothing was started\n"
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
         return PreRunReport(
-            terminal.paragraph(report),
+            paragraph(report),
             report.prediction.step_time_s if report.prediction else None,
             report.memory.peak_bytes,
             devices.chip and devices.chip.peak_bf16_flops_per_s,

@@ -51,13 +51,13 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     from rich.console import Console
 
     from gspmd_lm.foresight import report
-    from gspmd_lm.show import page, terminal
+    from gspmd_lm.show import comparison
 
-    terminal.show(reports, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    comparison.show(reports, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
     if values.json:
         files.replace(Path(values.json), json.dumps(report.to_json(reports), indent=1) + "\n")
     if values.html:
-        files.replace(Path(values.html), page.render(reports, outputs.command_line(sys.argv[1:])))
+        files.replace(Path(values.html), comparison.page(reports, outputs.command_line(sys.argv[1:])))
     return 0
 
 

@@ -63,7 +63,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from rich.console import Console
 
     from gspmd_lm.plan import advice, outcome, written
-    from gspmd_lm.show import plan_page, plan_terminal
+    from gspmd_lm.show import plan as shown
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     command = outputs.command_line(sys.argv[1:])
@@ -75,34 +75,25 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         planned = api.plan(asked, place.text, minutes=left / (len(cases) - number))
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
         outcomes.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
-        if not planned.best and len(cases) == 1:
-            fitting = advice.larger(asked, planned, outputs.say)
-            plan_terminal.no_fit(outcomes[0], fitting, advice.savings(asked, planned), console)
-    best = plan_terminal.ranked(outcomes)[0]
-    helps: Sequence[advice.Change] = ()
-    if best.plan.best:
-        asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
-        helps = advice.changes(asked, best.plan) if best.plan.target.chip else ()
-        if len(outcomes) > 1:
-            plan_terminal.compare(outcomes, console)
-            console.print()
-        plan_terminal.show(best, console, helps)
-    elif len(outcomes) > 1:
-        plan_terminal.compare(outcomes, console)
+    best = shown.ranked(outcomes)[0]
+    asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
+    advised: list[shown.Note] = []
+    if best.plan.best and best.plan.target.chip:
+        advised = shown.helps(advice.changes(asked, best.plan))
+    elif not best.plan.best and len(cases) == 1:
+        advised = shown.fixes(advice.larger(asked, best.plan, outputs.say), advice.savings(asked, best.plan))
+    shown.show(outcomes, console, advised)
     if values.json:
         _write(values.json, json.dumps(outcome.to_json(outcomes), indent=1) + "\n")
     if values.html:
-        _write(values.html, plan_page.render(outcomes, helps, command))
+        _write(values.html, shown.page(outcomes, advised, command))
     if best.plan.best is None:
         raise RunFailed("no layout fits, and no rules file was written")
     if values.out:
         _write(values.out, written.rules_file(best.plan, best.plan.best, command))
         console.print(f"wrote {values.out}", soft_wrap=True)
-    answer = plan_terminal.question(best)
     if best.in_time is False:
-        raise RunFailed(f"{answer}\n  fix   more chips, more --days, or fewer --tokens")
-    if answer:
-        console.print(answer, soft_wrap=True)
+        raise RunFailed(f"{shown.answer(best)}\n  fix   more chips, more --days, or fewer --tokens")
     return 0
 
 

@@ -26,7 +26,7 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
     """Prints a row for each run, writes the page, and returns the exit code."""
     from rich.console import Console
 
-    from gspmd_lm.show import run_page, run_table
+    from gspmd_lm.show import run as shown
     from gspmd_lm.workdir import history
 
     folders = [*values.workdir, *folders]
@@ -35,8 +35,8 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
     runs = history.read_runs(folders)
     where = values.html or _default_page(folders)
     outputs.check_writable((where,))
-    run_table.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
-    files.replace(Path(where), run_page.render(runs, outputs.command_line(sys.argv[1:])))
+    shown.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    files.replace(Path(where), shown.page(runs, outputs.command_line(sys.argv[1:])))
     Console(highlight=False).print(f"wrote {where}", soft_wrap=True, markup=False)
     return 0
 

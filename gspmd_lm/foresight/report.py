@@ -1,7 +1,4 @@
-"""The report on a layout's costs, and its JSON form with a versioned schema.
-
-`terminal.py` prints a report, `page.py` makes an HTML page of it, and `figures.py` has the words and numbers of both.
-"""
+"""The report on a layout's costs, and its JSON form with a versioned schema. `show/report.py` puts it into words."""
 
 import dataclasses
 import json

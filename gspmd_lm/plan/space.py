@@ -36,8 +36,13 @@ from gspmd_lm.train.state import attention_pass, settled
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
 # better behind compute where a layer's weights are small; the sizes are those of published runs on two hosts. And what
-# overlaps may take more memory where that is nearly full.
-OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+# overlaps may take more memory where that is nearly full. On TPUs, fusions that may take more of the memory on the chip
+# read wider blocks in matrix products (docs/rules_reference.md); published runs on v6e and tpu7x have these limits. It
+# is no default, because a program then takes about five times as long to compile.
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {  # platform, or chip -> options
+    "v5e": ({"xla_tpu_scoped_vmem_limit_kib": 98304},),
+    "v6e": ({"xla_tpu_scoped_vmem_limit_kib": 98304},),
+    "tpu7x": ({"xla_tpu_scoped_vmem_limit_kib": 65536},),
     "gpu": (
         {
             "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
@@ -116,9 +121,9 @@ class Space:
 
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout under other compiler options whose effect is known."""
-        platform = self.target.platform
+        platform, chip = self.target.platform, self.target.chip
         own = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
-        for options in OPTIONS.get(platform, ()):
+        for options in (*OPTIONS.get(platform, ()), *OPTIONS.get(chip.name if chip else "", ())):
             if all(rows.keys().isdisjoint(options) for rows in own):  # what offloads has its own limit of memory
                 yield {**raw, "compiler_options": {platform: options}}
 

@@ -1,79 +1,101 @@
-"""The table of collectives of a page. Its groups fold, and its columns sort."""
+"""The collectives of a layout: a row for each, and on a page groups of them that fold."""
 
 import collections
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 
 from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.show.drawing import text
-from gspmd_lm.show.figures import of_floor
-from gspmd_lm.show.pieces import Part, breakable, known_as, scroll, term
+from gspmd_lm.show.document import Cell, Column, Fact, Figure, Row, Section, Table, Text
 from gspmd_lm.units import human_bytes
 
-COLUMNS = ("kind", "axes", "dtype", "times", "sent", "overlaps", "phase", "op", "because of", "source")
+COLLECTIVES = (
+    Column("kind"), Column("axes"), Column("dtype", on_terminal=False), Column("times", "number"),
+    Column("sent", "number"), Column("overlap"), Column("phase"), Column("op"),
+    Column("because of"), Column("source", "code", on_terminal=False),
+)  # fmt: skip
+# Short forms for a narrow terminal.
+PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}
 
 
-def table(report: Report) -> Part:
-    """The part with all collectives: those over the same axes in the same phase stand in a group with their sums."""
+def of_floor(report: Report) -> str:
+    """Communication beside its floor; '' if nothing can be compared.
+
+    '1.20x the floor', or '1.02x the floor, both as float32: 52% in bf16'.
+    """
+    ratio, other = report.above_floor, report.other_width
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}x the floor" + (f", both as float32: {other}" if other else "")
+
+
+def section_of(report: Report) -> Section:
+    """The section with all collectives, the largest first."""
+    title, whole = f"Collectives ({len(report.collectives)})", report.sent_bytes
     if report.memory.refusal:
-        return "Collectives", "compiled", "<p>None to show: the compiler gave no program.</p>"
+        return Section(title, "compiled", [Text("None to show: the compiler gave no program.")])
+    above = of_floor(report)
+    facts = [Fact("sent per step", human_bytes(whole), f"{above} (counted)" if above else "")]
     if not report.collectives:
-        return "Collectives", "compiled", "<p>None.</p>"
-    heads = [
-        f'<th scope="col"{" aria-sort=descending" if name == "sent" else ""}><button type="button" data-column="{i}">'
-        f"{term(name)}</button></th>"
-        for i, name in enumerate(COLUMNS)
-    ]
-    whole = report.sent_bytes
-    groups = collections.defaultdict[tuple[str, str], list[Collective]](list)
-    for one in sorted(report.collectives, key=_size, reverse=True):
-        groups["+".join(one.mesh_axes), one.phase].append(one)
-    ranked_groups = sorted(groups.items(), key=lambda group: -sum(map(_size, group[1])))
-    bodies = "".join(_group(*group, whole or 1) for group in ranked_groups)
-    foot = f'<tr><th scope="row" colspan="4">in all</th><td class="num">{human_bytes(whole)}</td></tr>'
-    rows = (f'<table class="sortable stack"><thead><tr>{"".join(heads)}</tr></thead>{bodies}'
-            f"<tfoot>{foot}</tfoot></table>")  # fmt: skip
-    above = f", {of_floor(report)} {known_as('counted')}" if of_floor(report) else ""
-    total = (f"<p>{human_bytes(whole)} sent per device and step{above}. Choose a group to see its collectives, and a "
-             f"heading to sort them by it.</p>")  # fmt: skip
-    return f"Collectives ({len(report.collectives)})", "compiled", total + scroll("Collectives", rows)
-
-
-def _group(of: tuple[str, str], members: Sequence[Collective], whole: int) -> str:
-    """Collectives over the same axes in the same phase: a row with their sums, and their own rows, which fold."""
-    axes, phase = of
-    size = sum(map(_size, members))
-    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {size / whole:.1%} of the bytes"
-    head = (
-        f'<tr><th scope="rowgroup" colspan="3"><button type="button" class="fold" aria-expanded="true">{text(axes)}, '
-        f'{text(phase)}</button></th><td class="num" data-name="times">{sum(one.times_per_step for one in members):,}'
-        f'</td><td class="num size" data-name="sent" style="--share:{size / whole:.4f}">{human_bytes(size)}</td>'
-        f'<td colspan="5">{count}</td></tr>'
+        return Section(title, "compiled", [Text("None.")], facts)
+    alike = _grouped(report, lambda one: (one.kind, one.mesh_axes, one.dtype, one.phase, one.rules, one.overlapped))
+    by_axes = _grouped(report, lambda one: (one.mesh_axes, one.phase))
+    table = Table(
+        "Collectives",
+        COLLECTIVES,
+        list(map(_merged, alike)),
+        left_out=lambda shown: f"and {len(alike) - shown} more, {human_bytes(sum(map(_sent, alike[shown:])))}",
+        groups=[(_sums(group, whole or 1), [_collective(one, whole=whole) for one in group]) for group in by_axes],
     )
-    rows = "".join(f"<tr>{_collective(one, whole)}</tr>" for one in members)
-    return f'<tbody class="group">{head}</tbody><tbody class="members">{rows}</tbody>'
+    hint = '<p class="legend">Choose a group to see its collectives, and a heading to sort them by it.</p>'
+    return Section(title, "compiled", [Figure(hint), table], facts)
 
 
-def _collective(one: Collective, whole: int) -> str:
+def _grouped(report: Report, key: Callable[[Collective], Hashable]) -> list[list[Collective]]:
+    """Collectives with the same key together, those that send most first."""
+    groups = collections.defaultdict[Hashable, list[Collective]](list)
+    for one in sorted(report.collectives, key=_size, reverse=True):
+        groups[key(one)].append(one)
+    return sorted(groups.values(), key=_sent, reverse=True)
+
+
+def _merged(alike: Sequence[Collective]) -> Row:
+    """The row of collectives that differ only in the array they move: the largest of them, with the sums of all."""
+    times, more = sum(one.times_per_step for one in alike), len({one.op for one in alike}) - 1
+    whole = dataclasses.replace(alike[0], times_per_step=times, bytes_per_device_per_step=_sent(alike))
+    return _collective(whole, f" +{more}" if more else "")
+
+
+def _sums(members: Sequence[Collective], whole: int) -> Row:
+    """The row above collectives over the same axes in the same phase."""
+    sent = _sent(members)
+    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {sent / whole:.1%} of the bytes"
+    times = f"{sum(one.times_per_step for one in members):,}"
+    over = f"{'+'.join(members[0].mesh_axes)}, {members[0].phase}"
+    return over, "", "", times, Cell(human_bytes(sent), share=sent / whole), "", "", count, "", ""
+
+
+def _collective(one: Collective, others: str = "", whole: int = 0) -> Row:
+    """A row of COLLECTIVES. `others` says how many arrays it stands for besides its own."""
     size, times = _size(one), one.times_per_step
-    slow = "<br><small>between slices or hosts</small>" if one.link in SLOW_LINKS else ""
-    product = f"<br><small>{breakable(one.einsum)}</small>" if one.einsum else ""
-    cells = [
-        ("", text(one.kind)),
-        ("", text("+".join(one.mesh_axes)) + slow),
-        ("", text(one.dtype)),
-        (f'class="num" data-value="{times}"', f"{times:,}"),
-        (f'class="num size" data-value="{size}" style="--share:{size / whole:.4f}"', human_bytes(size)),
-        (f'class="{"good" if one.overlapped else "bad"}"', "yes" if one.overlapped else "no"),
-        ("", text(one.phase)),
-        ("", breakable(one.op) + product),
-        ("", text(", ".join(one.rules)) or "no row"),
-        ("", f"<code>{breakable(one.source)}</code>"),
-    ]
-    named = zip(COLUMNS, cells, strict=True)
-    return "".join(f'<td {kind} data-name="{name}">{cell}</td>' for name, (kind, cell) in named)
+    return (
+        Cell(one.kind, one.kind.replace(" ", "\n")),
+        Cell("+".join(one.mesh_axes), notes=("between slices or hosts",) if one.link in SLOW_LINKS else ()),
+        one.dtype,
+        Cell(f"{times:,}", value=times),
+        Cell(human_bytes(size), value=size, share=size / whole if whole else None),
+        Cell("yes", style="good") if one.overlapped else Cell("no", style="bad"),
+        Cell(one.phase, PHASES.get(one.phase, "")),
+        Cell(one.op + others, one.op.removeprefix("layers.") + others, notes=(one.einsum,) if one.einsum else ()),
+        " ".join(key.removeprefix("rules.") for key in one.rules) or "no row",  # as in the file
+        one.source,
+    )
 
 
 def _size(one: Collective) -> int:
     return one.bytes_per_device_per_step
+
+
+def _sent(collectives: Sequence[Collective]) -> int:
+    return sum(map(_size, collectives))

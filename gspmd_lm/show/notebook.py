@@ -1,9 +1,8 @@
 """What the functions of api.py give back: objects that show themselves, in a notebook as a page, elsewhere as text."""
 
 import dataclasses
-import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -16,7 +15,7 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.plan import outcome, written
 from gspmd_lm.plan.search import Plan
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.show import page, plan_page, plan_terminal, run_page, terminal
+from gspmd_lm.show import comparison, plan, run, svg
 from gspmd_lm.workdir import history
 
 PAGE_HEIGHT = 640  # of a page within a notebook, in pixels; it scrolls
@@ -30,7 +29,7 @@ class Explanation(Report):
         return text([self])
 
     def _repr_html_(self) -> str:
-        return framed(page.render([self]))
+        return framed(comparison.page([self]))
 
     def to_json(self) -> Any:
         """The plain values that `explain --json` writes."""
@@ -47,7 +46,7 @@ class Comparison(tuple[Explanation, ...]):
         return text(self)
 
     def _repr_html_(self) -> str:
-        return framed(page.render(self))
+        return framed(comparison.page(self))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -57,8 +56,8 @@ class FoundPlan(Plan):
     batch: int = 0  # rows of a step
 
     @classmethod
-    def of(cls, plan: Plan, task: Task | Config) -> "FoundPlan":
-        return cls(**vars(plan), batch=task.data.batch if isinstance(task, Config) else task.rows)
+    def of(cls, found: Plan, task: Task | Config) -> "FoundPlan":
+        return cls(**vars(found), batch=task.data.batch if isinstance(task, Config) else task.rows)
 
     @property
     def yaml(self) -> str:
@@ -84,14 +83,10 @@ class FoundPlan(Plan):
         return outcome.Outcome(self, self.batch, outcome.hourly_usd(chip.name, {}) if chip else None)
 
     def __repr__(self) -> str:
-        if self.best is None:
-            return f"{plan_terminal.summary(self._outcome)}; no layout fits"
-        console = _console(140)
-        plan_terminal.show(self._outcome, console)
-        return _printed(console)
+        return _printed(lambda console: plan.show([self._outcome], console), 140)
 
     def _repr_html_(self) -> str:
-        return framed(plan_page.render([self._outcome], [], self._command))
+        return framed(plan.page([self._outcome], [], self._command))
 
 
 class Trained(dict[str, float]):
@@ -112,29 +107,24 @@ class Trained(dict[str, float]):
         return self.run.points("loss")
 
     def _repr_html_(self) -> str:
-        return framed(run_page.render([self.run], f"gspmd_lm.train(..., workdir={str(self.workdir)!r})"))
+        return framed(run.page([self.run], f"gspmd_lm.train(..., workdir={str(self.workdir)!r})"))
 
 
 def text(reports: Sequence[Report], width: int = 120) -> str:
     """The page of a report, or the comparison of several, as the command line prints it."""
-    console = _console(width)
-    terminal.show(reports, console)
-    return _printed(console)
+    return _printed(lambda console: comparison.show(reports, console), width)
+
+
+def _printed(show: Callable[[Console], None], width: int) -> str:
+    """What `show` prints: plain text, also where a notebook's kernel asks for colours."""
+    file = io.StringIO()
+    show(Console(file=file, width=width, highlight=False, force_terminal=False))
+    return file.getvalue()
 
 
 def framed(document: str) -> str:
     """A whole page within a notebook, apart from its styles and scripts."""
     return (
-        f'<iframe srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
+        f'<iframe srcdoc="{svg.text(document)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{PAGE_HEIGHT}px;border:0"></iframe>'
     )
-
-
-def _console(width: int) -> Console:
-    # Plain text, also where a notebook's kernel asks for colours.
-    return Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False)
-
-
-def _printed(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()

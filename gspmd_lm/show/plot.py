@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from gspmd_lm.show.drawing import round_step, text
+from gspmd_lm.show.svg import round_step, text
 from gspmd_lm.units import human_short
 
 SIZE = 1000  # of the drawing in both directions, before it is stretched

@@ -119,7 +119,7 @@ def test_a_run_says_what_it_will_cost(run, tmp_path):
     before, _, _ = out.partition("step 1/2")
     said = before[before.index("train step: ") :].splitlines()[1:]
     assert all(len(line) <= 80 for line in said)
-    assert "per device at the peak" in " ".join(said) and "each device sends per step" in " ".join(said)
+    assert "peak memory " in " ".join(said) and "sent per step " in " ".join(said)
 
 
 def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):

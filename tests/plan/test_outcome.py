@@ -22,7 +22,8 @@ from gspmd_lm.plan import outcome, search, space, written
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.price import Price
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.show import plan_page, plan_terminal
+from gspmd_lm.show import html as html_of
+from gspmd_lm.show import plan as shown
 
 TARGET = targets.parse("h100:8")
 RAWS = (
@@ -67,7 +68,7 @@ def test_the_ranking_keeps_the_order_of_the_plan(found):
     assert [line.tied for line in lines] == [True, True, False, False]
     assert lines[0].mfu == lines[0].candidate.report.prediction.mfu
     assert lines[3].mfu == pytest.approx(1 / 10)  # priced alone: the FLOPs are those of the compiled ones
-    assert [line.candidate.compiled for line in plan_terminal.shown(lines)] == [True, True, True]
+    assert [line.candidate.compiled for line in shown.shown(lines)] == [True, True, True]
 
 
 def test_money_and_days_follow_from_tokens_per_second(found):
@@ -78,7 +79,7 @@ def test_money_and_days_follow_from_tokens_per_second(found):
     assert found.lines()[0].usd_per_billion_tokens * 1000 == pytest.approx(found.usd)
     assert dataclasses.replace(found, days=38.0).in_time is True
     assert dataclasses.replace(found, tokens=0.0).in_time is None
-    assert "2.65 times the 14 days" in plan_terminal.question(found)
+    assert "2.65 times the 14 days" in shown.answer(found)
     assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
     assert outcome.hourly_usd("v5e", {}) == outcome.RENTS["v5e"].usd_per_chip_hour
     assert outcome.hourly_usd("tpu7x", {}) is None
@@ -138,7 +139,7 @@ def test_json_has_the_documented_keys_and_no_others(found):
 
 def test_the_error_of_prices_is_said_with_what_it_rests_on(found):
     def said(**changes):
-        return plan_terminal.price_error(dataclasses.replace(found.plan, **changes))
+        return shown.price_error(dataclasses.replace(found.plan, **changes))
 
     assert said(price_error=0.031) == "corrected prices missed the layouts compiled here by 3.1% in the mean"
     assert said().endswith("prices missed 32 compiled layouts of h100, one host, by 5.8%")
@@ -151,12 +152,16 @@ def test_nothing_fits_is_said_only_where_all_are_known_not_to(found):
     def said(**changes):
         nothing = dataclasses.replace(found.plan, best=None, nearest=found.plan.candidates[2], **changes)
         console = Console(width=140, record=True, file=io.StringIO())
-        plan_terminal.no_fit(dataclasses.replace(found, plan=nothing), None, (), console)
-        return console.export_text()
+        none = dataclasses.replace(found, plan=nothing)
+        shown.show([none], console, shown.fixes(None, ()))
+        told = console.export_text()
+        page = shown.page([none], shown.fixes(None, ()), "")
+        assert "no larger target that was tried is large enough either" in told and "is large enough either" in page
+        return told
 
     assert "nothing that was compiled fits: tensor 8" in said()  # one of them was only priced
     failed = tuple(dataclasses.replace(one, report=None, failure="no") for one in found.plan.candidates)
-    assert "\nnothing fits: tensor 8" in said(candidates=failed)
+    assert "  nothing fits: tensor 8" in said(candidates=failed)
 
 
 @pytest.mark.parametrize(("span", "said"), [
@@ -172,11 +177,11 @@ def test_batches_that_cannot_be_are_named(span, said):
 
 def test_the_terminal_and_the_page_show_the_same_layouts(found):
     console = Console(width=140, record=True, file=io.StringIO(), highlight=False)
-    plan_terminal.show(found, console)
+    shown.show([found], console)
     printed = console.export_text()
-    html = plan_page._ranking(found, ()) + plan_page._memory(found)
-    for line in plan_terminal.shown(found.lines()):
-        for cell in plan_terminal.cells(found, line):
+    html = html_of.sections([*shown.sections([found]), *shown._memory(found)])
+    for line in shown.shown(found.lines()):
+        for cell in shown.cells(found, line).values():
             assert cell in html
             assert cell in printed
     assert html.count('class="dot"') == 4 - 1  # one is more than three times as slow as the best
@@ -188,9 +193,9 @@ def test_targets_are_compared_by_what_their_tokens_cost(found):
     cheap = dataclasses.replace(found, days=0.0)
     late = dataclasses.replace(found, usd_per_chip_hour=0.1)
     nothing = dataclasses.replace(found, plan=dataclasses.replace(found.plan, best=None, candidates=()), days=0.0)
-    assert plan_terminal.ranked([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
-    assert plan_terminal.compared(nothing)[3] == "nothing fits"
-    assert len({len(plan_terminal.compared(one)) for one in (nothing, cheap)}) == 1
+    assert shown.ranked([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
+    assert shown.compared(nothing)["layout"] == "nothing fits"
+    assert list(shown.compared(nothing).values()).count("-") == 6
 
 
 @pytest.mark.parametrize("text", ["v5e:2x4", "2@v6e:4x4", "v5p:2x2x1", "v5p:4x4x4", "h100:8", "h100:2x8/800"])

@@ -221,6 +221,13 @@ def test_compiler_options_that_help_are_taken(config):
     assert best and "compiler_options" not in best.raw
 
 
+def test_compiler_options_of_a_chip_are_tried_on_it_alone(config):
+    for target, wanted in (("v6e:2x2", {"tpu": {"xla_tpu_scoped_vmem_limit_kib": 98304}}), ("v5p:2x2x1", None)):
+        helped = Compiler(config, target, factor=lambda rules: 0.8 if rules.compiler_options else 1.0)
+        best = plan(config, targets.parse(target), reports=helped).best
+        assert best and best.raw.get("compiler_options") == wanted
+
+
 def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):
     compiler = Compiler(config, factor=lambda rules: 1 / compiler.pricer.price(rules).step_time_s)
     found = plan(config, targets.parse("h100:4"), reports=compiler)

@@ -8,10 +8,10 @@ import json
 import re
 
 import pytest
-import sample
 
-from gspmd_lm.show import figures, meanings, page
+from gspmd_lm.show import comparison, html, report
 from gspmd_lm.units import human_bytes, human_seconds
+from tests.foresight import sample
 from tests.reader import Reader, told_in_a_browser
 
 SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
@@ -19,7 +19,7 @@ SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
 
 @pytest.mark.parametrize("reports", [[sample.LLAMA], [sample.CPU], [sample.REFUSED], [sample.SLICES], SEVERAL])
 def test_the_page_is_whole(reports):
-    found = Reader(page.render(reports))
+    found = Reader(comparison.page(reports))
     assert not found.unclosed and not found.open
     assert len(found.find("h1")) == 1 and found.find("title")[0]["text"] == found.find("h1")[0]["text"]
     levels = [int(one["tag"][1]) for one in found.elements if re.fullmatch("h[1-6]", one["tag"])]
@@ -32,7 +32,7 @@ def test_the_page_is_whole(reports):
 
 @pytest.mark.parametrize("reports", [[sample.LLAMA], [sample.SLICES], SEVERAL])
 def test_the_page_loads_nothing(reports):
-    text = page.render(reports)
+    text = comparison.page(reports)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", text)
     found = Reader(text)
     assert not found.find("link") and not found.find("img")
@@ -42,8 +42,8 @@ def test_the_page_loads_nothing(reports):
 
 
 def test_text_from_files_is_no_markup():
-    text = page.render([sample.SLICES])
-    assert text.count("<script") == page.render([sample.LLAMA]).count("<script") == 2
+    text = comparison.page([sample.SLICES])
+    assert text.count("<script") == comparison.page([sample.LLAMA]).count("<script") == 2
     assert "<!--" not in text
     found = Reader(text)
     assert found.find("title")[0]["text"].startswith(sample.HOSTILE)
@@ -53,8 +53,8 @@ def test_text_from_files_is_no_markup():
 
 
 def test_every_collective_and_span_is_there():
-    found = Reader(page.render([sample.LLAMA]))
-    (table,) = found.find("table", **{"class": "sortable stack"})
+    found = Reader(comparison.page([sample.LLAMA]))
+    (table,) = found.find("table", **{"class": "stack sortable"})
     sources = [one["text"] for one in found.find("code")]
     for one in sample.COLLECTIVES:
         assert one.source in sources and f"{one.times_per_step:,}" in table["text"]
@@ -64,19 +64,19 @@ def test_every_collective_and_span_is_there():
 
 
 def test_bars_are_to_scale():
-    text = page.render([sample.LLAMA])
+    text = comparison.page([sample.LLAMA])
     memory = re.findall(r'class="k-(\w+)" style="width:([\d.]+)%"', text)
     widths = {kind: float(width) for kind, width in memory[:4]}
-    for name, size in figures.parts(sample.LLAMA.memory):
-        assert widths[name] == pytest.approx(100 * size / sample.LLAMA.memory.limit_bytes, abs=0.001)
+    for part in report.memory_parts(sample.LLAMA):
+        assert widths[part.kind] == pytest.approx(100 * part.amount / sample.LLAMA.memory.limit_bytes, abs=0.001)
     assert re.search(r'style="left:100.000%"><small>limit 102.0 GB', text)
-    refused = page.render([sample.REFUSED])  # here the need is longer than the limit
+    refused = comparison.page([sample.REFUSED])  # here the need is longer than the limit
     at = re.findall(r'style="left:([\d.]+)%"><small>limit', refused)
     assert float(at[0]) == pytest.approx(100 * 16_909 / 230_451, abs=0.01)
 
 
 def test_spans_are_to_scale():
-    text = page.render([sample.LLAMA])
+    text = comparison.page([sample.LLAMA])
     spans = re.findall(r'<svg class="span" x="([\d.]+)%" y="\d+" width="([\d.]+)%"', text)
     drawn = sorted((float(x), float(width)) for x, width in spans)
     wanted = sample.PREDICTION.timeline
@@ -87,7 +87,7 @@ def test_spans_are_to_scale():
 
 
 def test_every_section_says_how_it_knows():
-    found = Reader(page.render([sample.LLAMA]))
+    found = Reader(comparison.page([sample.LLAMA]))
     heads = dict(one["text"].rsplit(" ", 1) for one in found.find("h2"))
     assert heads["Memory per device"] == heads["Collectives (16)"] == "compiled"
     assert heads["Step time"] == heads["One layer, in time"] == "predicted"
@@ -95,13 +95,13 @@ def test_every_section_says_how_it_knows():
 
 
 def test_without_a_prediction_the_reason_stands_there():
-    text = page.render([sample.CPU])
+    text = comparison.page([sample.CPU])
     assert sample.CPU.no_prediction in text and 'class="span"' not in text
-    assert sample.REFUSED.memory.refusal in page.render([sample.REFUSED])
+    assert sample.REFUSED.memory.refusal in comparison.page([sample.REFUSED])
 
 
 def test_collectives_stand_in_groups_with_their_sums():
-    found = Reader(page.render([sample.LLAMA]))
+    found = Reader(comparison.page([sample.LLAMA]))
     groups = [one["text"] for one in found.find("tbody", **{"class": "group"})]
     sums = collections.Counter[tuple[str, str]]()
     for one in sample.COLLECTIVES:
@@ -109,40 +109,39 @@ def test_collectives_stand_in_groups_with_their_sums():
     assert len(groups) == len(sums)
     for said, ((axes, phase), size) in zip(groups, sums.most_common(), strict=True):
         assert said.startswith(f"{axes}, {phase}") and human_bytes(size) in said
-    (foot,) = found.find("tfoot")
-    assert foot["text"] == f"in all{human_bytes(sums.total())}"
+    (whole,) = [one["text"] for one in found.find("div") if one["text"].startswith("sent per step compiled")]
+    assert human_bytes(sums.total()) in whole
 
 
 def test_lists_add_up():
-    text = page.render([sample.LLAMA])
+    text = comparison.page([sample.LLAMA])
     memory, prediction = sample.LLAMA.memory, sample.PREDICTION
     others = memory.temporaries_bytes - sum(one.bytes for one in memory.largest)
-    assert re.search(f">{re.escape(human_bytes(others))}</td><td[^>]*>all others", text)
+    assert re.search(f">{re.escape(human_bytes(others))}</td><td[^>]*><code>all others", text)
     computed_s = prediction.matmul_s + prediction.attention_s + prediction.other_s
     rest_s = computed_s - sum(seconds for _, seconds in prediction.fusions)
     assert rest_s > 0 and re.search(f"all others</td><td[^>]*>{re.escape(human_seconds(rest_s))}", text)
 
 
 def test_the_command_and_the_rules_file_are_there():
-    report = dataclasses.replace(sample.LLAMA, rules_text="mesh: {data: 8}  # a <b> comment\n")
-    found = Reader(page.render([report], "python main.py explain --rules=a"))
-    assert found.find("pre")[0]["text"] == report.rules_text
+    one = dataclasses.replace(sample.LLAMA, rules_text="mesh: {data: 8}  # a <b> comment\n")
+    found = Reader(comparison.page([one], "python main.py explain --rules=a"))
+    assert found.find("pre")[0]["text"] == one.rules_text
     assert "python main.py explain --rules=a" in [one["text"] for one in found.find("code")]
-    assert not Reader(page.render([sample.LLAMA])).find("pre")
+    assert not Reader(comparison.page([sample.LLAMA])).find("pre")
 
 
 def test_words_say_what_they_mean():
-    found = Reader(page.render(SEVERAL))
+    found = Reader(comparison.page(SEVERAL))
     told = {one["text"]: one["title"] for one in found.find("abbr")}
-    assert told and told.items() <= meanings.MEANINGS.items()
-    assert {one["title"] for one in found.find("span", **{"class": "known"})} <= set(meanings.MEANINGS.values())
+    assert told and told.items() <= html.MEANINGS.items()
+    assert {one["title"] for one in found.find("span", **{"class": "known"})} <= set(html.MEANINGS.values())
     assert [one["text"] for one in found.find("summary")].count("What the words mean") == 1
 
 
 def test_several_are_ranked():
-    found = Reader(page.render(SEVERAL))
-    assert [one["text"] for one in found.find("button", **{"class": "pick"})] == ["fsdp", "fsdp_tp", "tp8"]
-    assert len(found.find("article")) == 3
+    found = Reader(comparison.page(SEVERAL))
+    assert [one["data-name"] for one in found.find("article")] == ["fsdp", "fsdp_tp", "tp8"]
     data = json.loads(found.find("script", type="application/json")[0]["text"])
     assert [dict(one["mesh"]) for one in data] == [{"fsdp": 64}, {"fsdp": 16, "tensor": 4}, {"tensor": 8}]
 
@@ -160,6 +159,7 @@ told.width = innerWidth;
 told.overflow = document.documentElement.scrollWidth - innerWidth;
 told.spans = article().querySelectorAll(".span").length;
 told.chosen = [shown()];
+told.picks = [...document.querySelectorAll(".pick")].map((pick) => pick.textContent);
 document.querySelectorAll(".pick")[1]?.click();
 told.chosen.push(shown());
 const theme = document.getElementById("theme"), ground = () => getComputedStyle(document.body).backgroundColor;
@@ -207,7 +207,7 @@ def visit(tmp_path_factory):
 
     @functools.cache
     def open_page(width, *names):
-        text = page.render([getattr(sample, name) for name in names])
+        text = comparison.page([getattr(sample, name) for name in names])
         return told_in_a_browser(tmp_path_factory.mktemp("page"), text, VISIT, width)
 
     return open_page
@@ -251,6 +251,7 @@ def test_the_mesh_in_a_browser(visit, width):
 
 def test_several_in_a_browser(visit):
     told = visit(375, "LLAMA", "FSDP")
+    assert told["picks"] == ["fsdp", "fsdp_tp"]
     assert told["chosen"] == [0, 1] and told["hidden"] == [True, False] and told["overflow"] <= 0
 
 

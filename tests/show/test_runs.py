@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gspmd_lm import cli
 from gspmd_lm.errors import InputError
-from gspmd_lm.show import run_page, run_table
+from gspmd_lm.show import run as shown
 from gspmd_lm.show.plot import Axis, Plot, short
 from gspmd_lm.workdir import history
 from tests.reader import Reader, told_in_a_browser
@@ -129,10 +129,10 @@ def test_a_damaged_file_hides_neither_its_run_nor_others(tmp_path, name, content
     assert (good.name, good.step, good.damage) == ("good", 2, "")
     assert said in bad.damage and (said or not bad.damage)
     console = Console(file=io.StringIO(), width=120)
-    run_table.show(found, console)
+    shown.show(found, console)
     assert console.file.getvalue().count("warning: ") == len(bad.damage.splitlines())
     for drawn in ([bad], found):
-        whole = Reader(run_page.render(drawn, ""))
+        whole = Reader(shown.page(drawn, ""))
         assert not whole.unclosed and not whole.open
         assert len(whole.find("p", **{"class": "bad"})) == len(bad.damage.splitlines())
 
@@ -165,8 +165,9 @@ def test_a_setting_that_only_the_last_run_has_otherwise_is_a_difference(tmp_path
 
 def test_the_table(runs):
     console = Console(file=io.StringIO(), width=120)
-    run_table.show(history.read_runs([str(runs)]), console)
-    heading, *lines = console.file.getvalue().splitlines()
+    shown.show(history.read_runs([str(runs)]), console)
+    title, heading, *lines = console.file.getvalue().splitlines()
+    assert title == "Runs, measured"
     assert re.split(r" {2,}", heading.strip()) == [
         "run", "step", "loss", "held-out", "best", "at step", "step time", "tokens/s", "tokens",
     ]  # fmt: skip
@@ -177,7 +178,7 @@ def test_the_table(runs):
 
 @pytest.mark.parametrize("names", [["a"], ["b"], ["a", "b"]])
 def test_the_page_is_whole_loads_nothing_and_trusts_no_text(runs, names):
-    text = run_page.render(history.read_runs([str(runs / name) for name in names]), f"python main.py plot {HOSTILE}")
+    text = shown.page(history.read_runs([str(runs / name) for name in names]), f"python main.py plot {HOSTILE}")
     found = Reader(text)
     assert not found.unclosed and not found.open
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)", text)
@@ -192,7 +193,7 @@ def test_the_page_is_whole_loads_nothing_and_trusts_no_text(runs, names):
 
 
 def test_what_is_drawn(runs):
-    both = Reader(run_page.render(history.read_runs([str(runs)]), ""))
+    both = Reader(shown.page(history.read_runs([str(runs)]), ""))
     loss = both.find("div", **{"class": "area"})[0]
     left, right, low, high = map(float, loss["data-ends"].split())
     (line,) = both.find("polyline", **{"data-about": "a training"})
@@ -209,7 +210,7 @@ def test_what_is_drawn(runs):
 
 def test_long_runs_are_drawn_as_medians_with_their_range(tmp_path):
     rows = [row(step, step_time_s=30.0 if step == 700 else 0.1 + step % 2 / 100) for step in range(1, 1001)]
-    found = Reader(run_page.render(history.read_runs([str(write(tmp_path / "long", rows))]), ""))
+    found = Reader(shown.page(history.read_runs([str(write(tmp_path / "long", rows))]), ""))
     lines = {one["data-about"]: one["points"].split() for one in found.find("polyline")}
     assert {name: len(points) for name, points in lines.items()} == dict.fromkeys(lines, 250)
     area = found.find("div", **{"class": "area"})[3]
@@ -281,7 +282,7 @@ parent.postMessage(JSON.stringify(told), "*");
 
 @pytest.mark.parametrize("width", [1400, 400])
 def test_in_a_browser(runs, tmp_path, width):
-    text = run_page.render(history.read_runs([str(runs)]), "python main.py plot")
+    text = shown.page(history.read_runs([str(runs)]), "python main.py plot")
     told = told_in_a_browser(tmp_path, text, VISIT, width)
     assert told["overflow"] <= 0 and told["cut"] == 0
     assert told["said"][0] == "step 20: a training 3.8, a held-out 3.9, b training 4.8"

@@ -4,11 +4,12 @@ import io
 import re
 
 import pytest
-import sample
 from recorded import same_as_recorded
 from rich.console import Console
 
-from gspmd_lm.show import terminal
+from gspmd_lm.show import comparison
+from gspmd_lm.show.report import paragraph
+from tests.foresight import sample
 
 REPORTS = {"fits": [sample.LLAMA], "refused": [sample.REFUSED], "cpu": [sample.CPU],
            "side by side": [sample.LLAMA, sample.REFUSED, sample.FSDP]}  # fmt: skip
@@ -16,7 +17,7 @@ REPORTS = {"fits": [sample.LLAMA], "refused": [sample.REFUSED], "cpu": [sample.C
 
 def shown(reports, width=80, colours=None):
     out = io.StringIO()
-    terminal.show(reports, Console(file=out, width=width, color_system=colours, force_terminal=colours is not None))
+    comparison.show(reports, Console(file=out, width=width, color_system=colours, force_terminal=colours is not None))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -28,7 +29,7 @@ def test_pages(title, width):
 
 @pytest.mark.parametrize("title", REPORTS)
 def test_paragraphs(title):
-    same_as_recorded("explain.txt", f"{title}, one paragraph", "\n".join(map(terminal.paragraph, REPORTS[title])))
+    same_as_recorded("explain.txt", f"{title}, one paragraph", "\n".join(map(paragraph, REPORTS[title])))
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
@@ -41,11 +42,12 @@ def test_a_layout_fits_a_screen(found, width):
 @pytest.mark.parametrize("found", [sample.LLAMA, sample.CPU, sample.SLICES])
 def test_no_column_is_cut_off(found):
     page = shown([found]).splitlines()
-    first = next(i for i, line in enumerate(page) if line.endswith(" laps"))
-    last = next(i for i, line in enumerate(page) if i > first and (not line or line.startswith("  and ")))
-    assert [line for line in page[first + 1 : last] if re.search(r" (yes|no)$", line)]
-    for line in page[first + 1 : last]:
-        assert re.search(r" (yes|no)$", line) or not re.search(r" [kMG]?B ", line), line
+    first = next(i for i, line in enumerate(page) if line.endswith(" because of"))
+    assert page[first].split() == ["kind", "axes", "times", "sent", "overlap", "phase", "op", "because", "of"]
+    rows = [line for line in page[first + 1 :] if re.search(r" [kMG]?B ", line) and not line.startswith("  and ")]
+    assert rows
+    for line in rows:
+        assert re.search(r" [kMG]?B (yes|no) +(fwd|bwd|remat|optim) +\S+", line), line
 
 
 def test_a_narrow_console_is_not_overrun():
@@ -61,12 +63,12 @@ def test_collectives_that_are_not_shown_are_counted(width):
     rest, unit = re.findall(r"and \d+ more, ([\d.]+) ([GMk]?B)", page)[0]
     scale = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}
     total = sum(float(size) * scale[unit] for size, unit in [*rows, (rest, unit)])
-    assert len(rows) >= 4 and total == pytest.approx(sample.LLAMA.sent_bytes, abs=0.05e9 * (len(rows) + 1))
+    assert len(rows) >= 3 and total == pytest.approx(sample.LLAMA.sent_bytes, abs=0.05e9 * (len(rows) + 1))
 
 
 def test_several_are_ranked_and_the_best_marked():
     page = shown(REPORTS["side by side"])
-    assert page.splitlines()[0].split() == ["fsdp", "fsdp_tp", "tp8"]
+    assert ["fsdp", "fsdp_tp", "tp8"] in [line.split() for line in page.splitlines()]
     assert "13.1 s*" in page and "14.9 s*" not in page
 
 
@@ -89,4 +91,4 @@ def test_colours_say_nothing_that_the_text_does_not():
 
 def test_a_paragraph_is_one_line():
     for found in (sample.LLAMA, sample.CPU, sample.REFUSED):
-        assert "\n" not in terminal.paragraph(found)
+        assert "\n" not in paragraph(found)

@@ -6,7 +6,7 @@ Lengths are shares of the width, so that pictures follow the width of the page. 
 import html
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gspmd_lm.units import human_seconds
 
@@ -23,17 +23,30 @@ def text(value: object) -> str:
     return html.escape(str(value))
 
 
-def bar(
-    segments: Iterable[tuple[str, str, float]], whole: float, label: str, marks: Sequence[tuple[str, float]]
-) -> str:
-    """A stacked bar of parts, each with a kind, a description and an amount out of `whole`.
+class Part(NamedTuple):
+    """A part of something, such as of a device's memory or of a step's time."""
+
+    kind: str  # its colour
+    label: str
+    amount: float
+    said: str  # the amount with its unit
+
+
+def listed(parts: Iterable[Part]) -> str:
+    """'matmul 9.24 s, attention 2.34 s'"""
+    return ", ".join(f"{part.label} {part.said}" for part in parts)
+
+
+def bar(parts: Iterable[Part], whole: float, label: str, marks: Sequence[tuple[str, float]]) -> str:
+    """A stacked bar of parts out of `whole`.
 
     Marks are lines across the bar. The name of the first stands above the bar, and the names of the others below.
     """
     pieces = [
-        f'<span class="k-{text(kind)}" style="width:{100 * amount / whole:.3f}%" title="{text(about)}"></span>'
-        for kind, about, amount in segments
-        if amount > 0
+        f'<span class="k-{text(part.kind)}" style="width:{100 * part.amount / whole:.3f}%" '
+        f'title="{text(listed([part]))}"></span>'
+        for part in parts
+        if part.amount > 0
     ]
     lines = []
     for i, (name, at) in enumerate(marks):

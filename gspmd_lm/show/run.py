@@ -1,14 +1,16 @@
-"""One self-contained HTML page of a run, or of several laid over each other. It loads nothing."""
+"""A run, or several laid over each other: its figures, and on a page what it has logged and was made with."""
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from gspmd_lm.show import run_table
-from gspmd_lm.show.drawing import text
-from gspmd_lm.show.pieces import breakable, document, facts_of, file_of, folded, rows_of, section
+from rich.console import Console
+
+from gspmd_lm.show import html, terminal
+from gspmd_lm.show.document import Column, Fact, Figure, Folded, Section, Table, Text, figure, table_of
 from gspmd_lm.show.plot import Axis, Plot, short
-from gspmd_lm.units import human_seconds
+from gspmd_lm.show.svg import text
+from gspmd_lm.units import human_seconds, human_short
 from gspmd_lm.workdir.history import RunHistory as Run
 from gspmd_lm.workdir.history import differences, settings
 
@@ -26,14 +28,50 @@ _PLOTS: tuple[tuple[str, str, Callable[[float], str], bool, bool], ...] = (
 )
 
 
-def render(runs: Sequence[Run], command: str) -> str:
+def show(runs: Sequence[Run], console: Console) -> None:
+    """Prints a row for each run."""
+    terminal.show(console, [_runs(runs)])
+
+
+def page(runs: Sequence[Run], command: str) -> str:
     """The HTML of the page."""
-    title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
-    body = _facts(runs[0]) if len(runs) == 1 else _runs(runs)
-    body += "".join(f'<p class="bad">{text(line)}</p>' for run in runs for line in run.damage.splitlines())
-    body += _loss(runs) + '<div class="plots">' + "".join(_plot(runs, *one) for one in _PLOTS) + "</div>"
-    body += _samples(runs) + (_made_with(runs[0]) if len(runs) == 1 else _differences(runs))
-    return document(title, command, body)
+    one = runs[0] if len(runs) == 1 else None
+    about = Section("", "measured", [], [fact for fact in figures(one) if fact.value != "-"]) if one else _runs(runs)
+    plots = html.sections(section for plot in _PLOTS for section in _plot(runs, *plot))
+    body = [
+        html.facts([about]),
+        html.blocks(_damage(runs)) if one else html.sections([about]),
+        html.sections([_loss(runs)]),
+        f'<div class="plots">{plots}</div>',
+        html.sections([*_samples(runs), _made_with(one) if one else _differences(runs)]),
+    ]
+    return html.page(f"Run {one.name}" if one else f"{len(runs)} runs", command, "".join(body))
+
+
+def figures(run: Run) -> list[Fact]:
+    """The figures that a reader looks for first; '-' where none was logged."""
+    best, mfu, epoch, steps = run.best or {}, run.speed("mfu"), run.last("epoch"), run.whole("train", "steps")
+    held_out, loss = run.evaluations[-1].get("eval_loss") if run.evaluations else None, "{:.4f}".format
+    return [
+        Fact("step", f"{run.step:,}", f"of {steps:,}" if steps else ""),
+        Fact("loss", figure(run.last("loss"), loss), "training, the last logged step"),
+        Fact("held-out", figure(held_out, loss), "loss, the last evaluation"),
+        Fact("best", figure(best.get("eval_loss"), loss), "held-out loss"),
+        Fact("at step", figure(best.get("step"), "{:,.0f}".format), "the best held-out loss"),
+        Fact("step time", figure(run.speed("step_time_s"), human_seconds), "median of the last logged steps"),
+        Fact("tokens/s", figure(run.speed("tokens_per_s"), human_short), f"MFU {mfu:.1%}" if mfu else ""),
+        Fact("tokens", figure(run.step * run.step_tokens or None, human_short),
+             f"{epoch:.2f} epochs" if epoch is not None else ""),
+    ]  # fmt: skip
+
+
+def _runs(runs: Sequence[Run]) -> Section:
+    rows = [{"run": run.name, **{fact.name: fact.value for fact in figures(run)}} for run in runs]
+    return Section("Runs", "measured", [table_of("Runs", rows, ("run",)), *_damage(runs)])
+
+
+def _damage(runs: Sequence[Run]) -> list[Text]:
+    return [Text(f"warning: {line}", "bad") for run in runs for line in run.damage.splitlines()]
 
 
 def colour(number: int) -> str:
@@ -42,21 +80,7 @@ def colour(number: int) -> str:
     return f"light-dark(hsl({hue} 70% 40%), hsl({hue} 75% 68%))"
 
 
-def _facts(run: Run) -> str:
-    return facts_of((name, "measured", value, note) for name, value, note in run_table.facts(run))
-
-
-def _runs(runs: Sequence[Run]) -> str:
-    rows = []
-    for number, (name, *cells) in enumerate(map(run_table.cells, runs)):
-        swatch = f'<i class="swatch" style="background:{colour(number)}"></i>'
-        rows.append([f"<span>{swatch}{text(name)}</span>", *map(text, cells)])
-    return section(
-        "h2", "Runs", "measured", rows_of(run_table.HEADINGS, rows, "Runs", numbers=range(1, len(run_table.HEADINGS)))
-    )
-
-
-def _loss(runs: Sequence[Run]) -> str:
+def _loss(runs: Sequence[Run]) -> Section:
     trained = [run.points("loss") for run in runs]
     held_out = [run.points("eval_loss") for run in runs]
     y, left = _range([*trained, *held_out], "{:,.4g}".format, False, False)
@@ -70,25 +94,30 @@ def _loss(runs: Sequence[Run]) -> str:
             best = run.best is not None and run.best["step"] == step
             about = f"{of}held-out loss {loss:.4f} at step {step:,}{', the best' if best else ''}"
             drawn.dot((step, loss), colour(number), about, size=11 if best else 6)
-    legend = '<p class="legend">Lines: training. Dots: held-out rows; the largest dot is the best.'
     many = any(len(points) > 2 * BINS for points in trained)
-    legend += f"{' Of many steps a line shows the median, and the band around it their range.' if many else ''}</p>"
+    legend = "Lines: training. Dots: held-out rows; the largest dot is the best."
+    legend += " Of many steps a line shows the median, and the band around it their range." if many else ""
+    names = "".join(
+        f'<span><i class="swatch" style="background:{colour(number)}"></i>{text(run.name)}</span>'
+        for number, run in enumerate(runs)
+    )
     label = f"Loss of {', '.join(run.name for run in runs)} against steps"
-    return section("h2", "Loss", "measured", legend + drawn.html(label, tall=True) + left)
+    drawing = f'<p class="legend">{names if len(runs) > 1 else ""}{legend}</p>{drawn.html(label, tall=True)}{left}'
+    return Section("Loss", "measured", [Figure(drawing)])
 
 
 def _plot(
     runs: Sequence[Run], key: str, title: str, show: Callable[[float], str], zero: bool, logarithmic: bool
-) -> str:
+) -> list[Section]:
     lines = [run.points(key) for run in runs]
     if not any(lines):
-        return ""
+        return []
     y, left = _range(lines, show, zero, logarithmic)
     drawn = Plot(_steps(runs), y)
     for number, (run, points) in enumerate(zip(runs, lines, strict=True)):
         _line(drawn, points, colour(number), run.name if len(runs) > 1 else title.lower())
     label = f"{title} of {', '.join(run.name for run in runs)} against steps"
-    return section("h2", title, "measured", drawn.html(label) + left)
+    return [Section(title, "measured", [Figure(drawn.html(label) + left)])]
 
 
 def _line(drawn: Plot, points: Sequence[tuple[float, float]], shade: str, about: str) -> None:
@@ -130,46 +159,33 @@ def _range(
     return Axis("", 0.0 if zero and not bottom else bottom - room, top + room, show), said if outside else ""
 
 
-def _samples(runs: Sequence[Run]) -> str:
+def _samples(runs: Sequence[Run]) -> list[Section]:
     """The texts of the last evaluation of each run; of all evaluations of a single one."""
     rows = []
     for run in runs:
         steps = sorted({row["step"] for row in run.samples}, reverse=True)
         for step in steps if len(runs) == 1 else steps[:1]:
             of = f"{run.name}, {step:,.0f}" if len(runs) > 1 else f"{step:,.0f}"
-            rows += [
-                [text(of), f'<span style="white-space:pre-wrap"><b>{text(row["prompt"])}</b>{text(row["text"])}</span>']
-                for row in run.samples if row["step"] == step
-            ]  # fmt: skip
-    if not rows:
-        return ""
-    headings = ["run, step" if len(runs) > 1 else "step", "prompt and text"]
-    return section("h2", "Samples", "measured", f'<div class="tall">{rows_of(headings, rows, "Samples")}</div>')
+            rows += [(of, row["prompt"], row["text"]) for row in run.samples if row["step"] == step]
+    columns = (Column("run, step" if len(runs) > 1 else "step"), Column("prompt", "long"), Column("text", "long"))
+    return [Section("Samples", "measured", [Table("Samples", columns, rows)])] if rows else []
 
 
-def _differences(runs: Sequence[Run]) -> str:
-    rows = [[f"<code>{breakable(key)}</code>", *map(_anywhere, values)] for key, values in differences(runs).items()]
-    content = rows_of(["setting", *(run.name for run in runs)], rows, "Settings that differ")
-    return section("h2", "Settings that differ", "", content or "<p>None.</p>")
+def _differences(runs: Sequence[Run]) -> Section:
+    columns = (Column("setting", "code"), *(Column(run.name, "long") for run in runs))
+    rows = [(key, *values) for key, values in differences(runs).items()]
+    title = "Settings that differ"
+    return Section(title, "", [Table(title, columns, rows) if rows else Text("None.")])
 
 
-def _made_with(run: Run) -> str:
+def _made_with(run: Run) -> Section:
     about = {name: value for name, value in run.about.items() if isinstance(value, str)}
-    made = [[text(name), _anywhere(value)] for name, value in {**about, **_versions(run)}.items() if value]
-    chosen = [[f"<code>{breakable(key)}</code>", _anywhere(value)] for key, value in settings(run).items()]
-    content = (
-        rows_of(["what", "which"], made, "Made with")
-        + folded("Config", rows_of(["setting", "value"], chosen, "Config"))
-        + folded("Rules", file_of(run.rules))
-    )
-    return section("h2", "Made with", "", content)
-
-
-def _versions(run: Run) -> dict[str, object]:
-    found = run.about.get("versions")
-    return found if isinstance(found, dict) else {}
-
-
-def _anywhere(value: object) -> str:
-    """Text that may go on in the next line anywhere, as commands and hashes must on a phone."""
-    return f'<span style="overflow-wrap:anywhere">{text(value)}</span>'
+    versions = run.about.get("versions")
+    made = about | (versions if isinstance(versions, dict) else {})
+    chosen = Table("Config", (Column("setting", "code"), Column("value", "long")), [*settings(run).items()])
+    blocks = [
+        Table("Made with", (Column("what"), Column("which", "long")), [(k, str(v)) for k, v in made.items() if v]),
+        Folded("Config", [chosen]),
+        Folded("Rules", [html.file(run.rules)]),
+    ]
+    return Section("Made with", "", blocks)

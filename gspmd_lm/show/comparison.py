@@ -1,0 +1,169 @@
+"""Shows one layout, or several side by side with the best first: on a terminal, and as a page."""
+
+import collections
+import json
+import math
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from gspmd_lm.foresight.parts import difference
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.show import html, terminal
+from gspmd_lm.show.document import Cell, Column, Figure, Findings, Row, Section, Table, Text, figure
+from gspmd_lm.show.report import about, fit, memory_bar, mesh, page_sections, sections, time_bar, title, verdict
+from gspmd_lm.show.svg import text
+from gspmd_lm.units import human_bytes, human_seconds
+
+LINES = 49  # of a screen, without the prompt
+ALIKE = 0.01  # the times of two layouts that differ by less are the same
+
+
+def show(reports: Sequence[Report], console: Console) -> None:
+    """Prints one report, no longer than a screen, or several side by side with the best first."""
+    if len(reports) > 1:
+        terminal.show(console, [comparison(ranked(reports))], _title_of(reports))
+    else:
+        terminal.show(console, sections(reports[0]), title(reports[0]), about(reports[0]), LINES)
+
+
+def page(reports: Sequence[Report], command: str = "") -> str:
+    """The HTML of a page of one report or of several. Without scripts it shows all but the mesh.
+
+    command: what made the page, for readers who want to repeat it.
+    """
+    reports = ranked(reports)
+    compared = html.sections([comparison(reports)]) if len(reports) > 1 else ""
+    return html.page(_title_of(reports), command, compared + layouts(reports) + html.words(), data(reports))
+
+
+def layouts(reports: Sequence[Report]) -> str:
+    """The HTML of all about each layout. Where there are several, a script shows the one that is chosen."""
+    return "".join(_layout(report, number, len(reports) > 1) for number, report in enumerate(reports))
+
+
+def _layout(report: Report, number: int, several: bool) -> str:
+    found = page_sections(report, number)
+    name = f"<h2>{text(title(report))}</h2>" if several else ""
+    return (
+        f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">{name}'
+        f'<p class="about">{text(about(report))}</p><p class="verdict">{text(verdict(report))}</p>'
+        f"{html.facts(found)}{html.sections(found, 'h3' if several else 'h2')}</article>"
+    )
+
+
+def data(reports: Sequence[Report]) -> str:
+    """The JSON from which the scripts draw meshes. It contains nothing that ends its HTML element."""
+    found = [{"mesh": list(report.mesh.items()), "arrays": list(map(vars, report.arrays))} for report in reports]
+    return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def comparison(reports: Sequence[Report]) -> Section:
+    """Layouts side by side. `reports` are ranked."""
+    notes = ["* best of those that fit; ranked by predicted time"]
+    errors = dict.fromkeys(report.prediction.error for report in reports if report.prediction)
+    notes += [f"error of predicted times: {error}" for error in errors]
+    found = collections.defaultdict[tuple[str, str], list[str]](list)
+    for report in reports:
+        if report.prediction is None:
+            notes.append(f"{report.layout}: no prediction, {report.no_prediction}")
+        for finding in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
+            found[finding].append(report.layout)
+    findings = Findings([(code, ", ".join(where), fix) for (code, fix), where in found.items()])
+    slowest = max((report.prediction.step_time_s for report in reports if report.prediction), default=0)
+    largest = max(max(report.memory.peak_bytes, report.memory.limit_bytes or 0) for report in reports)
+    bars = "".join(
+        f"<dt>{text(report.layout)}</dt><dd>{memory_bar(report, largest)}"
+        f"{time_bar(report, slowest) if report.prediction else ''}</dd>"
+        for report in reports
+    )
+    drawing = (
+        "<p>Memory (compiled) above step time (predicted), on one scale each. Lines mark the peak and the limit of "
+        f'memory, and the floor of compute.</p><dl class="bars">{bars}</dl>'
+    )
+    blocks = [Text(winner(reports), "verdict"), compared(reports), *(Text(note, "dim") for note in notes)]
+    return Section("Side by side", "", [*blocks, *([findings] if found else []), Figure(drawing)])
+
+
+def compared(reports: Sequence[Report]) -> Table:
+    """The table of the comparison, with the best in each row marked.
+
+    A layout that does not fit is never best, and neither is one of several equals.
+    """
+
+    def cell(report: Report, said: str, best: bool = False) -> Cell:
+        style = "best" if best else "" if report.memory.fits else "bad" if said == "NO" else "dim"
+        return Cell(f"{said}*" if best else said, style=style)
+
+    def words(label: str, known: str, said: Sequence[str]) -> Row:
+        return [label, known, *map(cell, reports, said)]
+
+    def line(label: str, known: str, values: Sequence[float | None], show: Callable[[float], str], sign=1) -> Row:
+        able = {i: sign * x for i, x in enumerate(values) if x is not None and reports[i].memory.fits}
+        best = {i for i, x in able.items() if len(set(able.values())) > 1 and x == min(able.values())}
+        return [label, known, *(cell(reports[i], figure(x, show), i in best) for i, x in enumerate(values))]
+
+    def predicted(name: str) -> list[float | None]:
+        return [getattr(report.prediction, name) if report.prediction else None for report in reports]
+
+    sent = [None if report.memory.refusal else report.sent_bytes for report in reports]
+    widths = [report.other_width if report.above_floor is not None else "" for report in reports]
+    rows = [words("mesh", "", [mesh(report.mesh) for report in reports])]
+    for label in ("config", "target"):
+        said = [getattr(report, label) for report in reports]
+        rows += [words(label, "", said)] if len(set(said)) > 1 else []
+    rows += [
+        words("fits", "compiled", ["yes" if report.memory.fits else "NO" for report in reports]),
+        line("peak memory", "compiled", [report.memory.peak_bytes for report in reports], human_bytes),
+        line("step time", "predicted", predicted("step_time_s"), human_seconds),
+        line("tokens/s per device", "predicted", predicted("tokens_per_s_per_device"), "{:,.0f}".format, -1),
+        line("MFU", "predicted", predicted("mfu"), "{:.1%}".format, -1),
+        line("exposed communication", "predicted", predicted("exposed_communication_s"), human_seconds),
+        line("sent", "compiled", sent, human_bytes),
+        line("sent / floor", "counted", [report.above_floor for report in reports], "{:.2f}x".format),
+        *([words("of it in another width", "compiled", widths)] if any(widths) else []),
+        line("warnings", "", [len(report.warnings) for report in reports], str),
+    ]
+    columns = (Column(), Column("", "known"), *(Column(report.layout, "number") for report in reports))
+    return Table("Comparison of layouts", columns, rows, labels=2)
+
+
+def winner(reports: Sequence[Report]) -> str:
+    """Which of several layouts to take, and why. `reports` are ranked."""
+    best, *others = reports
+    name = best.layout
+    fitting = [report for report in others if report.memory.fits]
+    if not best.memory.fits:
+        nearest = min(reports, key=lambda report: report.memory.peak_bytes)
+        return f"None of the {len(reports)} layouts fits; {nearest.layout} comes nearest, with {fit(nearest.memory)}."
+    if not fitting:
+        return f"{name} wins: no other layout fits."
+    if best.prediction is None:
+        least = min((best, *fitting), key=lambda report: report.sent_bytes)
+        smallest = min((best, *fitting), key=lambda report: report.memory.peak_bytes)
+        return (f"No times are predicted here. {least.layout} sends least ({human_bytes(least.sent_bytes)}), and "
+                f"{smallest.layout} needs the least memory ({human_bytes(smallest.memory.peak_bytes)}).")  # fmt: skip
+    second = fitting[0]
+    if second.prediction is None:
+        return f"{name} wins: for the other layouts that fit no time is predicted."
+    step_s = best.prediction.step_time_s
+    behind = second.prediction.step_time_s / step_s - 1
+    if behind < ALIKE:
+        return f"{name} and {second.layout} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
+    return (f"{name} wins: a step of {second.layout}, the next, takes {behind:.1%} longer "
+            f"({difference(best.prediction, second.prediction, step_s)}).")  # fmt: skip
+
+
+def ranked(reports: Sequence[Report]) -> list[Report]:
+    """The reports, best first: those that fit come before the others, and shorter predicted times come first."""
+
+    def cost(report: Report) -> tuple[bool, float]:
+        return not report.memory.fits, report.prediction.step_time_s if report.prediction else math.inf
+
+    return sorted(reports, key=cost)
+
+
+def _title_of(reports: Sequence[Report]) -> str:
+    if len(reports) == 1:
+        return title(reports[0])
+    return f"{len(reports)} layouts of {', '.join(dict.fromkeys(report.config for report in reports))}"

@@ -1,0 +1,280 @@
+"""What is said of one layout: warnings, memory, step time and collectives, and drawings for its page."""
+
+from collections.abc import Mapping, Sequence
+
+from gspmd_lm.foresight.cost.schedule import Prediction
+from gspmd_lm.foresight.memory import Memory
+from gspmd_lm.foresight.parts import parts_s
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.table import split
+from gspmd_lm.show import html, terminal
+from gspmd_lm.show.collectives import of_floor, section_of
+from gspmd_lm.show.document import (
+    Block,
+    Cell,
+    Column,
+    Fact,
+    Figure,
+    Findings,
+    Folded,
+    Notes,
+    Pair,
+    Section,
+    Table,
+    Text,
+    table_of,
+)
+from gspmd_lm.show.svg import Part, bar, listed, timeline
+from gspmd_lm.units import human_bytes, human_count, human_seconds
+
+
+def paragraph(report: Report) -> str:
+    """The paragraph that training prints before it starts: all but the tables and notes."""
+    memory, time, sent = (terminal.heading(section).plain for section in sections(report)[1:])
+    said = [f"{title(report)}, {about(report)}", f"{memory} ({listed(memory_parts(report))})"]
+    said += [f"{time} ({listed(time_parts(report))})" if report.prediction else time, sent]
+    if report.warnings:
+        said.append(f"Warnings: {', '.join(dict.fromkeys(warning.code for warning in report.warnings))}")
+    return ". ".join(said) + "."
+
+
+def title(report: Report) -> str:
+    """'llama3_8b under rules/fsdp8.yaml on 8 x TPU v5p (v5p:2x2x2)'"""
+    devices = hardware(report.devices, report.chip)
+    target = f"{devices} ({report.target})" if report.chip else f"{report.target}, {devices}"
+    return f"{'' if report.phase == 'train' else f'{report.phase} of '}{report.config} under {report.rules} on {target}"
+
+
+def about(report: Report) -> str:
+    """What stands below the title: the mesh, the sizes of model and step, and the kernel of attention."""
+    active = f", {human_count(report.active_parameters)} of them active for a token"
+    some = report.active_parameters < report.parameters
+    said = (
+        f"mesh {mesh(report.mesh)}; counted {human_count(report.parameters)} parameters{active if some else ''}, "
+        f"{human_count(report.tokens)} tokens per step; compiled in {human_seconds(report.compile_s)}"
+    )
+    return f"{said}; attention: {report.attention}" if report.attention else said
+
+
+def sections(report: Report) -> list[Section]:
+    """What a terminal and a page show of a report: warnings, memory, step time and collectives."""
+    return [_warnings(report), _memory(report), _time(report), section_of(report)]
+
+
+def _warnings(report: Report) -> Section:
+    found = [(warning.code, warning.message, warning.fix) for warning in report.warnings]
+    return Section(f"Warnings ({len(found)})", "", [Findings(found) if found else Text("None.")])
+
+
+def _memory(report: Report) -> Section:
+    memory, limit = report.memory, report.memory.limit_bytes
+    said = fit(memory) if limit is None else f"of {human_bytes(limit)}: {fit(memory)}"
+    style = "" if limit is None else "good" if memory.fits else "bad"
+    facts = [Fact("peak memory", human_bytes(memory.peak_bytes), said, style)]
+    if memory.host_bytes:
+        facts.append(Fact("on the host", human_bytes(memory.host_bytes)))
+    largest = [
+        (human_bytes(found.bytes), found.shape, " ".join(axis or "?" for axis in found.axes),
+         Cell(found.source, found.source.removeprefix("gspmd_lm/")), found.op)
+        for found in memory.largest
+    ]  # fmt: skip
+    rest_bytes = memory.temporaries_bytes - sum(found.bytes for found in memory.largest)
+    if largest and rest_bytes > 0:
+        largest.append((human_bytes(rest_bytes), "all others", "", Cell(""), ""))
+    columns = (Column("size", "number"), Column("largest temporaries", "code"), Column("axes"),
+               Column("source", "code"), Column("op", on_terminal=False))  # fmt: skip
+    blocks: list[Block] = [Figure(memory_bar(report, max(memory.peak_bytes, limit or 0)))]
+    if memory.refusal:
+        blocks.append(Text(f"The compiler refused the program: {memory.refusal}", "bad"))
+    whole = _table("Memory per device", memory_parts(report), limit or memory.peak_bytes)
+    blocks.append(Pair((whole, Table("Largest temporaries", columns, largest))))
+    return Section("Memory per device", "compiled", blocks, facts)
+
+
+def _table(name: str, parts: Sequence[Part], whole: float) -> Table:
+    """Parts, each with its share of the whole."""
+    rows = [(Cell(part.label, kind=part.kind), part.said, Cell(f"{part.amount / whole:.1%}", share=part.amount / whole))
+            for part in parts]  # fmt: skip
+    return Table(name, (Column(), Column("", "number"), Column("", "number")), rows)
+
+
+def _time(report: Report) -> Section:
+    found = report.prediction
+    if found is None:
+        return Section("Step time", "predicted", [], [Fact("step time", "none", report.no_prediction)])
+    step_s, exposed_s = found.step_time_s, found.exposed_communication_s
+    sent = f"{exposed_s / step_s:.1%} of the step, of {human_seconds(found.communication_s)} in all"
+    facts = [
+        Fact("step time", human_seconds(step_s), f"error: {found.error}"),
+        Fact("tokens/s per device", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {found.mfu:.1%}"),
+        Fact("exposed communication", human_seconds(exposed_s), sent),
+    ]
+    blocks: list[Block] = [
+        Figure(time_bar(report, step_s)),
+        Pair((_table("Where the step's time goes", time_parts(report), step_s), Notes(_time_notes(report, found)))),
+    ]
+    if found.fusions:
+        computed_s = found.matmul_s + found.attention_s + found.other_s
+        rest_s = max(computed_s - sum(seconds for _, seconds in found.fusions), 0.0)
+        costly = (*found.fusions, ("all others", rest_s), ("compute", computed_s))
+        rows = [{"operation": name, "time per step": human_seconds(part_s)} for name, part_s in costly]
+        operations = table_of("Costliest operations", rows, ("operation",))
+        blocks.append(Folded("Costliest operations", [operations]))
+    return Section("Step time", "predicted", blocks, facts)
+
+
+def _time_notes(report: Report, found: Prediction) -> list[tuple[str, str]]:
+    floor, notes = report.floor, []
+    if floor.compute_s is not None and floor.memory_s is not None:
+        times = found.step_time_s / max(floor.compute_s, floor.memory_s)
+        least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
+        notes.append(("floor, counted", f"{least}: the step takes {times:.2f}x the larger"))
+    if floor.communication_bytes is not None:
+        by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
+        least = f"{human_bytes(floor.communication_bytes)} sent"
+        notes.append(("", f"{least}: {by_axis}" if by_axis else least))
+    notes.append(("basis", found.basis))
+    if found.unpriced_share:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in found.unpriced.items())
+        notes.append(("not priced", f"{found.unpriced_share:.1%} of the program's bytes: {shares}"))
+    return notes
+
+
+# ---- drawings for a page
+
+
+def page_sections(report: Report, number: int) -> list[Section]:
+    """What a page shows: besides `sections`, drawings. `number` is the layout's place in `comparison.data`."""
+    warnings, memory, time, sent = sections(report)
+    return [warnings, memory, time, *_layer(report), sent, _mesh(report, number), _made_with(report)]
+
+
+def memory_bar(report: Report, whole: float) -> str:
+    """The parts of memory, on the scale of `whole` bytes."""
+    memory, parts = report.memory, memory_parts(report)
+    marks = [("peak", memory.peak_bytes), ("limit", memory.limit_bytes)]
+    label = f"Memory of {report.layout}: {listed(parts)}; {fit(memory)}"
+    return bar(parts, max(whole, sum(part.amount for part in parts)), label,
+               [(f"{name} {human_bytes(size)}", size) for name, size in marks if size is not None])  # fmt: skip
+
+
+def time_bar(report: Report, whole: float) -> str:
+    """The parts of a step's time, on the scale of `whole` seconds."""
+    parts, floor_s = time_parts(report), report.floor.compute_s
+    marks = [] if floor_s is None else [(f"floor of compute {human_seconds(floor_s)}", floor_s)]
+    return bar(parts, whole, f"Step time of {report.layout}: {listed(parts)}", marks)
+
+
+def _layer(report: Report) -> list[Section]:
+    spans = report.prediction.timeline if report.prediction else ()
+    if not spans:
+        return []
+    kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
+             ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
+    zoom = '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label>'
+    drawing = (
+        f'{html.legend(kinds, zoom)}<div class="timeline">{timeline(spans)}</div>'
+        '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
+    )
+    rows = [
+        {"part": span.part, "lane": span.lane, "kind": span.kind, "name": span.name,
+         "start": human_seconds(span.start_s), "duration": human_seconds(span.end_s - span.start_s)}
+        for span in spans
+    ]  # fmt: skip
+    table = table_of("Spans of one layer", rows, ("part", "lane", "kind", "name"))
+    return [Section("One layer, in time", "predicted", [Figure(drawing), Folded("The same as a table", [table])])]
+
+
+def _mesh(report: Report, number: int) -> Section:
+    drawing = (
+        f'<div class="mesh" data-layout="{number}"><div class="choice"></div><div class="drawing"></div>'
+        '<p class="status" aria-live="polite"></p></div>'
+        '<p class="legend">Each device shows its number, and below it the piece of the array that it holds. Point at a '
+        "device, or go from one to the next with the arrow keys.</p>"
+    )
+    rows = [
+        {
+            "array": array.path,
+            "whole": ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
+            "split at rest": "-" if array.at_rest is None else split(array.axes, array.at_rest),
+            "split in use": split(array.axes, array.in_use),
+            "per device": human_bytes(array.bytes_per_device),
+        }
+        for array in report.arrays
+    ]
+    table = table_of("Arrays and how they are split", rows, ("array", "whole", "split at rest", "split in use"))
+    return Section("Mesh and arrays", "counted", [Figure(drawing), table])
+
+
+def _made_with(report: Report) -> Section:
+    rows = [{"what": name, "which": value} for name, value in report.versions.items()]
+    versions = table_of("Versions", rows, ("what", "which"))
+    rules = [Text(f"{report.layout}, the rules file:"), html.file(report.rules_text)] if report.rules_text else []
+    return Section("Made with", "", [*rules, Folded("Versions and compiler options", [versions])])
+
+
+# ---- words and numbers
+
+
+def mesh(sizes: Mapping[str, int]) -> str:
+    """The sizes of a mesh as 'fsdp=16 x tensor=4'."""
+    return " x ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def hardware(count: int, chip: str) -> str:
+    """'64 x TPU v5p'; '8 simulated devices' where the chip is ''"""
+    return f"{count} x {chip}" if chip else f"{count} simulated devices"
+
+
+def fit(memory: Memory) -> str:
+    """A phrase that says whether the program fits, and by how much."""
+    if memory.limit_bytes is None:
+        return "no limit on this target"
+    spare, share = memory.limit_bytes - memory.peak_bytes, memory.peak_bytes / memory.limit_bytes
+    if memory.fits:
+        return f"fits, {human_bytes(spare)} ({1 - share:.1%}) free"
+    if spare < 0:
+        return f"does not fit, {human_bytes(-spare)} over ({share:.2f}x the limit)"
+    return "does not fit: the compiler refused it"
+
+
+def memory_parts(report: Report) -> list[Part]:
+    """The parts of a device's memory."""
+    memory = report.memory
+    found = (
+        ("weights", memory.weights_bytes),
+        ("cache", memory.cache_bytes) if memory.cache_bytes else ("optimizer", memory.optimizer_bytes),
+        ("batch", memory.batch_bytes),
+        ("temporaries", memory.temporaries_bytes),
+    )
+    return [Part(name, name, size, human_bytes(size)) for name, size in found]
+
+
+def time_parts(report: Report) -> list[Part]:
+    """The parts of a step's time that are not 0; none where no time is predicted."""
+    if (prediction := report.prediction) is None:
+        return []
+    seconds = parts_s(prediction)
+    kinds = ("matmul", "attention", "other", *["wait"] * len(prediction.exposed_by_axis), "host")
+    return [Part(kind, label, part_s, human_seconds(part_s))
+            for kind, (label, part_s) in zip(kinds, seconds.items(), strict=True) if part_s]  # fmt: skip
+
+
+def verdict(report: Report) -> str:
+    """What to make of one layout, in three sentences: whether it fits, what its time goes to, and what it sends."""
+    memory, found = report.memory, report.prediction
+    needs = f"needs {human_bytes(memory.peak_bytes)} per device" if memory.limit_bytes is None else fit(memory)
+    said = [f"{report.layout} {needs}."]
+    if found:
+        label, most_s = max(list(parts_s(found).items())[:3], key=lambda part: part[1])
+        longest = next(iter(found.exposed_by_axis), "")
+        said.append(
+            f"A step takes {human_seconds(found.step_time_s)}: {label} take{'s' if label != 'matmuls' else ''} "
+            f"{most_s / found.step_time_s:.1%} of it, and it waits "
+            f"{found.exposed_communication_s / found.step_time_s:.1%} of it for other devices"
+            + (f", most for {longest}." if longest else ".")
+        )
+    if not memory.refusal:
+        sent = filter(None, (human_bytes(report.sent_bytes), of_floor(report)))
+        said.append(f"Each device sends {', '.join(sent)}.")
+    return " ".join(said)

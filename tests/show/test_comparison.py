@@ -1,0 +1,206 @@
+"""The words and numbers of reports, one or several, wherever they are shown."""
+
+import dataclasses
+import io
+import itertools
+import re
+
+import pytest
+from rich.console import Console
+
+from gspmd_lm.foresight.table import split
+from gspmd_lm.show import collectives, comparison, report, terminal
+from gspmd_lm.show.document import Findings, Notes, Pair, Table, Text
+from gspmd_lm.units import human_bytes, human_count, human_seconds
+from tests.foresight import sample
+from tests.reader import Reader
+
+SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0, "0 s"), (14.92, "14.9 s"), (123.4, "123 s"), (0.2104, "210 ms"), (0.00142, "1.42 ms"), (3.1e-4, "310 us")],
+)
+def test_seconds(value, said):
+    assert human_seconds(value) == said
+
+
+def test_counts():
+    assert [human_count(x) for x in (2048, 4_194_304, 8_030_261_248)] == ["2,048", "4.19 M", "8.03 B"]
+
+
+def test_fit():
+    assert report.fit(sample.LLAMA.memory) == "fits, 58.9 GB (57.7%) free"
+    assert report.fit(sample.REFUSED.memory) == "does not fit, 213.5 GB over (13.63x the limit)"
+    assert report.fit(sample.CPU.memory) == "no limit on this target"
+    below = dataclasses.replace(sample.LLAMA.memory, fits=False)
+    assert report.fit(below) == "does not fit: the compiler refused it"
+
+
+def test_where_the_time_goes_adds_up():
+    found = report.time_parts(sample.LLAMA)
+    assert sum(part.amount for part in found) == pytest.approx(sample.PREDICTION.step_time_s)
+    assert [part.label for part in found if part.kind == "wait"] == ["waiting for tensor", "waiting for fsdp"]
+    assert report.time_parts(sample.CPU) == []
+
+
+def test_communication_above_the_floor():
+    assert sample.LLAMA.above_floor == pytest.approx(sample.LLAMA.sent_bytes / 420e9)
+    assert sample.REFUSED.above_floor is None
+    alone = dataclasses.replace(sample.LLAMA.floor, communication_bytes=0)
+    assert dataclasses.replace(sample.LLAMA, floor=alone).above_floor is None
+
+
+def narrowed(one, dtype, floor_dtype):
+    """`one` with half of what it sends in `dtype`, and a floor that counts `floor_dtype`."""
+    first, second = (dataclasses.replace(sample.COLLECTIVES[0], dtype=each) for each in (dtype, "f32"))
+    least = 10**11 if floor_dtype == "float32" else 5 * 10**10
+    floor = dataclasses.replace(one.floor, dtype=floor_dtype, communication_bytes=least, float32_bytes=10**11)
+    return dataclasses.replace(one, collectives=(first, second), floor=floor)
+
+
+def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
+    assert collectives.of_floor(sample.LLAMA) == "1.12x the floor" and sample.LLAMA.other_width == ""
+    narrow = narrowed(sample.LLAMA, "bf16", "float32")
+    said = collectives.of_floor(narrow)
+    assert said == "3.09x the floor, both as float32: 50% in bf16"
+    assert report.verdict(narrow).endswith(f"{said}.")
+    assert narrowed(sample.LLAMA, "bf16", "bfloat16").other_width == ""  # tables and norms are float32
+    widened = narrowed(sample.CPU, "f32", "bfloat16")
+    assert widened.other_width == "100% in f32" and "both as float32" in collectives.of_floor(widened)
+    assert widened.above_floor == pytest.approx(widened.sent_bytes / 10**11)
+    assert narrowed(sample.CPU, "f32", "float32").other_width == ""
+    assert collectives.of_floor(sample.REFUSED) == ""
+
+
+def test_floors_are_compared_in_one_width():
+    found = rows(sample.FSDP, narrowed(sample.LLAMA, "bf16", "float32"))
+    assert texts(found["sent / floor"])[1] == "3.09x" and best(found["sent / floor"]) == [0]
+    assert texts(found["of it in another width"]) == ["", "50% in bf16"]
+    assert "of it in another width" not in rows(sample.FSDP, sample.LLAMA)
+
+
+def test_the_errors_of_predictions_are_told_once():
+    other = dataclasses.replace(sample.FSDP, prediction=dataclasses.replace(sample.PREDICTION, error="another"))
+    found = comparison.comparison([sample.LLAMA, sample.REFUSED, sample.FSDP, other])
+    told = [block.text for block in found.blocks if isinstance(block, Text) and block.text.startswith("error")]
+    assert told == [f"error of predicted times: {error}" for error in (sample.PREDICTION.error, "another")]
+
+
+def test_split():
+    spec = (), ("data", "fsdp"), ("tensor",)
+    assert split(("layers", "embed", "mlp"), spec) == "embed/data+fsdp mlp/tensor"
+    assert split(("embed",), ((),)) == "replicated"
+
+
+def test_ranked():
+    given = [sample.REFUSED, sample.CPU, sample.LLAMA, sample.FSDP]
+    assert comparison.ranked(given) == [sample.FSDP, sample.LLAMA, sample.CPU, sample.REFUSED]
+    quick = dataclasses.replace(sample.LLAMA, memory=dataclasses.replace(sample.LLAMA.memory, fits=False))
+    assert comparison.ranked([quick, sample.CPU]) == [sample.CPU, quick]  # what does not fit takes no time at all
+
+
+def rows(*reports):
+    """Label -> how it is known, and the cells of the reports, for each row of the comparison."""
+    return {label: (known, cells) for label, known, *cells in comparison.compared(reports).rows}
+
+
+def texts(row):
+    return [cell.text for cell in row[1]]
+
+
+def best(row):
+    """The numbers of the reports whose cells are marked."""
+    marked = [i for i, cell in enumerate(row[1]) if cell.style == "best"]
+    assert marked == [i for i, text in enumerate(texts(row)) if text.endswith("*")]
+    return marked
+
+
+def test_best_of_the_comparison():
+    found = rows(sample.FSDP, sample.LLAMA)
+    for label in ("step time", "tokens/s per device", "MFU", "sent", "warnings"):
+        assert best(found[label]) == [0], label
+    assert best(found["peak memory"]) == best(found["sent / floor"]) == [1]
+    assert not best(found["mesh"]) and not best(found["fits"])
+    assert "target" not in found and "config" not in found  # the same for both
+
+
+def test_what_does_not_fit_is_never_best():
+    over = dataclasses.replace(sample.FSDP, memory=dataclasses.replace(sample.FSDP.memory, fits=False))
+    slower = dataclasses.replace(sample.PREDICTION, step_time_s=20.0)
+    found = rows(over, sample.LLAMA, dataclasses.replace(sample.LLAMA, prediction=slower))
+    assert best(found["step time"]) == [1] and texts(found["fits"]) == ["NO", "yes", "yes"]
+    assert not best(found["MFU"])  # equal
+
+
+def test_the_comparison_says_how_it_knows():
+    known = {label: known for label, (known, _) in rows(sample.FSDP, sample.REFUSED).items()}
+    assert known["peak memory"] == known["sent"] == "compiled" and known["sent / floor"] == "counted"
+    assert known["step time"] == known["MFU"] == known["exposed communication"] == "predicted"
+    assert known["target"] == ""
+
+
+def test_a_verdict_says_fit_time_and_traffic():
+    said = report.verdict(sample.LLAMA)
+    told = sample.PREDICTION
+    assert said.startswith("fsdp_tp fits, ")
+    assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in said
+    assert f"waits {told.exposed_communication_s / told.step_time_s:.1%} of it" in said
+    assert said.endswith(f"Each device sends 472.2 GB, {collectives.of_floor(sample.LLAMA)}.")
+    assert "does not fit" in report.verdict(sample.REFUSED) and "sends" not in report.verdict(sample.REFUSED)
+    assert report.verdict(sample.CPU).startswith(
+        f"fsdp2_tp4 needs {human_bytes(sample.CPU.memory.peak_bytes)} per device."
+    )
+
+
+def test_the_winner_and_why():
+    def slower(share, **parts):
+        told = dataclasses.replace(sample.PREDICTION, step_time_s=sample.PREDICTION.step_time_s * (1 + share), **parts)
+        return dataclasses.replace(sample.LLAMA, rules="rules/other.yaml", prediction=told)
+
+    more_s = sample.PREDICTION.matmul_s + 0.1 * sample.PREDICTION.step_time_s
+    other = slower(0.1, matmul_s=more_s)
+    assert comparison.winner([sample.LLAMA, other]) == (
+        "fsdp_tp wins: a step of other, the next, takes 10.0% longer "
+        f"(matmuls +{human_seconds(0.1 * sample.PREDICTION.step_time_s)})."
+    )
+    assert "same time" in comparison.winner([sample.LLAMA, slower(0.005)])
+    assert comparison.winner([sample.LLAMA, sample.REFUSED]) == "fsdp_tp wins: no other layout fits."
+    assert comparison.winner([sample.REFUSED, sample.REFUSED]).startswith("None of the 2 layouts fits; ")
+    untimed = dataclasses.replace(sample.CPU, rules="rules/more.yaml", collectives=sample.CPU.collectives * 2)
+    assert comparison.winner([sample.CPU, untimed]).startswith("No times are predicted here. fsdp2_tp4 sends least")
+
+
+def said(section):
+    """All that a section says wherever it is shown, but for the rows of collectives, which a page shows in groups."""
+    for fact in section.facts:
+        yield from (fact.name, fact.value, fact.note)
+    left = list(section.blocks)
+    while left:
+        block = left.pop()
+        if isinstance(block, Text):
+            yield block.text
+        elif isinstance(block, Notes):
+            yield from itertools.chain(*block.notes)
+        elif isinstance(block, Findings):
+            yield from itertools.chain(*block.found)
+        elif isinstance(block, Pair):
+            left += block.blocks
+        elif isinstance(block, Table) and not block.groups:
+            for column, *cells in zip(block.columns, *block.rows, strict=True):
+                yield from (column.name, *(getattr(cell, "text", cell) for cell in cells if column.on_terminal))
+
+
+@pytest.mark.parametrize("reports", [[sample.LLAMA], [sample.CPU], [sample.REFUSED], [sample.SLICES], SEVERAL])
+def test_the_terminal_and_the_page_say_the_same(reports):
+    console = Console(file=io.StringIO(), width=400, highlight=False)
+    sections = [comparison.comparison(comparison.ranked(reports))] if len(reports) > 1 else report.sections(*reports)
+    terminal.show(console, sections)
+    printed = re.sub(r"\s+", " ", console.file.getvalue())
+    page = Reader(comparison.page(reports)).find("main")[0]["text"]
+    found = [text for section in sections for text in (section.title, section.known, *said(section))]
+    assert len(found) > 20
+    for text in found:
+        assert text in page or text == "Step time", text  # without a time it is the name of a fact alone
+        assert text in printed or text == "step time", text  # which a heading does not say twice
