@@ -226,7 +226,7 @@ def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> 
 
 
 def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
-    """Mesh axes that split weights, but nothing that is computed. A split weight in use splits its products."""
+    """Mesh axes that split weights, but nothing that is computed. A split weight in use splits its matmuls."""
     known = any(array.at_rest is None for array in arrays)
     for name, size in rules.mesh.items():
         used = known and any(name in row.mesh_axes for row in rules.rows)

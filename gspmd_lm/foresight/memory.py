@@ -105,8 +105,8 @@ def refused(message: str, state_bytes: Mapping[str, int], limit_bytes: int | Non
         message,
     )
     largest = tuple(
-        Temporary(_bytes(found[1], found[2]), found["shape"], (), _source(found["rest"] or ""), _op(found["op"] or ""))
-        for found in allocations
+        Temporary(_bytes(match[1], match[2]), match["shape"], (), _source(match["rest"] or ""), _op(match["op"] or ""))
+        for match in allocations
     )
     return Memory(
         **_by_tree(state_bytes),
@@ -129,8 +129,8 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def _source(text: str) -> str:
-    found = re.search(r'source_file="([^"]*)" source_line=(\d+)', text)
-    return f"{own}:{found[2]}" if found and (own := hlo.in_package(found[1])) else ""
+    match = re.search(r'source_file="([^"]*)" source_line=(\d+)', text)
+    return f"{own}:{match[2]}" if match and (own := hlo.in_package(match[1])) else ""
 
 
 def _op(op_name: str) -> str:
@@ -180,4 +180,4 @@ def _axes(dimensions: tuple[int, ...], op: str, known: list[DeviceArray]) -> tup
             fitting.append((named, axes))
         elif stacked and math.prod(wanted) and wanted[1:] == sizes and "layers" not in axes:
             fitting.append((named, ["layers", *axes]))
-    return tuple(min(fitting, key=lambda found: found[0].path.split(".")[-1] not in op)[1]) if fitting else ()
+    return tuple(min(fitting, key=lambda fit: fit[0].path.split(".")[-1] not in op)[1]) if fitting else ()

@@ -26,7 +26,7 @@ class OpName:
     array: str = ""
     einsum: str = ""
     mask_window: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
-    trip_count: str = ""  # how often a loop turns that its data stop; "" if that is not known
+    trip_count: str = ""  # of a loop that its data stop; "" if that is not known
     kind: str = ""  # of work: attention
 
     @property

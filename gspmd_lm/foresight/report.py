@@ -58,7 +58,7 @@ class Report:
     @property
     def sent_bytes(self) -> int:
         """The bytes that one device sends in one step."""
-        return sum(found.bytes_per_device_per_step for found in self.collectives)
+        return sum(collective.bytes_per_device_per_step for collective in self.collectives)
 
     @property
     def above_floor(self) -> float | None:
@@ -71,7 +71,8 @@ class Report:
         if not least_bytes or self.memory.refusal:
             return None
         as_float32 = (
-            found.bytes_per_device_per_step * (2 if found.dtype in _NARROW else 1) for found in self.collectives
+            collective.bytes_per_device_per_step * (2 if collective.dtype in _NARROW else 1)
+            for collective in self.collectives
         )
         return (self.sent_bytes if alike else sum(as_float32)) / least_bytes
 
@@ -82,10 +83,10 @@ class Report:
         The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
         """
         if self.floor.dtype == "float32":
-            other = [found for found in self.collectives if found.dtype in _NARROW]
+            other = [collective for collective in self.collectives if collective.dtype in _NARROW]
         else:
-            other = [found for found in self.collectives if found.dtype == "f32" and not self.chip]
-        share = sum(found.bytes_per_device_per_step for found in other) / max(self.sent_bytes, 1)
+            other = [collective for collective in self.collectives if collective.dtype == "f32" and not self.chip]
+        share = sum(collective.bytes_per_device_per_step for collective in other) / max(self.sent_bytes, 1)
         return f"{share:.0%} in {other[0].dtype}" if share >= 0.005 else ""
 
 

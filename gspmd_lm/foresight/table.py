@@ -61,8 +61,8 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
         table.add_column(heading, overflow="fold")
     table.add_column("bytes per device", justify="right", no_wrap=True)
     weights = True
-    found = recorded(config, arrays, rules.microbatches, rules)
-    for row in rows(config, rules, arrays, found.arrays, found.used):
+    recorder = recorded(config, arrays, rules.microbatches, rules)
+    for row in rows(config, rules, arrays, recorder.arrays, recorder.used):
         if weights and row.at_rest is None:
             table.add_section()
         weights = row.at_rest is not None

@@ -338,8 +338,8 @@ CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}  # by their names in targ
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip of a jax device; None if it is not in the table."""
-    found = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if kind in device_kind}
-    return found[max(found, key=len)] if found else None
+    matching = {kind: chip for chip in CHIPS.values() for kind in chip.kinds if kind in device_kind}
+    return matching[max(matching, key=len)] if matching else None
 
 
 def gpu_target_config(chip: Chip) -> str:

@@ -118,9 +118,7 @@ class _LayoutCosts:
     state_bytes: float
     working_bytes: float  # of the working set while a layer, or the loss, is computed
     shard_counts: dict[NamedNodes, int]
-    gathers_activations: (
-        bool  # whether activations are gathered before products read them: the sequence is split between
-    )
+    gathers_activations: bool  # before matmuls read them: the sequence is split between blocks
     transfers: dict[tuple[bool, ...], list[Transfer]]
 
 

@@ -27,7 +27,7 @@ Destination = Literal["save", "offload"]
 class Names(NamedTuple):
     """What a model lets a remat policy choose."""
 
-    outputs: tuple[str, ...]  # what products, kernels and exchanges make
+    outputs: tuple[str, ...]  # what matmuls, kernels and collectives make
     inputs: tuple[str, ...]  # what loops carry, which stays on the device unless it is offloaded
 
     @classmethod

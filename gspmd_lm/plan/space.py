@@ -52,7 +52,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {  # platform, or chip -> optio
         {"xla_gpu_memory_limit_slop_factor": 130},
     ),
 }
-MOST_TENSOR = 16  # pieces of a matrix: beyond that, products are thin on every chip
+MOST_TENSOR = 16  # pieces of a matrix: beyond that, matmuls are thin on every chip
 MOST_MICROBATCHES = 16
 LONG = 32768  # positions of a sequence from which on a split of it is tried ...
 LEAST_POSITIONS = 4096  # ... into pieces of so many
@@ -90,8 +90,8 @@ class Space:
         self.estimator = Estimator(config, target, self.traces)
         if isinstance(self.config, Config):
             plain = self.rules({"mesh": {"data": target.devices}})
-            said = kernel_said(plain, self.config, target.processor, attention_pass(self.config))
-            self.notes += [f"attention: {said}"] if said else []
+            kernel_note = kernel_said(plain, self.config, target.processor, attention_pass(self.config))
+            self.notes += [f"attention: {kernel_note}"] if kernel_note else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
@@ -301,11 +301,11 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
     for axis, _ in firsts.most_common():
         if not any(axis in names and {*hidden} & {*names} for names in arrays):
             hidden.append(axis)
-    streams = [home for matmul in graph.matmuls if (home := graph.gathered_from(matmul.input))]
+    streams = [stream for matmul in graph.matmuls if (stream := graph.gathered_from(matmul.input))]
     between = dict.fromkeys(
-        f"{home.placed.array}.{axis}"
-        for home in streams if home.placed
-        for axis in home.placed.axes if axis != rows and axis not in count
+        f"{stream.placed.array}.{axis}"
+        for stream in streams if stream.placed
+        for axis in stream.placed.axes if axis != rows and axis not in count
     )  # fmt: skip
     sizes: dict[str, set[int]] = collections.defaultdict(set)
     for node in (*used.values(), *graph.activations):
@@ -314,8 +314,8 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
                 sizes[axis].add(size)
                 sizes[f"{node.placed.array}.{axis}"].add(size)
     sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if splits_sequence else {}
-    found = {axis: tuple(found) for axis, found in sizes.items()}
-    return Roles(rows, tuple(width), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), found)
+    sizes_of = {axis: tuple(several) for axis, several in sizes.items()}
+    return Roles(rows, tuple(width), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), sizes_of)
 
 
 def _divisors(number: int) -> list[int]:

@@ -126,7 +126,7 @@ def test_across_slices_each_chip_has_its_share_of_the_network():
     # All chips of a host of 4 send at once: each has its share, and one alone has all of it.
     assert two.time_s("collective-permute", GB, data) == pytest.approx(GB / 12.5e9)
     assert two.time_s("collective-permute", GB, data[:1]) == pytest.approx(GB / 50e9)
-    assert [two.lane(groups) for groups in (data, fsdp, both)] == ["dcn data", "ici fsdp", "dcn data+fsdp"]
+    assert [two.track(groups) for groups in (data, fsdp, both)] == ["dcn data", "ici fsdp", "dcn data+fsdp"]
 
 
 def test_two_devices_on_a_chip_share_its_links():
@@ -138,7 +138,7 @@ def test_two_devices_on_a_chip_share_its_links():
     assert found.time_s("all-gather", GB, along(mesh, 2)) == pytest.approx(3 / 4 * GB / (2 * 50e9))
     # In one group they need the data of other chips only once.
     assert found.time_s("all-gather", GB, along(mesh, 2, 3)) == pytest.approx(3 / 4 * GB / (2 * 100e9))
-    assert found.lane(along(mesh, 3)) == "die die" and found.lane(along(mesh, 2, 3)) == "ici c+die"
+    assert found.track(along(mesh, 3)) == "die die" and found.track(along(mesh, 2, 3)) == "ici c+die"
 
 
 def test_gpus_within_a_host_and_between_hosts():
@@ -159,7 +159,8 @@ def test_gpus_within_a_host_and_between_hosts():
     assert found.time_s("collective-permute", GB, data) == pytest.approx(GB / port + 8.4e-6 + 9.6e-6)
     small = found.time_s("all-gather", 1, fsdp)
     assert small == pytest.approx(3.6e-6 + 7 * 0.47e-6, rel=1e-3)
-    assert [found.lane(groups) for groups in (data, fsdp, both)] == ["network data", "nvlink fsdp", "network data+fsdp"]
+    tracks = [found.track(groups) for groups in (data, fsdp, both)]
+    assert tracks == ["network data", "nvlink fsdp", "network data+fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_axes_are_recognised_whatever_the_order_of_devices(axes, seed):
             tuple(int(k) for k in shuffled.permutation(groups[n])) for n in shuffled.permutation(len(groups))
         )
     assert found.axes(groups) == tuple(AXES[n] for n in axes)
-    assert found.lane(groups) == "ici " + "+".join(AXES[n] for n in axes)
+    assert found.track(groups) == "ici " + "+".join(AXES[n] for n in axes)
     assert found.time_s("all-gather", GB, groups) >= (1 - 1 / len(groups[0])) * GB / 200e9
 
 
@@ -227,7 +228,7 @@ def test_the_mesh_need_not_follow_the_chips():
 
 def test_simulated_devices_have_axes_but_no_times():
     found = network(None, [(k,) for k in range(8)], [0] * 8, [0] * 8, (2, 4), ("data", "tensor"))
-    assert found.axes(along((2, 4), 1)) == ("tensor",) and found.lane(along((2, 4), 1)) == "tensor"
+    assert found.axes(along((2, 4), 1)) == ("tensor",) and found.track(along((2, 4), 1)) == "tensor"
     with pytest.raises(ValueError, match="no times"):
         found.time_s("all-gather", GB, along((2, 4), 1))
     with pytest.raises(ValueError, match="fusion is not a collective"):

@@ -60,10 +60,10 @@ class Attribution:
         return rows
 
     def batch_rows_of_gradient(self, name: OpName, over: Sequence[str]) -> set[str]:
-        """Rows that cut the product whose result is a weight's gradient.
+        """Rows that cut the matmul whose result is a weight's gradient.
 
-        Where `over` splits the gradients that the product reads, though not the activation that they are of, the
-        compiler could gather them instead. It sums because the product is cut along the rows of the batch.
+        Where `over` splits the gradients that the matmul reads, though not the activation that they are of, the
+        compiler could gather them instead. It sums because the matmul is cut along the rows of the batch.
         """
         weight = name.array if name.phase == "backward" else ""
         rows = set()
@@ -81,7 +81,7 @@ class Attribution:
         return self.rows_splitting("weights", [weight], over) if weight else self.activations(name, over)
 
     def complete(self, rows: set[str], name: OpName, over: Sequence[str]) -> set[str]:
-        """`found`, and for mesh axes that none of these rows maps to the rows of what stands around."""
+        """`rows`, and for mesh axes that none of these rows maps to the rows of activations around it."""
         mapped = {mesh_axis for row in self.rules.rows if row.key in rows for mesh_axis in row.mesh_axes}
         return rows | self.activations(name, [mesh_axis for mesh_axis in over if mesh_axis not in mapped])
 
@@ -114,9 +114,9 @@ class Attribution:
         near = {array for path in filter(None, (*name.owners, name.array)) for array in around(path)}
         yield near
         for depth in range(len(name.modules), 0, -1):
-            found = around(modules=name.modules[:depth])
-            yield found
-            near |= found
+            activations = around(modules=name.modules[:depth])
+            yield activations
+            near |= activations
         while further := {array for one in near for array in self.graph.made_from(one, backward)} - near:
             yield further
             near |= further

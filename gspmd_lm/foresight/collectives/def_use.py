@@ -135,7 +135,7 @@ class DefUse:
         return None
 
     def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Value | None:
-        """What a computation is given: of a loop that begins with nothing in it, what its turns compute."""
+        """What a computation is given: of a loop that begins with nothing in it, what its iterations compute."""
         caller, role = self.module.caller(parameter)
         if not caller or role not in ("calls", "body", "condition"):
             return None
@@ -143,7 +143,7 @@ class DefUse:
             return self.module.operand(caller, parameter.index), path
         first: Value = self.module.operand(caller), path
         body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
-        if carried in self._open_loops:  # of a loop in a loop, whose own turns are the way back to it
+        if carried in self._open_loops:  # of a loop in a loop, whose own iterations are the way back to it
             return None
         self._open_loops.add(carried)
         try:

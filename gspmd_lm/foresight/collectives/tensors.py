@@ -132,7 +132,7 @@ def _overlaps(module: Module, op: CollectiveOp) -> bool:
         if begun and instruction.opcode in _COMPUTES:
             return True
         begun = begun or instruction is start
-    return True  # it ends in another turn of the loop
+    return True  # it ends in another iteration of the loop
 
 
 def _ends(module: Module, start: Instruction) -> set[str]:

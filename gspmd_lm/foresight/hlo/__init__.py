@@ -72,7 +72,7 @@ class Executed:
     computation: Computation
     executions: int
     loops: tuple[Instruction, ...]
-    trip_counts_known: bool  # False if the turns of a loop around it are not known; the loop then counts as one turn
+    trip_counts_known: bool  # False if one of a loop around it is unknown, which then counts as 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class Module:
         return tuple(self.computations[name] for names in instruction.called.values() for name in names)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How many turns a while loop takes; None if neither the compiler nor the loop's condition tells."""
+        """The trip count of a while loop; None if neither the compiler nor the loop's condition tells."""
         known = loop.config.get("known_trip_count", {}).get("n")
         return int(known) if known is not None else Loops(self).trip_count(loop)
 

@@ -120,10 +120,10 @@ class Instruction:
         """The backend_config. A value that is not JSON has the key 'text'."""
         text = _unquoted(self.attributes.get("backend_config", ""))
         try:
-            found = json.loads(text or "{}")
+            config = json.loads(text or "{}")
         except json.JSONDecodeError:
             return {"text": text}
-        return found if isinstance(found, dict) else {"text": text}
+        return config if isinstance(config, dict) else {"text": text}
 
     @functools.cached_property
     def frontend(self) -> Mapping[str, str]:

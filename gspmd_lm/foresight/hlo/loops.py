@@ -1,4 +1,4 @@
-"""How many turns a loop of a compiled program takes, if its counter starts, steps and stops at constants."""
+"""The trip count of a loop of a compiled program, if its counter starts, steps and stops at constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Loops:
         self.module = module
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """The turns of a while loop, from `counter < limit`; None if they cannot be told."""
+        """The trip count of a while loop, from `counter < limit`; None if it cannot be told."""
         condition = self.module.computations[loop.called["condition"][0]]
         compare, _ = self.origin((condition.root, ()))
         if compare.opcode != "compare":
@@ -65,7 +65,7 @@ class Loops:
         return None
 
     def value(self, place: Value) -> int | None:
-        """The integer at a place, if it is the same in every turn; else None."""
+        """The integer at a place, if it is the same in every iteration; else None."""
         instruction, path = self.origin(place)
         if instruction.opcode == "constant":
             text = instruction.arguments.strip()

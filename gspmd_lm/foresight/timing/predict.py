@@ -13,12 +13,12 @@ from gspmd_lm.hardware.network import Network
 
 COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TRIP_COUNT = "while: turns unknown"
-_TOO_SHORT = 1e-4  # the share of a turn below which a span is not shown
+_TOO_SHORT = 1e-4  # the share of a iteration below which a span is not shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One span in the timeline of one turn of a loop."""
+    """One span in the timeline of one iteration of a loop."""
 
     start_s: float
     end_s: float
@@ -156,9 +156,9 @@ def _label(instruction: Instruction) -> str:
 
 
 def _timeline(module: Module, simulation: Simulation) -> tuple[Span, ...]:
-    """One turn of the longest loop of the forward pass, then one of the backward pass."""
+    """One iteration of the longest loop of the forward pass, then one of the backward pass."""
     steps = {step.instruction.name: step for step in module.steps() if step.instruction.opcode == "while"}
-    parts = {name: _part(turn) for name, turn in simulation.iterations.items()}
+    parts = {name: _part(iteration) for name, iteration in simulation.iterations.items()}
     longest: dict[str, str] = {}
     for name in sorted(
         simulation.iterations, key=lambda name: simulation.iterations[name].loop_s * steps[name].executions
@@ -175,7 +175,7 @@ def _timeline(module: Module, simulation: Simulation) -> tuple[Span, ...]:
 
 
 def _part(iteration: Iteration) -> str:
-    """The pass, forward or backward, of most of a turn's compute. Recomputation belongs to the backward pass."""
+    """The pass, forward or backward, of most of a iteration's compute. Recomputation belongs to the backward pass."""
     compute_s = {"forward": 0.0, "backward": 0.0}
     for event in iteration.events:
         if event.track == COMPUTE:
@@ -185,11 +185,11 @@ def _part(iteration: Iteration) -> str:
 
 
 def _spans(iteration: Iteration, part: str) -> list[Span]:
-    """The spans of a turn. A transfer that ends in the next turn is also shown as it comes from the turn before."""
+    """The spans of a iteration. A transfer that ends in the next one is also shown as it comes from the one before."""
     spans: list[Span] = []
     for event in iteration.events:
         begin_s, end_s = event.begin_s - iteration.begin_s, event.end_s - iteration.begin_s
-        if event.track == MEMORY or begin_s < 0:  # of the turn before; this turn has the same piece
+        if event.track == MEMORY or begin_s < 0:  # of the iteration before; this one has the same event
             continue
         for shift_s in (0.0, iteration.seconds):
             low, high = max(0.0, begin_s - shift_s), min(iteration.seconds, end_s - shift_s)

@@ -13,7 +13,9 @@ from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
 
-MAX_ITERATIONS = 8  # a loop is walked for at most so many turns, and no further when two turns take equally long
+MAX_ITERATIONS = (
+    8  # a loop is simulated for at most so many iterations, and no further when two iterations take equally long
+)
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 NETWORK = "network"  # the links of collectives that do not run over a torus
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
@@ -33,12 +35,12 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """The last walked turn of a loop whose turns take equally long."""
+    """The last simulated iteration of a loop whose iterations take equally long."""
 
     begin_s: float
     seconds: float
     events: tuple[Event, ...]
-    loop_s: float  # the seconds of all turns
+    loop_s: float  # the seconds of all iterations
 
 
 # The transfers under way in the value of an instruction: one, those of a tuple's elements, or none.
@@ -184,7 +186,7 @@ class Simulation:
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
     def _between_slices(self, instruction: Instruction) -> Event | None:
-        """The transfer of an exchange between slices: a send begins it, and the matching receive waits for it."""
+        """The transfer of a collective between slices: a send begins it, and the matching receive waits for it."""
         meeting = ops.rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._in_flight.pop(meeting, None)
@@ -223,7 +225,7 @@ class Simulation:
         return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
 
     def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
-        """Walks turns of a loop until two take equally long, then adds the others at once."""
+        """Simulates iterations of a loop until two take equally long, then adds the others at once."""
         condition, body = self.module.bodies(loop)
         trip_count = self.module.trip_count(loop)
         iterations = 1 if trip_count is None else trip_count
@@ -243,7 +245,7 @@ class Simulation:
 
 
 class _Snapshot:
-    """The state of a walk before a turn, with which the turn can be repeated."""
+    """The state of a simulation before a iteration, with which the iteration can be repeated."""
 
     def __init__(self, simulation: Simulation):
         self.clock_s = simulation.clock_s
@@ -256,7 +258,7 @@ class _Snapshot:
         return simulation.clock_s - self.clock_s
 
     def repeat(self, simulation: Simulation, iterations: int) -> None:
-        """Repeats the turn `turns` times: all clocks move on, also those of links and of transfers under way."""
+        """Repeats the iteration `iterations` times: all clocks move on, also of links and transfers under way."""
         shift_s = iterations * self.took_s(simulation)
         for now, before in ((simulation.compute_s, self._compute_s), (simulation.exposed_s, self._exposed_s)):
             for name in now:
