@@ -1,6 +1,7 @@
 """Grouped-query self-attention."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,9 +13,9 @@ from gspmd_lm.model.delta import SPECS, LinearState
 from gspmd_lm.model.kernels.attention import OUT, Q, attend_to_cache, keys_axis
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
-from gspmd_lm.model.weights import adapted, bias, matrix, project
+from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import like, shard
-from gspmd_lm.sharding.partial_sums import einsum
+from gspmd_lm.sharding.matmuls import Matmul
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
 Kept = dict[str, tuple[jax.Array, ...]]  # kind of layer -> keys and values of the last one of that kind
@@ -61,15 +62,14 @@ class Attention(nn.Module):
         D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
         wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
         own = "" if cfg.shared_kv_layers else "kv"  # a layer that shares keys and values makes none
-        w_keys = [matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in own]
+        w_keys = {f"w{name}": matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in own}
         wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
-        self.wg = matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg) if cfg.attention_gate else None
+        gate = {"wg": matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg)} if cfg.attention_gate else {}
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
             self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in own]
         self.sinks = bias(self, "sinks", "heads", (N,), cfg) if cfg.attention_sinks else None
-        if cfg.attention_out_bias:
-            self.bo = bias(self, "bo", "embed", (D,), cfg)
+        self.bo = bias(self, "bo", "embed", (D,), cfg) if cfg.attention_out_bias else None
         plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
         self.value_norm = Norm(plain) if cfg.value_norm else None
         if cfg.qk_norm and cfg.qk_norm_kind == "shared":
@@ -80,18 +80,20 @@ class Attention(nn.Module):
             unbiased, joint = dataclasses.replace(cfg, norm_bias=False), cfg.qk_norm_kind == "joint"
             self.q_norm = Norm(unbiased, "heads head_dim", cfg.heads * joint)
             self.k_norm = Norm(unbiased, "kv_heads head_dim", cfg.kv_heads * joint)
-        self.wq, self.wo, *self.w_keys = (adapted(self, w, cfg) for w in (wq, wo, *w_keys))
+        q, self.wo = adapted(self, wq, cfg), adapted(self, wo, cfg)
+        self.inputs = {"wq": q, **{name: adapted(self, w, cfg) for name, w in w_keys.items()}, **gate}
 
     def __call__(
         self,
-        x_BTD: Any,
+        inputs: Mapping[str, jax.Array],
         batch: dict[str, Any],
         cache: Cache | None = None,
         layer: jax.Array | int = 0,
         kept: Kept | None = None,
-    ) -> tuple[Any, Cache | None, Kept | None]:
-        """The output of attention, still to be passed to `write`, the cache, and `kept` with the keys and values of
-        this layer. `x_BTD` comes from `read`.
+    ) -> tuple[list[Matmul], Cache | None, Kept | None]:
+        """What is added to the residual stream, the cache, and `kept` with the keys and values of this layer.
+
+        `inputs` are the products of the normed stream and `self.inputs`.
 
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
         it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
@@ -99,8 +101,8 @@ class Attention(nn.Module):
         """
         cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
         own = not cfg.shared_kv_layers
-        q = project("BTD,DNH->BTNH", x_BTD, self.wq)
-        k, v = (project("BTD,DKH->BTKH", x_BTD, w) for w in self.w_keys) if own else batch["shared_kv"][kind]
+        q = inputs["wq"]
+        k, v = (inputs["wk"], inputs["wv"]) if own else batch["shared_kv"][kind]
         if cfg.qkv_bias:
             q = q + self.bq
             k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own else (k, v)
@@ -135,13 +137,11 @@ class Attention(nn.Module):
             out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, self.sinks)
         else:
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, self.sinks)
-        if self.wg is not None:
-            gate_BTNH = like(einsum("BTD,DNH->BTNH", x_BTD, self.wg), Q)
-            out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)
+        if cfg.attention_gate:
+            out_BTNH = shard(out_BTNH * jax.nn.sigmoid(like(inputs["wg"], Q)), OUT)
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
-        y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)
-        return y_BTD + self.bo if cfg.attention_out_bias else y_BTD, cache, kept
+        return [Matmul(out_BTNH, self.wo, self.bo)], cache, kept
 
 
 def no_keys(cfg: config.Model, rows: int, length: int) -> Kept:

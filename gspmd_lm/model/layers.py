@@ -3,16 +3,16 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.weights import adapted, bias, matrix, project, weight
+from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import cheap, shard, use
+from gspmd_lm.sharding.matmuls import Matmul
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -99,25 +99,22 @@ class Mlp(nn.Module):
     def setup(self):
         cfg, shape = self.cfg, (self.cfg.embed, self.cfg.mlp)
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
-        inward = [matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names]
+        inward = {f"w_{name}": matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names}
         down = matrix(self, "w_down", "mlp embed", shape[::-1], cfg)
+        self.b_in, self.b_down = [None] * len(names), None
         if cfg.mlp_bias:
-            self.inward_bias = [bias(self, f"b_{name}", "mlp", shape[1:], cfg) for name in names]
+            self.b_in = [bias(self, f"b_{name}", "mlp", shape[1:], cfg) for name in names]
             self.b_down = bias(self, "b_down", "embed", shape[:1], cfg)
-        self.w_in = [adapted(self, w, cfg) for w in inward]
+        self.inputs = {name: adapted(self, w, cfg) for name, w in inward.items()}
         self.w_down = adapted(self, down, cfg)
 
-    def __call__(self, x_BTD: Any) -> Any:
-        """What the MLP adds to the residual stream, still to be written. `x_BTD` comes from `partial_sums.read`."""
-        cfg = self.cfg
-        in_BTF = [project("BTD,DF->BTF", x_BTD, w) for w in self.w_in]
-        if cfg.mlp_bias:
-            in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
-
-        hidden = cheap(functools.partial(activated, cfg))
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> list[Matmul]:
+        """What is added to the residual stream. `inputs` are the products of the normed stream and `self.inputs`."""
+        in_BTF = [inputs[name] for name in self.inputs]
+        in_BTF = [x_BTF if b_F is None else x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.b_in, strict=True)]
+        hidden = cheap(functools.partial(activated, self.cfg))
         hidden_BTF = shard(hidden(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
-        y_BTD = project("BTF,FD->BTD", hidden_BTF, self.w_down)
-        return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
+        return [Matmul(hidden_BTF, self.w_down, self.b_down)]
 
 
 def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int) -> jax.Array:

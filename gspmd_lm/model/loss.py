@@ -15,7 +15,8 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.model.layers import table_specs
 from gspmd_lm.sharding.annotate import Weight, like, pieces, scope, shard, use, used
-from gspmd_lm.sharding.partial_sums import einsum, gradient, write
+from gspmd_lm.sharding.matmuls import einsum
+from gspmd_lm.sharding.partial_sums import gradient, reduced
 
 LOGITS = "logits: batch seq vocab"
 CHUNK_TOKENS = 1024  # per device; enough to keep a matrix unit busy, 0.5 GB of float32 logits at V 128256
@@ -90,15 +91,15 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
         return (sums, dweights), einsum("BTV,VD->BTD", small_BTV, table)
 
     def add(total, inputs):
-        new, dx_BTD = chunk(inputs)
-        return jax.tree.map(jnp.add, total, new), dx_BTD
+        new, dx = chunk(inputs)
+        return jax.tree.map(jnp.add, total, new), dx
 
     like_, _ = jax.eval_shape(chunk, jax.tree.map(lambda x: x[0], inputs))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like_)
-    (sums, dweights), dx_CBTD = jax.lax.scan(add, zeros, inputs)
+    (sums, dweights), dx_chunks = jax.lax.scan(add, zeros, inputs)
     if not gradients:
         return sums, None
-    dx_BTD = write(jax.tree.map(unchunked, dx_CBTD), read_as, home)
+    dx_BTD = reduced(jax.tree.map(unchunked, dx_chunks), read_as, home)
     if not dweights:
         return sums, (dx_BTD, *(None for _ in weights))
     # The backward pass begins when the table's gradient is reduced: partial sums of the whole table would otherwise

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,10 +13,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import Mlp, activated
-from gspmd_lm.model.moe_dispatch import mixed, per_token
+from gspmd_lm.model.moe_dispatch import copies, mixed, per_token
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
-from gspmd_lm.sharding.annotate import like, shard
-from gspmd_lm.sharding.partial_sums import einsum
+from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard
+from gspmd_lm.sharding.matmuls import Copies, Matmul, Unreduced
 
 ROUTING = "routing: batch seq scores"
 
@@ -36,7 +37,7 @@ class Experts(nn.Module):
         cfg = self.cfg
         E, D, F = cfg.experts, cfg.embed, cfg.expert_width
         exact = dataclasses.replace(cfg, compute_dtype="float32")
-        self.router = matrix(self, "router", "embed scores", (D, E), exact)
+        router = dataclasses.replace(matrix(self, "router", "embed scores", (D, E), exact), precision="highest")
         if cfg.router_bias:
             self.router_bias = bias(self, "router_bias", "scores", (E,), exact)
         if cfg.balance == "bias":
@@ -45,25 +46,29 @@ class Experts(nn.Module):
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
         inward = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
         down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
-        self.b_in, self.b_down = [None] * len(names), None
+        b_in, b_down = [None] * len(names), None
         if cfg.mlp_bias:
             zeros = nn.initializers.zeros
-            self.b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
-            self.b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
-        self.w_in, self.w_down = [adapted(self, w, cfg) for w in inward], adapted(self, down, cfg)
+            b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
+            b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
+        matrices = [adapted(self, w, cfg) for w in (*inward, down)]
+        self.matrices = list(zip(matrices, [*b_in, b_down], strict=True))
+        inputs: dict[str, Weight | Adapted | Copies] = {"router": router, "experts": copies(self.matrices)}
         if cfg.shared_mlp:
             self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.shared_mlp))
+            inputs |= self.shared.inputs
         if cfg.shared_gate:
-            self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
+            draw = nn.initializers.normal(cfg.init_std)
+            inputs["shared_gate"] = weight(self, "shared_gate", "embed", (D,), cfg, draw)
+        self.inputs = inputs
 
-    def __call__(self, x_BTD: Any) -> tuple[Any, Routed]:
-        """What the experts add to the residual stream, still to be written, and what the router did.
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> tuple[list[Matmul | Unreduced], Routed]:
+        """What the experts add to the residual stream, and what the router did.
 
-        `x_BTD` comes from `partial_sums.read`.
+        `inputs` are the products of the normed stream and `self.inputs`.
         """
         cfg = self.cfg
-        with jax.default_matmul_precision("highest"):
-            logits_BTC = shard(einsum("BTD,DC->BTC", x_BTD, self.router), ROUTING)
+        logits_BTC = shard(inputs["router"], ROUTING)
         if cfg.router_bias:
             logits_BTC += self.router_bias
         scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
@@ -81,16 +86,17 @@ class Experts(nn.Module):
             chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
         hidden = functools.partial(activated, cfg)
-        inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
         weights_BTk *= cfg.expert_scale
-        y_BTD = mixed(x_BTD, chosen_BTk, weights_BTk, inward, down, hidden, most, cfg.weighted_input)
+        x_zBTD, input_weighted = inputs["experts"], cfg.weighted_input
+        y = mixed(x_zBTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, input_weighted)
+        terms: list[Matmul | Unreduced] = [y]
         if cfg.shared_mlp:
-            shared_BTD = self.shared(x_BTD)
+            shared = self.shared(inputs)
             if cfg.shared_gate:
-                gate_BT = like(einsum("BTD,D->BT", x_BTD, self.shared_gate), "tokens: batch seq")
-                shared_BTD = jax.nn.sigmoid(gate_BT)[..., None] * shared_BTD
-            y_BTD = y_BTD + shared_BTD
-        return y_BTD, routed
+                gate_BT = jax.nn.sigmoid(like(inputs["shared_gate"], "tokens: batch seq"))
+                shared = [term.scaled(gate_BT[..., None]) for term in shared]
+            terms += shared
+        return terms, routed
 
     def capacity(self, length: int) -> int:
         """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""

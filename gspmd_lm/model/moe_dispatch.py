@@ -19,37 +19,41 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.moe_all_to_all import Travel, plan
 from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, placement, remat, scope, split, use
-from gspmd_lm.sharding.partial_sums import TOKENS, Addends, Partial, Read, Sum, gradient
+from gspmd_lm.sharding.matmuls import Copies
+from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
+Matrices = Sequence[tuple[Adapted, Weight | None]]  # with their biases
+
+
+def copies(matrices: Matrices) -> Copies:
+    """What asks `project` for the input of `mixed`."""
+    leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
+    weights = tuple(w.holding(None) for w in leaves)
+    return Copies(lambda shape: _how(weights, tree, shape).sum)
 
 
 def mixed(
-    x_BTD: Any,
+    x_zBTD: jax.Array,
     chosen_BTk: jax.Array,
     weights_BTk: jax.Array,
-    inward: Sequence[tuple[Adapted, Weight | None]],
-    down: tuple[Adapted, Weight | None],
+    matrices: Matrices,
     activated: Callable[..., jax.Array],
     capacity: int = 0,
     weighted_input: bool = False,
-) -> Any:
-    """The weighted sum of what each token's experts compute, [B, T, D], still to be passed to `partial_sums.write`.
+) -> Unreduced:
+    """The weighted sum of what each token's experts compute, [B, T, D].
 
-    x_BTD: from `partial_sums.read`. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
-    inward: matrices [E, D, F] and their biases, whose products `activated` turns into one. down: [E, F, D] and its
-    bias. capacity: what an expert computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers.
-    weighted_input: the weights multiply what experts read, and not what they compute.
+    x_zBTD: from `copies`. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
+    matrices: [E, D, F], whose products `activated` turns into one; the last is [E, F, D]. capacity: what an expert
+    computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers. weighted_input: the weights multiply
+    what experts read, and not what they compute.
     """
-    weights, tree = jax.tree.flatten(tuple(zip(*inward, down, strict=True)))
-    path = down[0].weight.path
-    held = tuple(w.holding(None) for w in weights)
-    how = _how(held, tree, path, activated, capacity, chosen_BTk.shape, weighted_input)
-    arrays = [w.array for w in weights]
-    alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
-    x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
-    y_zBTD: Any = _mixed(how, x, slot, weights_BTk, chosen_BTk, *arrays)
-    return y_zBTD[0] if alone else Partial((Addends(y_zBTD, how.sum),))
+    leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
+    how = _how(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
+    how = how._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
+    y_zBTD: Any = _mixed(how, x_zBTD, weights_BTk, chosen_BTk, *(w.array for w in leaves))
+    return unreduced(y_zBTD if how.inner.pieces > 1 else y_zBTD[0], how.sum)
 
 
 def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
@@ -71,16 +75,20 @@ class _How(NamedTuple):
 
     weights: tuple[Weight, ...]  # without their arrays
     tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
-    down: str  # the path of w_down, which is split as what experts compute
-    activated: Callable[..., jax.Array]
-    capacity: int
     batch: Split
     seq: Split
     expert: Split
     mlp: Split
     travels: bool  # tokens travel to their experts
     inner: Split  # over devices that compute parts of the same outputs
-    weighted_input: bool
+    activated: Any = None
+    capacity: int = 0
+    weighted_input: bool = False
+
+    @property
+    def down(self) -> str:
+        """The path of the last matrix, which is split as what experts compute."""
+        return _down(self.weights, self.tree)
 
     def holding(self, arrays: Sequence[Any]) -> tuple[Sequence[Adapted], Sequence[Weight | None]]:
         """The matrices and the biases with the arrays that a device has of them."""
@@ -117,35 +125,35 @@ class _How(NamedTuple):
         return place.over(over) if place else Split()
 
 
-def _how(
-    weights: tuple[Weight, ...], tree: Any, down: str, activated: Any, capacity: int, shape: tuple[int, ...],
-    weighted_input: bool,
-) -> _How:  # fmt: skip
+def _down(weights: tuple[Weight, ...], tree: Any) -> str:
+    return jax.tree.unflatten(tree, weights)[0][-1].weight.path
+
+
+def _how(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _How:
+    """How the tokens of an input of this shape are computed."""
     batch, seq = _tokens(shape[1])
+    down = _down(weights, tree)
     expert, mlp = split(down, "expert"), split(down, "mlp")
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
     travels = bool(expert.over) and {*expert.over} <= tokens
     place, inner = placement(), mlp.over + (() if travels else expert.over)
-    return _How(
-        weights, tree, down, activated, capacity, batch, seq, expert, mlp, travels,
-        place.over(inner) if place else Split(), weighted_input,
-    )  # fmt: skip
+    return _How(weights, tree, batch, seq, expert, mlp, travels, place.over(inner) if place else Split())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
-    """[pieces of `how.inner`, B, T, D]. With a slot, the gradient of `x_BTD` is that of the slot."""
-    return _forward(how, x_BTD, slot, weights_BTk, chosen_BTk, *arrays)[0]
+def _mixed(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
+    """Partial sums, [shards of `how.inner`, B, T, D]."""
+    return _forward(how, x_zBTD, weights_BTk, chosen_BTk, *arrays)[0]
 
 
-def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array):
+def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
     used = [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
 
-    def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
+    def local(x_zBTD, weights_BTk, chosen_BTk, *used: jax.Array):
         travel = _travel(how, chosen_BTk, used)
-        x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        x_nD = x_zBTD.reshape(-1, x_zBTD.shape[-1])
         before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
         rows_MD, sizes_E = travel.out(x_nD, before), travel.sizes_E
         (*inward, down), (*b_in, b_down) = how.holding(used)
@@ -159,18 +167,21 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
         if b_down is not None:
             with scope("of", down.weight.path):
                 y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return travel.home(y_MD, after).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
+        return travel.home(y_MD, after).reshape(x_zBTD.shape), (rows_MD, in_MF, [*low_MR, low])
 
-    inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
-    y, kept = _each(local, inputs, [(how.inner.over, *_x(how)), (how.local, ())])(x_BTD, weights_BTk, chosen_BTk, *used)
+    partial = how.inner.over, *_x(how)
+    run = _each(
+        local, [partial, _x(how), _x(how), *(how.place(w.axes) for w in how.weights)], [partial, (how.local, ())]
+    )
+    y, kept = run(x_zBTD, weights_BTk, chosen_BTk, *used)
     names = ("dispatched", "hidden", "low_rank")
     kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
     # As in partial_sums.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
-    return y, (kept, slot is None, weights_BTk, chosen_BTk, arrays, used if remat() else None)
+    return y, (kept, weights_BTk, chosen_BTk, arrays, used if remat() else None)
 
 
 def _backward(how: _How, saved: Any, dy: jax.Array):
-    kept, whole, weights_BTk, chosen_BTk, arrays, used = saved
+    kept, weights_BTk, chosen_BTk, arrays, used = saved
     used = used or [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
 
     def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
@@ -219,20 +230,20 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     ]
     if not how.weights[0].scanned:
         found = jax.lax.optimization_barrier(found)
-    return (dx[0], None, dweights_BTk, None, *found) if whole else (None, dx, dweights_BTk, None, *found)
+    return dx, dweights_BTk, None, *found
 
 
 _mixed.defvjp(_forward, _backward)
 
 
-def _reduced(weight: Weight, down: str, over: Split, addends: jax.Array) -> jax.Array:
+def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
     """The sum of the addends of a weight's gradient. `down`: see `_How`."""
     with scope("of", weight.path):
         if over.pieces == 1:
-            return gradient(addends[0], weight)
+            return gradient(Unreduced((), (partials[0],)), weight)
         axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
         axes += [f"{down}.mlp"] if {*over.over} & {*split(down, "mlp").over} else []
-        return gradient(Partial((Addends(addends, Sum(over, tuple(axes))),)), weight)
+        return gradient(unreduced(partials, Sum(over, tuple(axes))), weight)
 
 
 def _x(how: _How) -> tuple[tuple[str, ...], ...]:

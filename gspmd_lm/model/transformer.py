@@ -1,5 +1,6 @@
 """The decoder: token ids in, hidden states and the output table out. It reads as if there were one device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,8 +15,8 @@ from gspmd_lm.model.delta import GatedDeltaNet, empty_state
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.moe import Experts, Routed
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.sharding.annotate import Weight, remat, shard, unroll, use
-from gspmd_lm.sharding.partial_sums import einsum, look_up, read, write
+from gspmd_lm.sharding.annotate import Weight, like, remat, shard, unroll, use
+from gspmd_lm.sharding.matmuls import Matmul, Unreduced, look_up, project, sum_of_matmuls
 
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
 Carried = tuple[jax.Array, Cache | None, Kept | None]
@@ -44,6 +45,9 @@ class Block(nn.Module):
             altup = AltUp(cfg, name="altup")
             streams_MBTD = altup.before(x_BTD)
             x_BTD = streams_MBTD[0]
+        attention = Attention(cfg, name="attention")
+        if cfg.linear_attention:
+            attention = GatedDeltaNet(cfg, name="linear_attention")
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
@@ -51,8 +55,12 @@ class Block(nn.Module):
         def normed(x_BTD: jax.Array, name: str) -> jax.Array:
             return Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD
 
-        def added(x_BTD: jax.Array, y: Any, site: int, name: str) -> jax.Array:
-            y_BTD = write(y, BLOCK_INPUT, RESIDUAL)
+        def projected(x_BTD: jax.Array, *layers: Attention | GatedDeltaNet | Mlp | Experts) -> dict[str, jax.Array]:
+            weights = {name: w for layer in layers for name, w in layer.inputs.items()}
+            return project(x_BTD, weights, BLOCK_INPUT, RESIDUAL)
+
+        def added(x_BTD: jax.Array, terms: Sequence[Matmul | Unreduced], site: int, name: str) -> jax.Array:
+            y_BTD = sum_of_matmuls(terms, BLOCK_INPUT, RESIDUAL)
             if cfg.post_norms:
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             if cfg.residual_scale != 1:
@@ -60,28 +68,32 @@ class Block(nn.Module):
             x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
             return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
 
-        def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
-            return mlp(read_BTD) if isinstance(mlp, Experts) else (mlp(read_BTD), None)
-
-        def mixed(read_BTD: Any) -> tuple[Any, Cache | None, Kept | None]:
+        def attended(inputs: dict[str, jax.Array]) -> tuple[list[Matmul], Cache | None, Kept | None]:
             place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
-            if not cfg.linear_attention:
-                return Attention(cfg, name="attention")(read_BTD, batch, cache, place, kept)
-            found, state = GatedDeltaNet(cfg, name="linear_attention")(read_BTD, batch, cache and cache.linear, place)
-            return found, cache and cache._replace(linear=state), kept
+            if isinstance(attention, Attention):
+                return attention(inputs, batch, cache, place, kept)
+            terms, state = attention(inputs, batch, cache and cache.linear, place)
+            return terms, cache and cache._replace(linear=state), kept
+
+        def fed(inputs: dict[str, jax.Array]) -> tuple[Sequence[Matmul | Unreduced], Routed | None]:
+            return mlp(inputs) if isinstance(mlp, Experts) else (mlp(inputs), None)
 
         normed_BTD = normed(x_BTD, "attention")
-        read_BTD = read(normed_BTD, RESIDUAL, BLOCK_INPUT)
-        y, cache, kept = mixed(read_BTD)
         if cfg.block == "parallel":
-            y_mlp, routed = fed(read_BTD if cfg.shared_norm else read(normed(x_BTD, "mlp"), RESIDUAL, BLOCK_INPUT))
-            x_BTD = added(x_BTD, y + y_mlp, 0, "attention_mlp")
+            if cfg.shared_norm:
+                inputs = mlp_inputs = projected(normed_BTD, attention, mlp)
+            else:
+                inputs, mlp_inputs = projected(normed_BTD, attention), projected(normed(x_BTD, "mlp"), mlp)
+            terms, cache, kept = attended(inputs)
+            more, routed = fed(mlp_inputs)
+            x_BTD = added(x_BTD, [*terms, *more], 0, "attention_mlp")
         else:
-            x_BTD = added(x_BTD, y, 0, "attention")
+            terms, cache, kept = attended(projected(normed_BTD, attention))
+            x_BTD = added(x_BTD, terms, 0, "attention")
             if cfg.laurel_rank:
                 x_BTD = (x_BTD + Laurel(cfg, name="laurel")(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
-            y, routed = fed(read(normed(x_BTD, "mlp"), RESIDUAL, BLOCK_INPUT))
-            x_BTD = added(x_BTD, y, 1, "mlp")
+            terms, routed = fed(projected(normed(x_BTD, "mlp"), mlp))
+            x_BTD = added(x_BTD, terms, 1, "mlp")
         return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
 
 
@@ -129,7 +141,8 @@ class Decoder(nn.Module):
         x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), read_as, home)
         if cfg.embedding_width:
             inward = matrix(self, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
-            x_BTD = write(einsum("BTW,WD->BTD", read(x_BTD, home, read_as), inward), BLOCK_INPUT, RESIDUAL)
+            (x_BTD,) = project(x_BTD, {"embedding_in": inward}, read_as, home).values()
+            x_BTD = like(like(x_BTD, BLOCK_INPUT), RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
@@ -171,7 +184,8 @@ class Decoder(nn.Module):
             x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         if cfg.embedding_width:
             outward = matrix(self, "embedding_out", "embed embedding_width", (cfg.embed, width), cfg)
-            x_BTD = write(einsum("BTD,DW->BTW", read(x_BTD, RESIDUAL, BLOCK_INPUT), outward), read_as, home)
+            (x_BTD,) = project(x_BTD, {"embedding_out": outward}, BLOCK_INPUT, RESIDUAL).values()
+            x_BTD = like(like(x_BTD, read_as), home)
         unembedding = embedding
         if not cfg.tied_embeddings:
             unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
