@@ -108,13 +108,16 @@ class Mlp(nn.Module):
         self.inputs = {name: adapted(self, w, cfg) for name, w in inward.items()}
         self.w_down = adapted(self, down, cfg)
 
-    def __call__(self, inputs: Mapping[str, jax.Array]) -> list[Matmul]:
-        """What is added to the residual stream. `inputs` are the products of the normed stream and `self.inputs`."""
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> tuple[list[Matmul], None]:
+        """What is added to the residual stream; an MLP has no router.
+
+        `inputs` are the products of the normed stream and `self.inputs`.
+        """
         in_BTF = [inputs[name] for name in self.inputs]
         in_BTF = [x_BTF if b_F is None else x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.b_in, strict=True)]
         hidden = cheap(functools.partial(activated, self.cfg))
         hidden_BTF = shard(hidden(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
-        return [Matmul(hidden_BTF, self.w_down, self.b_down)]
+        return [Matmul(hidden_BTF, self.w_down, self.b_down)], None
 
 
 def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int) -> jax.Array:

@@ -91,7 +91,7 @@ class Experts(nn.Module):
         y = mixed(x_zBTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, input_weighted)
         terms: list[Matmul | Unreduced] = [y]
         if cfg.shared_mlp:
-            shared = self.shared(inputs)
+            shared, _ = self.shared(inputs)
             if cfg.shared_gate:
                 gate_BT = jax.nn.sigmoid(like(inputs["shared_gate"], "tokens: batch seq"))
                 shared = [term.scaled(gate_BT[..., None]) for term in shared]

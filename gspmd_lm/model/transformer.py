@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.model.altup import AltUp, Laurel, LayerInputs, Streams
-from gspmd_lm.model.attention import CACHE, Attention, Cache, Kept, no_keys
-from gspmd_lm.model.delta import GatedDeltaNet, empty_state
+from gspmd_lm.model.attention import Attention
+from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
+from gspmd_lm.model.delta import GatedDeltaNet
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.moe import Experts, Routed
 from gspmd_lm.model.weights import matrix, weight
@@ -19,7 +20,7 @@ from gspmd_lm.sharding.annotate import Weight, like, remat, shard, unroll, use
 from gspmd_lm.sharding.matmuls import Matmul, Unreduced, look_up, project, sum_of_matmuls
 
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
-Carried = tuple[jax.Array, Cache | None, Kept | None]
+Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
 
 
 class Block(nn.Module):
@@ -33,7 +34,7 @@ class Block(nn.Module):
         carried: Carried,
         layer: jax.Array | int,
         input_BTY: jax.Array | None,
-        batch: dict[str, Any],
+        batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, Routed | None]:
         cfg = self.cfg
@@ -45,9 +46,8 @@ class Block(nn.Module):
             altup = AltUp(cfg, name="altup")
             streams_MBTD = altup.before(x_BTD)
             x_BTD = streams_MBTD[0]
-        attention = Attention(cfg, name="attention")
-        if cfg.linear_attention:
-            attention = GatedDeltaNet(cfg, name="linear_attention")
+        linear = GatedDeltaNet(cfg, name="linear_attention") if cfg.linear_attention else None
+        attention = linear or Attention(cfg, name="attention")
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
@@ -68,31 +68,22 @@ class Block(nn.Module):
             x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
             return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
 
-        def attended(inputs: dict[str, jax.Array]) -> tuple[list[Matmul], Cache | None, Kept | None]:
-            place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
-            if isinstance(attention, Attention):
-                return attention(inputs, batch, cache, place, kept)
-            terms, state = attention(inputs, batch, cache and cache.linear, place)
-            return terms, cache and cache._replace(linear=state), kept
-
-        def fed(inputs: dict[str, jax.Array]) -> tuple[Sequence[Matmul | Unreduced], Routed | None]:
-            return mlp(inputs) if isinstance(mlp, Experts) else (mlp(inputs), None)
-
+        place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
         normed_BTD = normed(x_BTD, "attention")
         if cfg.block == "parallel":
             if cfg.shared_norm:
                 inputs = mlp_inputs = projected(normed_BTD, attention, mlp)
             else:
                 inputs, mlp_inputs = projected(normed_BTD, attention), projected(normed(x_BTD, "mlp"), mlp)
-            terms, cache, kept = attended(inputs)
-            more, routed = fed(mlp_inputs)
+            terms, cache, kept = attention(inputs, batch, cache, place, kept)
+            more, routed = mlp(mlp_inputs)
             x_BTD = added(x_BTD, [*terms, *more], 0, "attention_mlp")
         else:
-            terms, cache, kept = attended(projected(normed_BTD, attention))
+            terms, cache, kept = attention(projected(normed_BTD, attention), batch, cache, place, kept)
             x_BTD = added(x_BTD, terms, 0, "attention")
             if cfg.laurel_rank:
                 x_BTD = (x_BTD + Laurel(cfg, name="laurel")(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
-            terms, routed = fed(projected(normed(x_BTD, "mlp"), mlp))
+            terms, routed = mlp(projected(normed(x_BTD, "mlp"), mlp))
             x_BTD = added(x_BTD, terms, 1, "mlp")
         return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
 
@@ -119,8 +110,8 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, Any], dropout_key: jax.Array | None = None, cache: Cache | None = None
-    ) -> tuple[jax.Array, Weight, Weight | None, Cache | None, Routed | None]:
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+    ) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array] | None, Routed | None]:
         """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
         did, [L, ...] for the layers with experts.
 
@@ -134,7 +125,7 @@ class Decoder(nn.Module):
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
         if cache and (cache.linear or cfg.shared_kv_layers):
-            batch = batch | {"cache_layer": jnp.array(_in_cache(cfg))}
+            batch = batch | {"cache_layer": jnp.array(in_cache(cfg))}
         home, read_as = table_specs(cfg)
         width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
         embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
@@ -175,7 +166,10 @@ class Decoder(nn.Module):
         routed: list[Routed] = []
         for stack in cfg.stacks:
             if stack.kinds[0].shared_kv_layers and kept:
-                batch, kept = batch | {"shared_kv": kept}, None
+                shared = {
+                    f"shared_{name}_{kind}": x for kind, kv in kept.items() for name, x in zip("kv", kv, strict=True)
+                }
+                batch, kept = batch | shared, None
             (x_BTD, cache, kept), found = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
             routed += found
         if streams:
@@ -201,7 +195,7 @@ class Decoder(nn.Module):
         stack: config.Stack,
         carried: Carried,
         inputs_LBTY: jax.Array | None,
-        batch: dict[str, Any],
+        batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, list[Routed]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
@@ -260,29 +254,11 @@ def decode_routed(
 
 
 def extend(
-    cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache
-) -> tuple[jax.Array, Weight, Weight | None, Cache]:
+    cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache[jax.Array]
+) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array]]:
     """`decode` for the first tokens of each row, or for one more, with the cache to which they were added."""
     extended: Any = Decoder(cfg).apply({"params": params}, batch, None, cache)
     return extended[:4]
-
-
-def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:
-    """An empty cache for `rows` rows of up to `slots` tokens."""
-    linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
-    own = cfg.layers - linear - cfg.shared_kv_layers
-    shape = (own, rows, slots, cfg.kv_head_rows, cfg.head_dim)
-    k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
-    return Cache(k, v, empty_state(cfg, linear, rows) if linear else None)
-
-
-def _in_cache(cfg: config.Model) -> list[int]:
-    """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
-    that shares keys has the place of the layer whose keys it has."""
-    kinds, own = cfg.kind_of_each_layer, cfg.layers - cfg.shared_kv_layers
-    linear = [kind == "linear" for kind in kinds]
-    of = [i if i < own else max(j for j in range(own) if kinds[j] == kinds[i]) for i in range(cfg.layers)]
-    return [linear[:i].count(linear[i]) for i in of]
 
 
 def init(cfg: config.Model, key: jax.Array) -> Any:

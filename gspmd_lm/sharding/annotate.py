@@ -110,7 +110,7 @@ class Placement(Protocol):
         ...
 
     def pieces(self, array: str, axis: str) -> int:
-        """See `annotate.pieces`."""
+        """Into how many pieces the rules split an axis of an activation, for a loop that takes a part of each."""
         ...
 
     def over(self, mesh_axes: tuple[str, ...]) -> Split:
@@ -212,15 +212,6 @@ def split(array: str, axis: str) -> Split:
     """How the rules split an axis of an array; in one piece on a single device."""
     place = placement()
     return place.split(array, axis) if place else Split()
-
-
-def pieces(array: str, axis: str) -> int:
-    """Into how many pieces the rules split an axis of an activation.
-
-    A loop over the axis takes a part of every piece in each turn, so that all devices have work in it.
-    """
-    place = placement()
-    return place.pieces(array, axis) if place else 1
 
 
 def remat() -> Callable[..., Any] | None:

@@ -232,7 +232,7 @@ def _unreduced(term: Matmul, tokens: Sequence[str]) -> Unreduced:
         if low.parts:
             y += _matmul_of_partial_sums(_equation(b, low.rank, tokens), low, b)
         else:
-            y += Unreduced((), tuple(_products(*low.rest, [b], LOW_RANK, LOW_RANK)))
+            y += Unreduced((), tuple(_products(low.rest[0], [b], LOW_RANK, LOW_RANK)))
     return y if term.bias is None else y + Unreduced((), (term.bias,))
 
 

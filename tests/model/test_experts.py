@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from gspmd_lm.model.cache import empty_cache
 from gspmd_lm.model.kernels import grouped as kernels
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.moe import Experts, balanced
-from gspmd_lm.model.transformer import decode, empty_cache, extend, init
+from gspmd_lm.model.transformer import decode, extend, init
 from gspmd_lm.sharding.matmuls import project, sum_of_matmuls
 
 SIZES = {"experts": 8, "experts_per_token": 3, "expert_mlp": 16, "init_std": 0.5}
