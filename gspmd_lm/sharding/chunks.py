@@ -1,4 +1,4 @@
-"""Chunks of sequences, for a loop over them. Where rules split the sequence, a chunk has an equal part of each shard."""
+"""Chunks of sequences, for a loop over them. Where rules split sequences, a chunk has an equal part of each shard."""
 
 import math
 
