@@ -1,7 +1,6 @@
 """Grouped-query self-attention."""
 
 import dataclasses
-from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
@@ -14,7 +13,8 @@ from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import like, shard
-from gspmd_lm.sharding.matmuls import Matmul
+from gspmd_lm.sharding.matmuls import project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 
 class Attention(nn.Module):
@@ -27,14 +27,15 @@ class Attention(nn.Module):
         D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
         wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
         own = "" if cfg.shared_kv_layers else "kv"  # a layer that shares keys and values makes none
-        w_keys = {f"w{name}": matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in own}
+        w_keys = [matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in own]
         wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
-        gate = {"wg": matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg)} if cfg.attention_gate else {}
+        self.wg = matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg) if cfg.attention_gate else None
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
             self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in own]
         self.sinks = bias(self, "sinks", "heads", (N,), cfg) if cfg.attention_sinks else None
-        self.bo = bias(self, "bo", "embed", (D,), cfg) if cfg.attention_out_bias else None
+        if cfg.attention_out_bias:
+            self.bo = bias(self, "bo", "embed", (D,), cfg)
         plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
         self.value_norm = Norm(plain) if cfg.value_norm else None
         if cfg.qk_norm and cfg.qk_norm_kind == "shared":
@@ -45,20 +46,19 @@ class Attention(nn.Module):
             unbiased, joint = dataclasses.replace(cfg, norm_bias=False), cfg.qk_norm_kind == "joint"
             self.q_norm = Norm(unbiased, "heads head_dim", cfg.heads * joint)
             self.k_norm = Norm(unbiased, "kv_heads head_dim", cfg.kv_heads * joint)
-        q, self.wo = adapted(self, wq, cfg), adapted(self, wo, cfg)
-        self.inputs = {"wq": q, **{name: adapted(self, w, cfg) for name, w in w_keys.items()}, **gate}
+        self.wq, self.wo, *self.w_keys = (adapted(self, w, cfg) for w in (wq, wo, *w_keys))
 
     def __call__(
         self,
-        inputs: Mapping[str, jax.Array],
+        x_BTD: jax.Array,
         batch: dict[str, jax.Array],
         cache: Cache[jax.Array] | None = None,
         layer: jax.Array | int = 0,
         kept: Kept | None = None,
-    ) -> tuple[list[Matmul], Cache[jax.Array] | None, Kept | None]:
+    ) -> tuple[Unreduced, Cache[jax.Array] | None, Kept | None]:
         """What is added to the residual stream, the cache, and `kept` with the keys and values of this layer.
 
-        `inputs` are the products of the normed stream and `self.inputs`.
+        `x_BTD` is gathered.
 
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
         it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
@@ -66,8 +66,8 @@ class Attention(nn.Module):
         """
         cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
         own = not cfg.shared_kv_layers
-        q = inputs["wq"]
-        k, v = (inputs[f"w{name}"] if own else batch[f"shared_{name}_{kind}"] for name in "kv")
+        q = project(x_BTD, self.wq)
+        k, v = (project(x_BTD, w) for w in self.w_keys) if own else (batch[f"shared_{name}_{kind}"] for name in "kv")
         if cfg.qkv_bias:
             q = q + self.bq
             k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own else (k, v)
@@ -93,11 +93,13 @@ class Attention(nn.Module):
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
         out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, self.sinks)
-        if cfg.attention_gate:
-            out_BTNH = shard(out_BTNH * jax.nn.sigmoid(like(inputs["wg"], Q)), OUT)
+        if self.wg is not None:
+            gate_BTNH = like(project(x_BTD, self.wg), Q)
+            out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
-        return [Matmul(out_BTNH, self.wo, self.bo)], cache, kept
+        y = unreduced_matmul(out_BTNH, self.wo)
+        return y + self.bo if cfg.attention_out_bias else y, cache, kept
 
 
 def _temperature(positions_BT: jax.Array, tuned: config.AttentionTemperature) -> jax.Array:

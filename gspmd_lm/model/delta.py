@@ -7,7 +7,6 @@ token. A new document begins with an empty state.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +19,8 @@ from gspmd_lm.model.cache import Cache, Kept, LinearState
 from gspmd_lm.model.layers import ACTIVATIONS, Norm
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
-from gspmd_lm.sharding.matmuls import Matmul
+from gspmd_lm.sharding.matmuls import project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 CHUNK = 64  # tokens that are computed at once
 OF_KEYS, OF_VALUES = ("{}: batch seq kv_heads head_dim", "{}: batch seq heads head_dim")
@@ -39,12 +39,12 @@ class GatedDeltaNet(nn.Module):
         exact = dataclasses.replace(cfg, compute_dtype="float32")
         plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=True, norm_bias=False, norm_offset=0.0)
         keys, values, tap = "embed kv_heads head_dim", "embed heads head_dim", nn.initializers.normal(A**-0.5)
-        linear_q = matrix(self, "linear_q", keys, (D, K, H), cfg)
-        linear_k = matrix(self, "linear_k", keys, (D, K, H), cfg)
-        linear_v = matrix(self, "linear_v", values, (D, N, H), cfg)
-        linear_z = matrix(self, "linear_z", values, (D, N, H), cfg)
-        linear_a = matrix(self, "linear_a", "embed heads", (D, N), cfg)
-        linear_b = matrix(self, "linear_b", "embed heads", (D, N), cfg)
+        self.linear_q = matrix(self, "linear_q", keys, (D, K, H), cfg)
+        self.linear_k = matrix(self, "linear_k", keys, (D, K, H), cfg)
+        self.linear_v = matrix(self, "linear_v", values, (D, N, H), cfg)
+        self.linear_z = matrix(self, "linear_z", values, (D, N, H), cfg)
+        self.linear_a = matrix(self, "linear_a", "embed heads", (D, N), cfg)
+        self.linear_b = matrix(self, "linear_b", "embed heads", (D, N), cfg)
         self.linear_out = matrix(self, "linear_out", "heads head_dim embed", (N, H, D), cfg)
         self.conv_q = weight(self, "conv_q", "taps kv_heads head_dim", (A, K, H), cfg, tap)
         self.conv_k = weight(self, "conv_k", "taps kv_heads head_dim", (A, K, H), cfg, tap)
@@ -52,25 +52,22 @@ class GatedDeltaNet(nn.Module):
         self.decay = weight(self, "decay", "heads", (N,), exact, _drawn_decay)
         self.decay_bias = weight(self, "decay_bias", "heads", (N,), exact, nn.initializers.ones)
         self.norm = Norm(plain, "head_dim")
-        read = (linear_q, linear_k, linear_v, linear_z, linear_a, linear_b)
-        self.inputs = {f"linear_{letter}": w for letter, w in zip("qkvzab", read, strict=True)}
 
     def __call__(
         self,
-        inputs: Mapping[str, jax.Array],
+        x_BTD: jax.Array,
         batch: dict[str, jax.Array],
         cache: Cache[jax.Array] | None = None,
         layer: jax.Array | int = 0,
         kept: Kept | None = None,
-    ) -> tuple[list[Matmul], Cache[jax.Array] | None, Kept | None]:
-        """What is added to the residual stream, the cache, and `kept` as it is.
+    ) -> tuple[Unreduced, Cache[jax.Array] | None, Kept | None]:
+        """What is added to the residual stream, the cache, and `kept` as it is. `x_BTD` is gathered.
 
-        `inputs` are the products of the normed stream and `self.inputs`.
         With a cache, a single token per row is the next one. Several tokens are the first ones.
         """
         cfg = self.cfg
-        q, k, v, z, a, b = (inputs[f"linear_{letter}"] for letter in "qkvzab")
-        a, b = like(a, RATE), like(b, RATE)
+        q, k, v, z = (project(x_BTD, w) for w in (self.linear_q, self.linear_k, self.linear_v, self.linear_z))
+        a, b = (like(project(x_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
         given = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
         z_BTNH, decay, bias = like(z, OF_VALUES.format("v")), use(self.decay), use(self.decay_bias)
         log_decay_BTN = -jnp.exp(decay) * jax.nn.softplus(a.astype(jnp.float32) + bias)
@@ -98,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         normed_BTNH = self.norm(out_BTNH.astype(z.dtype))
         gated_BTNH = (normed_BTNH * jax.nn.silu(z_BTNH.astype(jnp.float32))).astype(z.dtype)
         out_BTNH = shard(gated_BTNH, OF_VALUES.format("attention_out"))
-        return [Matmul(out_BTNH, self.linear_out)], cache, kept
+        return unreduced_matmul(out_BTNH, self.linear_out), cache, kept
 
 
 def _drawn_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import cheap, shard, use
-from gspmd_lm.sharding.matmuls import Matmul
+from gspmd_lm.sharding.matmuls import project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -99,25 +100,25 @@ class Mlp(nn.Module):
     def setup(self):
         cfg, shape = self.cfg, (self.cfg.embed, self.cfg.mlp)
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
-        inward = {f"w_{name}": matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names}
+        inward = [matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names]
         down = matrix(self, "w_down", "mlp embed", shape[::-1], cfg)
-        self.b_in, self.b_down = [None] * len(names), None
         if cfg.mlp_bias:
-            self.b_in = [bias(self, f"b_{name}", "mlp", shape[1:], cfg) for name in names]
+            self.inward_bias = [bias(self, f"b_{name}", "mlp", shape[1:], cfg) for name in names]
             self.b_down = bias(self, "b_down", "embed", shape[:1], cfg)
-        self.inputs = {name: adapted(self, w, cfg) for name, w in inward.items()}
+        self.w_in = [adapted(self, w, cfg) for w in inward]
         self.w_down = adapted(self, down, cfg)
 
-    def __call__(self, inputs: Mapping[str, jax.Array]) -> tuple[list[Matmul], None]:
-        """What is added to the residual stream; an MLP has no router.
+    def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, None]:
+        """What is added to the residual stream. An MLP has no router. `x_BTD` is gathered."""
+        cfg = self.cfg
+        in_BTF = [project(x_BTD, w) for w in self.w_in]
+        if cfg.mlp_bias:
+            in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
-        `inputs` are the products of the normed stream and `self.inputs`.
-        """
-        in_BTF = [inputs[name] for name in self.inputs]
-        in_BTF = [x_BTF if b_F is None else x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.b_in, strict=True)]
-        hidden = cheap(functools.partial(activated, self.cfg))
+        hidden = cheap(functools.partial(activated, cfg))
         hidden_BTF = shard(hidden(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
-        return [Matmul(hidden_BTF, self.w_down, self.b_down)], None
+        y = unreduced_matmul(hidden_BTF, self.w_down)
+        return y + self.b_down if cfg.mlp_bias else y, None
 
 
 def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int) -> jax.Array:

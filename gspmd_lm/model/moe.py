@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,10 +12,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import Mlp, activated
-from gspmd_lm.model.moe_dispatch import copies, mixed, per_token
+from gspmd_lm.model.moe_dispatch import mixed, per_token
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
-from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard
-from gspmd_lm.sharding.matmuls import Copies, Matmul, Unreduced
+from gspmd_lm.sharding.annotate import like, shard
+from gspmd_lm.sharding.matmuls import project
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 ROUTING = "routing: batch seq scores"
 
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         cfg = self.cfg
         E, D, F = cfg.experts, cfg.embed, cfg.expert_width
         exact = dataclasses.replace(cfg, compute_dtype="float32")
-        router = dataclasses.replace(matrix(self, "router", "embed scores", (D, E), exact), precision="highest")
+        self.router = matrix(self, "router", "embed scores", (D, E), exact)
         if cfg.router_bias:
             self.router_bias = bias(self, "router_bias", "scores", (E,), exact)
         if cfg.balance == "bias":
@@ -53,22 +53,16 @@ class Experts(nn.Module):
             b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
         matrices = [adapted(self, w, cfg) for w in (*inward, down)]
         self.matrices = list(zip(matrices, [*b_in, b_down], strict=True))
-        inputs: dict[str, Weight | Adapted | Copies] = {"router": router, "experts": copies(self.matrices)}
         if cfg.shared_mlp:
             self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.shared_mlp))
-            inputs |= self.shared.inputs
         if cfg.shared_gate:
-            draw = nn.initializers.normal(cfg.init_std)
-            inputs["shared_gate"] = weight(self, "shared_gate", "embed", (D,), cfg, draw)
-        self.inputs = inputs
+            self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
 
-    def __call__(self, inputs: Mapping[str, jax.Array]) -> tuple[list[Matmul | Unreduced], Routed]:
-        """What the experts add to the residual stream, and what the router did.
-
-        `inputs` are the products of the normed stream and `self.inputs`.
-        """
+    def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, Routed]:
+        """What the experts add to the residual stream, and what the router did. `x_BTD` is gathered."""
         cfg = self.cfg
-        logits_BTC = shard(inputs["router"], ROUTING)
+        with jax.default_matmul_precision("highest"):
+            logits_BTC = shard(project(x_BTD, self.router), ROUTING)
         if cfg.router_bias:
             logits_BTC += self.router_bias
         scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
@@ -87,16 +81,14 @@ class Experts(nn.Module):
 
         hidden = functools.partial(activated, cfg)
         weights_BTk *= cfg.expert_scale
-        x_zBTD, input_weighted = inputs["experts"], cfg.weighted_input
-        y = mixed(x_zBTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, input_weighted)
-        terms: list[Matmul | Unreduced] = [y]
+        y = mixed(x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input)
         if cfg.shared_mlp:
-            shared, _ = self.shared(inputs)
+            shared, _ = self.shared(x_BTD)
             if cfg.shared_gate:
-                gate_BT = jax.nn.sigmoid(like(inputs["shared_gate"], "tokens: batch seq"))
-                shared = [term.scaled(gate_BT[..., None]) for term in shared]
-            terms += shared
-        return terms, routed
+                gate_BT = like(project(x_BTD, self.shared_gate), "tokens: batch seq")
+                shared = jax.nn.sigmoid(gate_BT)[..., None] * shared
+            y += shared
+        return y, routed
 
     def capacity(self, length: int) -> int:
         """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""

@@ -19,22 +19,15 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.moe_all_to_all import Travel, plan
 from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, placement, remat, scope, split, use
-from gspmd_lm.sharding.matmuls import Copies
+from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 Matrices = Sequence[tuple[Adapted, Weight | None]]  # with their biases
 
 
-def copies(matrices: Matrices) -> Copies:
-    """What asks `project` for the input of `mixed`."""
-    leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
-    weights = tuple(w.holding(None) for w in leaves)
-    return Copies(lambda shape: _how(weights, tree, shape).sum)
-
-
 def mixed(
-    x_zBTD: jax.Array,
+    x_BTD: jax.Array,
     chosen_BTk: jax.Array,
     weights_BTk: jax.Array,
     matrices: Matrices,
@@ -44,7 +37,7 @@ def mixed(
 ) -> Unreduced:
     """The weighted sum of what each token's experts compute, [B, T, D].
 
-    x_zBTD: from `copies`. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
+    x_BTD is gathered. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
     matrices: [E, D, F], whose products `activated` turns into one; the last is [E, F, D]. capacity: what an expert
     computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers. weighted_input: the weights multiply
     what experts read, and not what they compute.
@@ -52,7 +45,7 @@ def mixed(
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
     how = _how(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
     how = how._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
-    y_zBTD: Any = _mixed(how, x_zBTD, weights_BTk, chosen_BTk, *(w.array for w in leaves))
+    y_zBTD: Any = _mixed(how, copies(x_BTD, how.sum), weights_BTk, chosen_BTk, *(w.array for w in leaves))
     return unreduced(y_zBTD if how.inner.pieces > 1 else y_zBTD[0], how.sum)
 
 

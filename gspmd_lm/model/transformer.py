@@ -1,6 +1,5 @@
 """The decoder: token ids in, hidden states and the output table out. It reads as if there were one device."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +16,8 @@ from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sin
 from gspmd_lm.model.moe import Experts, Routed
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight, like, remat, shard, unroll, use
-from gspmd_lm.sharding.matmuls import Matmul, Unreduced, look_up, project, sum_of_matmuls
+from gspmd_lm.sharding.matmuls import gathered, look_up, project
+from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
 Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
@@ -55,12 +55,12 @@ class Block(nn.Module):
         def normed(x_BTD: jax.Array, name: str) -> jax.Array:
             return Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD
 
-        def projected(x_BTD: jax.Array, *layers: Attention | GatedDeltaNet | Mlp | Experts) -> dict[str, jax.Array]:
-            weights = {name: w for layer in layers for name, w in layer.inputs.items()}
-            return project(x_BTD, weights, BLOCK_INPUT, RESIDUAL)
+        def fed(normed_BTD: jax.Array) -> tuple[Unreduced, Routed | None]:
+            with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+                return mlp(in_BTD)
 
-        def added(x_BTD: jax.Array, terms: Sequence[Matmul | Unreduced], site: int, name: str) -> jax.Array:
-            y_BTD = sum_of_matmuls(terms, BLOCK_INPUT, RESIDUAL)
+        def added(x_BTD: jax.Array, y: Unreduced, site: int, name: str) -> jax.Array:
+            y_BTD = reduced(y, BLOCK_INPUT, RESIDUAL)
             if cfg.post_norms:
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             if cfg.residual_scale != 1:
@@ -69,22 +69,19 @@ class Block(nn.Module):
             return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
 
         place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
+        routed, parallel = None, cfg.block == "parallel"
         normed_BTD = normed(x_BTD, "attention")
-        if cfg.block == "parallel":
-            if cfg.shared_norm:
-                inputs = mlp_inputs = projected(normed_BTD, attention, mlp)
-            else:
-                inputs, mlp_inputs = projected(normed_BTD, attention), projected(normed(x_BTD, "mlp"), mlp)
-            terms, cache, kept = attention(inputs, batch, cache, place, kept)
-            more, routed = mlp(mlp_inputs)
-            x_BTD = added(x_BTD, [*terms, *more], 0, "attention_mlp")
-        else:
-            terms, cache, kept = attention(projected(normed_BTD, attention), batch, cache, place, kept)
-            x_BTD = added(x_BTD, terms, 0, "attention")
+        with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+            y, cache, kept = attention(in_BTD, batch, cache, place, kept)
+            if parallel:
+                y_mlp, routed = fed(normed_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
+                y += y_mlp
+        x_BTD = added(x_BTD, y, 0, "attention_mlp" if parallel else "attention")
+        if not parallel:
             if cfg.laurel_rank:
                 x_BTD = (x_BTD + Laurel(cfg, name="laurel")(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
-            terms, routed = mlp(projected(normed(x_BTD, "mlp"), mlp))
-            x_BTD = added(x_BTD, terms, 1, "mlp")
+            y, routed = fed(normed(x_BTD, "mlp"))
+            x_BTD = added(x_BTD, y, 1, "mlp")
         return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
 
 
@@ -132,8 +129,8 @@ class Decoder(nn.Module):
         x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), read_as, home)
         if cfg.embedding_width:
             inward = matrix(self, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
-            (x_BTD,) = project(x_BTD, {"embedding_in": inward}, read_as, home).values()
-            x_BTD = like(like(x_BTD, BLOCK_INPUT), RESIDUAL)
+            with gathered(x_BTD, read_as, home) as in_BTW:
+                x_BTD = like(like(project(in_BTW, inward), BLOCK_INPUT), RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
@@ -178,8 +175,8 @@ class Decoder(nn.Module):
             x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         if cfg.embedding_width:
             outward = matrix(self, "embedding_out", "embed embedding_width", (cfg.embed, width), cfg)
-            (x_BTD,) = project(x_BTD, {"embedding_out": outward}, BLOCK_INPUT, RESIDUAL).values()
-            x_BTD = like(like(x_BTD, read_as), home)
+            with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+                x_BTD = like(like(project(in_BTD, outward), read_as), home)
         unembedding = embedding
         if not cfg.tied_embeddings:
             unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)

@@ -30,7 +30,6 @@ class Weight:
     frozen: bool = False  # its gradient is never computed
     scanned: bool = False  # it belongs to a layer of the scan
     used: bool = False
-    precision: str | None = None  # of its matmuls, as `jax.default_matmul_precision` takes it; None: that in effect
 
     def holding(self, array: Any) -> "Weight":
         return dataclasses.replace(self, array=array)

@@ -3,24 +3,33 @@
 A sum over devices that is not yet made is an array of partial sums, one for each shard, along a new first dimension.
 Each device adds up its partial sums of several matmuls before one reduction pays for all of them:
 
-- `sum_of_matmuls`: forward, the matmuls whose results a block adds to the residual stream.
-- `project`: backward, the gradients of one input that several weights are multiplied with.
+- forward, those of the matmuls whose results a block adds to the residual stream (`unreduced_matmul`, `reduced`);
+- backward, the gradients of one input that several weights are multiplied with (`gathered`, `project`).
 
-XLA does not do so everywhere by itself. Between the two stand plain arrays. Equations are made from the axes of
-weights: the last axes of an input are the first ones of its weight. In them z stands for the shards of the axis along
-which a weight is split, r for those of the batch, and t for those of the sequence.
+XLA does not do so everywhere by itself. All that lies between is plain arrays:
+
+    with gathered(x_BTD, "block_input: batch seq embed", "residual: batch seq embed") as x_BTD:
+        gate_BTF, up_BTF = project(x_BTD, w_gate), project(x_BTD, w_up)
+    y = unreduced_matmul(gate_BTF * up_BTF, w_down)
+    y_BTD = reduced(y, "block_input: batch seq embed", "residual: batch seq embed")
+
+Equations are made from the axes of weights: the last axes of an input are the first ones of its weight. In equations z
+stands for the shards of the axis along which a weight is split, r for those of the batch, and t for those of the
+sequence.
 """
 
-import dataclasses
+import contextlib
 import functools
 import operator
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.annotate import (
     Adapted,
     Spec,
@@ -53,71 +62,70 @@ LOW_RANK = "low_rank: batch seq rank"
 # The words
 
 
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A matmul that is still to be made, x w + bias, for `sum_of_matmuls`."""
+@contextlib.contextmanager
+def gathered(x: jax.Array, spec: str, home: str) -> Iterator[jax.Array]:
+    """`x`, gathered as `spec` says, which `project` multiplies with weights.
 
-    x: jax.Array
-    weight: Weight | Adapted
-    bias: jax.Array | None = None
-
-    def scaled(self, factor: jax.Array) -> "Matmul":
-        """The matmul whose result is `factor` times that of this one."""
-        bias = None if self.bias is None else factor * self.bias
-        return Matmul((factor * self.x).astype(self.x.dtype), self.weight, bias)
-
-
-@dataclasses.dataclass(frozen=True)
-class Copies:
-    """What asks `project` for the input itself: [shards, B, T, D], a copy for each shard of a sum over devices.
-
-    The gradients of the copies are partial sums of it.
+    All gradients of it are added up on each device and reduced once, to where `home` says. Weights that are split over
+    other mesh axes have another reduction. Within, `gathered(x, spec, home)` is the same input once more.
     """
+    known = [one for one in _inputs.get() if one.made_of(x, spec, home)]
+    one = known[0] if known else _Gathered(x, spec, home)
+    token = _inputs.set((*_inputs.get(), one))
+    try:
+        yield one.x
+    finally:
+        _inputs.reset(token)
 
-    sum_of: Callable[[tuple[int, ...]], Sum]  # by the shape of the input
+
+def project(x: jax.Array, weight: Weight | Adapted) -> jax.Array:
+    """`x` times a weight; with an adapter, x w + scale (x a) b. `x` comes from `gathered`."""
+    one, matrix = _Gathered.known(x), weight if isinstance(weight, Adapted) else Adapted(weight)
+    y = one.times(matrix.weight)
+    if not matrix.adapter:
+        return y
+    a, b = matrix.adapter
+    with gathered(matrix.scale * one.times(a), LOW_RANK, LOW_RANK) as low_BTR:
+        return y + project(low_BTR, b)
 
 
-def project(
-    x: jax.Array, weights: Mapping[str, Weight | Adapted | Copies], spec: str, home: str
-) -> dict[str, jax.Array]:
-    """`x` times each of the weights, by their names. `x` is gathered once, as `spec` says.
+def unreduced_matmul(x: jax.Array, weight: Weight | Adapted) -> Unreduced:
+    """`x` times a weight, of which all axes but the last are summed over, before that sum is made over devices."""
+    matrix = weight if isinstance(weight, Adapted) else Adapted(weight)
+    summed = matrix.weight.array.ndim - 1
+    outer = ["batch", "seq", *map(str, range(x.ndim))][: x.ndim - summed]
+    y = einsum(_equation(outer, summed, matrix.weight), x, matrix.weight)
+    if not matrix.adapter:
+        return y
+    a, b = matrix.adapter
+    low = matrix.scale * einsum(_equation(outer, summed, a), x, a)
+    if low.parts:
+        return y + _matmul_of_partial_sums(_equation(outer, 1, b), low, b)
+    with gathered(low.rest[0], LOW_RANK, LOW_RANK) as low_BTR:
+        return y + project(low_BTR, b)
 
-    The gradients of `x` are added up on each device and reduced once, to where `home` says. Matmuls with weights that
-    are split over other mesh axes have another reduction.
+
+def copies(x: jax.Array, sum_: Sum) -> jax.Array:
+    """[shards, ...]: a copy of `x` for each shard of a sum over devices. The gradients of the copies are partial sums.
+
+    `x` comes from `gathered`, as in `project`.
     """
-    matrices = {name: w if isinstance(w, Adapted) else Adapted(w) for name, w in weights.items()}
-    readers = [w for matrix in matrices.values() for w in (matrix.weight, *matrix.adapter[:1])]
-    products = iter(_products(x, readers, spec, home))
-    found = {}
-    for name, matrix in matrices.items():
-        found[name] = next(products)
-        if matrix.adapter:
-            low_BTR = matrix.scale * next(products)
-            found[name] += _products(low_BTR, matrix.adapter[1:], LOW_RANK, LOW_RANK)[0]
-    return found
+    return _Gathered.known(x).copies(sum_)
 
 
-def sum_of_matmuls(terms: Sequence["Matmul | Unreduced"], spec: str, home: str) -> jax.Array:
-    """The sum of all terms, placed as `home` says. One reduction pays for all weights that are split alike.
-
-    Its gradient is gathered once, as `spec` says.
-    """
-    each = [term if isinstance(term, Unreduced) else _unreduced(term, _token_axes(home)) for term in terms]
-    return reduced(functools.reduce(operator.add, each), spec, home)
-
-
-def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> "Unreduced":
+def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     """The einsum of an activation and a weight, or of two activations, which gives the gradient of a weight.
 
     Its sum over an axis along which the weight is split is left to `reduced`, and a sum over the tokens of two
     activations to `gradient`. If the weight is split along several axes that are summed over, the compiler sums over
     all but the first at once.
     """
-    if isinstance(w, Weight):
-        return _matmul(equation, x, w)
     if placement() is None:
-        return Unreduced((), (jnp.einsum(equation, x, w),))
+        return Unreduced((), (jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w),))
     (a, b), out = _letters(equation)
+    if isinstance(w, Weight):
+        letter, sum_ = _summed(w, b, a)
+        return unreduced(_product(_how(w, b, a, f"z{out}", a, letter, sum_), x, None, w.array), sum_)
     tokens = tokens_of(x, a)
     with scope("sum", *tokens.sum.axes):
         return unreduced(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
@@ -154,43 +162,74 @@ def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array
         return reduced(unreduced(found_zBTD, sum_), spec, home)
 
 
-# Several weights that are multiplied with one input
+# One input, and the weights that it is multiplied with
 
 
-def _products(x: jax.Array, readers: Sequence[Weight | Copies], spec: str, home: str) -> list[jax.Array]:
-    """What `project` gives, without adapters.
+class _Gathered:
+    """The gathered input of several matmuls.
 
-    The gradient of `x` has one sum over devices for each way in which the weights are split. Autodiff adds up the
-    partial sums of one as the gradient of a slot. A slot is zeros of their shape, whose values are not used.
+    Its gradient has one sum over devices for each way in which the weights are split. Autodiff adds up the partial sums
+    of one as the gradient of a slot. A slot is zeros of their shape, whose values are not used.
     """
-    gathered = shard(like(x, home), spec)
-    equations = ["" if isinstance(w, Copies) else _equation(w, x.ndim, _token_axes(spec)) for w in readers]
-    if placement() is None:
-        each = zip(readers, equations, strict=True)
-        return [gathered[None] if isinstance(w, Copies) else _plain(equation, gathered, w) for w, equation in each]
-    hows = [w if isinstance(w, Copies) else _reading(w, eq) for w, eq in zip(readers, equations, strict=True)]
-    sums = [how.sum_of(x.shape) if isinstance(how, Copies) else how.sum for how in hows]
-    together: dict[Split, Sum] = {}
-    for one in sums:
-        together[one.over] = together[one.over] | one if one.over in together else one
-    slots = {over: _slot(one, parse(home, x.ndim), x) for over, one in together.items() if over.pieces > 1}
-    fixed = jax.lax.stop_gradient(gathered)  # one for all matmuls: a scan would keep one for each
 
-    def product(w: Weight | Copies, how: Any, sum_: Sum) -> jax.Array:
-        slot = slots.get(sum_.over)
-        if isinstance(w, Weight):
-            return _product(how, gathered if slot is None else fixed, slot, w.array)
-        return gathered[None] if slot is None else _copies(sum_, parse(spec, x.ndim), fixed, slot)
+    def __init__(self, x: jax.Array, spec: str, home: str):
+        self.x = shard(like(x, home), spec)
+        self._fixed = jax.lax.stop_gradient(self.x)  # one for all matmuls: a scan would keep one for each
+        self._before, self._spec, self._home = x, parse(spec, x.ndim), parse(home, x.ndim)
+        self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
 
-    return list(map(product, readers, hows, sums))
+    def made_of(self, x: jax.Array, spec: str, home: str) -> bool:
+        return x is self._before and (parse(spec, x.ndim), parse(home, x.ndim)) == (self._spec, self._home)
+
+    @staticmethod
+    def known(x: jax.Array) -> "_Gathered":
+        """What `gathered` made of an array."""
+        for one in _inputs.get():
+            if one.x is x:
+                return one
+        raise InputError(
+            f"project(x, weight): x, {x.shape}, is not what gathered() gave\n"
+            "  fix   with gathered(x, spec, home) as x: ... project(x, weight)"
+        )
+
+    def times(self, w: Weight) -> jax.Array:
+        """The matmul with one weight."""
+        equation = _equation(self._spec.axes[:-1], 1, w)
+        if placement() is None:
+            return jnp.einsum(equation, self.x, use(w))
+        (a, b), out = _letters(equation)
+        letter, sum_ = _summed(w, b, out)
+        if not letter:
+            return _product(_how(w, b, a, out, a, "", sum_), self.x, None, w.array)
+        return _product(_how(w, b, a, out, f"z{a}", letter, sum_), self._fixed, self._slot(sum_), w.array)
+
+    def copies(self, sum_: Sum) -> jax.Array:
+        if sum_.over.pieces == 1:
+            return self.x[None]
+        return _copies(sum_, self._spec, self._fixed, self._slot(sum_))
+
+    def _slot(self, sum_: Sum) -> jax.Array:
+        """The slot of the matmuls with weights that are split alike."""
+        if sum_.over not in self._slots:
+            sums: list[Sum] = []  # complete by the time the backward pass is traced, which names the sum after all
+            self._slots[sum_.over] = _slot(sum_.over, self._home, sums, self._before), sums
+        slot, sums = self._slots[sum_.over]
+        sums.append(sum_)
+        return slot
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _slot(sum_: Sum, home: Spec, x: jax.Array) -> jax.Array:
-    return jnp.zeros((sum_.over.pieces, *x.shape), x.dtype)
+_inputs: ContextVar[tuple[_Gathered, ...]] = ContextVar("inputs", default=())
 
 
-_slot.defvjp(lambda *given: (_slot(*given), None), lambda sum_, home, _, dx: (sum_.made(dx, home),))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _slot(over: Split, home: Spec, sums: list[Sum], x: jax.Array) -> jax.Array:
+    return jnp.zeros((over.pieces, *x.shape), x.dtype)
+
+
+_slot.defvjp(
+    lambda *given: (_slot(*given), None),
+    lambda over, home, sums, _, dx: (functools.reduce(operator.or_, sums).made(dx, home),),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -205,54 +244,13 @@ _copies.defvjp(lambda *given: (_copies(*given), None), lambda sum_, spec, _, dx:
 # One matmul
 
 
-def _plain(equation: str, x: jax.Array, w: Weight) -> jax.Array:
-    with jax.default_matmul_precision(_precision(w)):
-        return jnp.einsum(equation, x, use(w))
-
-
-def _precision(w: Weight) -> Any:
-    settings: Any = jax.config
-    return w.precision or settings.jax_default_matmul_precision
-
-
-def _reading(w: Weight, equation: str) -> "_How":
-    """How an input that is read as it is, is multiplied: its gradient is a sum if a result's axis is split."""
-    (a, b), out = _letters(equation)
-    letter, sum_ = _summed(w, b, out)
-    return _How(w.holding(None), b, a, out, f"z{a}" if letter else a, letter, sum_, _precision(w))
-
-
-def _unreduced(term: Matmul, tokens: Sequence[str]) -> Unreduced:
-    """The matmul, and that of the adapter, before they are reduced."""
-    matrix = term.weight if isinstance(term.weight, Adapted) else Adapted(term.weight)
-    y = _matmul(_equation(matrix.weight, term.x.ndim, tokens), term.x, matrix.weight)
-    if matrix.adapter:
-        a, b = matrix.adapter
-        low = jax.tree.map(lambda x: matrix.scale * x, _matmul(_equation(a, term.x.ndim, tokens), term.x, a))
-        if low.parts:
-            y += _matmul_of_partial_sums(_equation(b, low.rank, tokens), low, b)
-        else:
-            y += Unreduced((), tuple(_products(low.rest[0], [b], LOW_RANK, LOW_RANK)))
-    return y if term.bias is None else y + Unreduced((), (term.bias,))
-
-
-def _matmul(equation: str, x: jax.Array, w: Weight) -> Unreduced:
-    """The matmul, a sum over the shards of the axis along which the weight is split."""
-    if placement() is None:
-        return Unreduced((), (_plain(equation, x, w),))
-    (a, b), out = _letters(equation)
-    letter, sum_ = _summed(w, b, a)
-    how = _How(w.holding(None), b, a, f"z{out}", a, letter, sum_, _precision(w))
-    return unreduced(_product(how, x, None, w.array), sum_)
-
-
 def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced:
     """The matmuls of partial sums, of which the sum is made afterwards."""
     (a, b), out = _letters(equation)
     parts = []
     for part in x.parts:
         sum_ = Sum(part.sum.over, (), (w.path,))
-        how = _How(w.holding(None), b, f"z{a}", f"z{out}", f"z{a}", "", sum_, _precision(w))
+        how = _how(w, b, f"z{a}", f"z{out}", f"z{a}", "", sum_)
         parts.append(PartialSums(_product(how, part.array, None, w.array), part.sum | sum_))
     return Unreduced(tuple(parts))
 
@@ -268,6 +266,11 @@ class _How(NamedTuple):
     letter: str  # of the axis along which the weight is split in use; "" if none that matters is split
     sum: Sum  # over that axis; where `x` is partial sums, theirs
     precision: Any  # of the matmul and, as in jax's own, of those of its derivative
+
+
+def _how(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_: Sum) -> _How:
+    settings: Any = jax.config
+    return _How(w.holding(None), letters, x, y, dx, letter, sum_, settings.jax_default_matmul_precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -368,17 +371,12 @@ def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
     return "", Sum(Split(), (), of)
 
 
-def _token_axes(spec: str) -> list[str]:
-    """The axes of an activation but for the last one: ["batch", "seq"]."""
-    return spec.partition(": ")[2].split()[:-1]
-
-
-def _equation(w: Weight, rank: int, tokens: Sequence[str]) -> str:
-    """ "BTD,DNH->BTNH": after the axes of its tokens, those of an input of this rank are the first ones of the weight.
+def _equation(outer: Sequence[str], summed: int, w: Weight) -> str:
+    """ "BTD,DNH->BTNH": an input has the axes `outer`, and then the first axes of the weight, which are summed over.
 
     Letters are those of the model's axes, as far as they are known and differ.
     """
-    place, axes, count = placement(), (*tokens, *w.axes), len(tokens)
+    place, axes, count = placement(), (*outer, *w.axes), len(outer)
     known = {axis: letter for axis, (letter, _) in place.vocabulary.axes.items()} if place else {}
     wanted = [{**known, "batch": "B", "seq": "T"}.get(axis, "") for axis in axes]
     free = iter(sorted({*string.ascii_uppercase} - {*wanted}))
@@ -386,8 +384,8 @@ def _equation(w: Weight, rank: int, tokens: Sequence[str]) -> str:
         letter if letter in {*string.ascii_uppercase} - {*wanted[:at]} else next(free)
         for at, letter in enumerate(wanted)
     ]
-    outer, weight, summed = "".join(letters[:count]), "".join(letters[count:]), rank - count
-    return f"{outer}{weight[:summed]},{weight}->{outer}{weight[summed:]}"
+    rows, weight = "".join(letters[:count]), "".join(letters[count:])
+    return f"{rows}{weight[:summed]},{weight}->{rows}{weight[summed:]}"
 
 
 def _letters(equation: str) -> tuple[list[str], str]:

@@ -55,12 +55,17 @@ class Unreduced:
     def rank(self) -> int:
         return self.parts[0].array.ndim - 1
 
-    def __add__(self, other: "Unreduced") -> "Unreduced":
+    def __add__(self, other: "Unreduced | jax.Array") -> "Unreduced":
+        if not isinstance(other, Unreduced):
+            return Unreduced(self.parts, (*self.rest, other))
         parts = {part.sum.over: part for part in self.parts}
         for part in other.parts:
             before = parts.get(part.sum.over)
             parts[part.sum.over] = PartialSums(before.array + part.array, before.sum | part.sum) if before else part
         return Unreduced(tuple(parts.values()), self.rest + other.rest)
+
+    def __rmul__(self, factor: jax.Array | float) -> "Unreduced":
+        return jax.tree.map(lambda x: factor * x, self)
 
     def total(self, home: Spec, spec: Spec) -> jax.Array:
         """The sum. What is reduced is placed as `home` says, and its gradient is gathered as `spec` says."""

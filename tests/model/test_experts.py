@@ -18,7 +18,8 @@ from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.moe import Experts, balanced
 from gspmd_lm.model.transformer import decode, extend, init
-from gspmd_lm.sharding.matmuls import project, sum_of_matmuls
+from gspmd_lm.sharding.matmuls import gathered
+from gspmd_lm.sharding.partial_sums import reduced
 
 SIZES = {"experts": 8, "experts_per_token": 3, "expert_mlp": 16, "init_std": 0.5}
 GROUPS = {"expert_groups": 4, "groups_per_token": 2}
@@ -34,8 +35,9 @@ VARIANTS = {
 
 def alone(module, x):
     """What a layer of experts adds to the stream, and what its router did."""
-    terms, routed = module(project(x, module.inputs, BLOCK_INPUT, RESIDUAL))
-    return sum_of_matmuls(terms, BLOCK_INPUT, RESIDUAL), routed
+    with gathered(x, BLOCK_INPUT, RESIDUAL) as in_BTD:
+        y, routed = module(in_BTD)
+    return reduced(y, BLOCK_INPUT, RESIDUAL), routed
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])

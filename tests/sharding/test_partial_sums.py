@@ -11,7 +11,7 @@ import pytest
 from benchmarks.collectives import count
 from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import Adapted, Weight, placed_by, shard, used
-from gspmd_lm.sharding.matmuls import Matmul, einsum, look_up, project, sum_of_matmuls
+from gspmd_lm.sharding.matmuls import einsum, gathered, look_up, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import gradient, reduced
 from gspmd_lm.sharding.placement import MeshPlacement
 
@@ -101,12 +101,13 @@ def matrices(arrays, frozen=()):
 def block(arrays, x_BTD):
     """The matmuls of attention and an MLP, side by side, which may have adapters, through the words."""
     w = matrices(arrays)
-    inputs = {name: w[name] for name in ("wq", "wk", "wv", "w_up")}
-    *qkv, up = project(x_BTD, inputs, BLOCK_INPUT, RESIDUAL).values()
-    q, k, v = (shard(x, QUERIES) for x in qkv)
-    hidden = shard(jnp.sin(up), HIDDEN)
-    terms = [Matmul(jnp.sin(q) * k + v, w["wo"], 0.5), Matmul(hidden, w["w_down"], 0.5)]
-    return x_BTD + sum_of_matmuls(terms, BLOCK_INPUT, RESIDUAL)
+    with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+        q, k, v = (shard(project(in_BTD, w[name]), QUERIES) for name in ("wq", "wk", "wv"))
+        with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as again_BTD:  # as an MLP beside attention reads what it reads
+            hidden = shard(jnp.sin(project(again_BTD, w["w_up"])), HIDDEN)
+    y = unreduced_matmul(jnp.sin(q) * k + v, w["wo"]) + 0.5
+    y += unreduced_matmul(hidden, w["w_down"]) + 0.25
+    return x_BTD + reduced(y + 0.25, BLOCK_INPUT, RESIDUAL)
 
 
 def plain_block(w, x_BTD):
@@ -213,7 +214,7 @@ def test_tokens_are_not_cut_by_a_mesh_axis_that_splits_the_weight():
     (array,), hidden = drawn(("w_down",))[0].values(), np.random.default_rng(1).normal(size=(B, T, F))
 
     def down(array, hidden_BTF):
-        return sum_of_matmuls([Matmul(shard(hidden_BTF, HIDDEN), weight("w_down", array))], BLOCK_INPUT, RESIDUAL)
+        return reduced(unreduced_matmul(shard(hidden_BTF, HIDDEN), weight("w_down", array)), BLOCK_INPUT, RESIDUAL)
 
     inputs = array, hidden.astype(np.float32)
     found, text = back(down, inputs, placement)
@@ -243,8 +244,9 @@ def test_a_frozen_weight_costs_no_product(remat):
 
     def mlp(frozen, arrays, x_BTD):
         w = matrices(arrays, arrays if frozen else ())
-        (up,) = project(x_BTD, {"w_up": w["w_up"]}, BLOCK_INPUT, RESIDUAL).values()
-        return sum_of_matmuls([Matmul(shard(jnp.sin(up), HIDDEN), w["w_down"])], BLOCK_INPUT, RESIDUAL)
+        with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+            hidden = shard(jnp.sin(project(in_BTD, w["w_up"])), HIDDEN)
+        return reduced(unreduced_matmul(hidden, w["w_down"]), BLOCK_INPUT, RESIDUAL)
 
     def products(frozen):
         with placed_by(placement):
