@@ -1,10 +1,11 @@
 """Tokens on their way to the experts that compute them, and back.
 
 Each device sorts its own tokens by expert, and computes them with its own copy of the experts' weights. The gradients
-of the copies are addends, which leave as other gradients do (partial_sums.py). What is split decides what else happens:
+of the copies are partial sums, reduced as other gradients are (partial_sums.py). What is split decides what else
+happens:
 
 - `mlp`, or `expert` over axes that do not split tokens: devices compute parts of the same tokens' outputs, which are
-  addends too.
+  partial sums too.
 - `expert` over axes that split tokens: tokens travel to the devices that have their experts, and results travel home.
 """
 
@@ -109,7 +110,7 @@ class _How(NamedTuple):
         return tuple(over.get(axis, ()) for axis in axes)
 
     def rows(self, weight: Weight) -> Split:
-        """The devices whose addends of the weight's gradient are added up."""
+        """The devices whose partial sums of the weight's gradient are added up."""
         axes = set(weight.axes)
         own = {name for names in self.place(weight.axes) for name in names}
         # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
@@ -169,7 +170,7 @@ def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
     y, kept = run(x_zBTD, weights_BTk, chosen_BTk, *used)
     names = ("dispatched", "hidden", "low_rank")
     kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
-    # As in partial_sums.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
+    # As in matmuls.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
     return y, (kept, weights_BTk, chosen_BTk, arrays, used if remat() else None)
 
 
@@ -200,7 +201,7 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
             if not how.weighted_input:
                 b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
                 weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
-            # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
+            # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
             dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
         dx = travel.home(drows_MD, before).reshape(dy.shape)
         weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
@@ -230,7 +231,7 @@ _mixed.defvjp(_forward, _backward)
 
 
 def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
-    """The sum of the addends of a weight's gradient. `down`: see `_How`."""
+    """The reduced gradient of a weight. `down`: see `_How`."""
     with scope("of", weight.path):
         if over.pieces == 1:
             return gradient(Unreduced((), (partials[0],)), weight)

@@ -105,7 +105,7 @@ class Placement(Protocol):
         ...
 
     def split(self, array: str, axis: str) -> Split:
-        """How an axis of an array in use is split, for code that makes a copy or an addend for each piece."""
+        """How an axis of an array in use is split, for code that makes a copy or a partial sum for each piece."""
         ...
 
     def pieces(self, array: str, axis: str) -> int:
@@ -120,8 +120,9 @@ class Placement(Protocol):
         """[pieces, ...]: a copy of `x`, which is placed as `spec` says, for each piece of `split`."""
         ...
 
-    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the first dimension, which has one addend for each piece of `split`, placed as `spec` says.
+    def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension, which has a partial sum for each piece of `split`, placed as
+        `spec` says.
 
         The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
         """
@@ -267,7 +268,7 @@ def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output
 
 
 # The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that
-# is still to be made is an array of addends (partial_sums.py). JAX's explicit axes, whose types know unreduced sums,
+# is not yet made is an array of partial sums (partial_sums.py). JAX's explicit axes, whose types know unreduced sums,
 # would take less code. But with them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules
 # file may ask for, such as any split of the token table, unless the model says at the operation where its result lives.
 # The 22 are those of benchmarks/explicit_axes.py.

@@ -106,8 +106,8 @@ class MeshPlacement:
         with scope(spec.table, spec.array):
             return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.pieces, *x.shape)), sharding)
 
-    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the first dimension of `addends`, which is split over the mesh axes of `split`.
+    def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension of `partials`, which is split over the mesh axes of `split`.
 
         The partitioner would make it an all-reduce and a slice on CPU, and elsewhere where its pass for
         reduce-scatters does not match. That is twice the traffic, so psum_scatter is said here. A mesh axis that does
@@ -115,11 +115,11 @@ class MeshPlacement:
         same dimension: the blocks of a reduce-scatter would come out in the wrong order.
         """
         over = split.over
-        result = self.sharding(spec.table, spec.array, spec.axes, addends.shape[1:])
+        result = self.sharding(spec.table, spec.array, spec.axes, partials.shape[1:])
         if not over:
             with scope(spec.table, spec.array):
-                return jax.lax.with_sharding_constraint(addends.sum(0), result)
-        dimensions = _dimensions(result.spec, addends.ndim - 1)
+                return jax.lax.with_sharding_constraint(partials.sum(0), result)
+        dimensions = _dimensions(result.spec, partials.ndim - 1)
         scatter: list[tuple[int, tuple[str, ...]]] = []
         for dimension, names in enumerate(dimensions):
             inner = names
@@ -149,7 +149,7 @@ class MeshPlacement:
                 in_specs=_partition_spec([over, *leftover]),
                 out_specs=_partition_spec(out),
                 check_vma=False,
-            )(addends)
+            )(partials)
             return jax.lax.with_sharding_constraint(reduced, result)
 
     def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
@@ -204,8 +204,8 @@ class Recorder:
     """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them,
     and marks in the program where each array is placed: see `marked`.
 
-    Loops are cut as the rules say, and axes compare as split alike or not. Sums have one addend, because an axis that
-    does not divide has no equal pieces.
+    Loops are cut as the rules say, and axes compare as split alike or not. A sum has one partial sum,
+    because an axis that does not divide has no equal pieces.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -277,8 +277,8 @@ class Recorder:
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         return x[None]
 
-    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        return self.constrain(addends.sum(0), spec)
+    def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return self.constrain(partials.sum(0), spec)
 
     def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
         if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests

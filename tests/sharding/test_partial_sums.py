@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count
+from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import Adapted, Weight, placed_by, shard, used
 from gspmd_lm.sharding.matmuls import einsum, gathered, look_up, project, unreduced_matmul
@@ -164,6 +165,15 @@ def test_on_one_device_words_are_plain_einsums(wanted):
     made = Counter(equation.primitive.name for equation in jax.make_jaxpr(block)(arrays, x_BTD).eqns)
     assert made["dot_general"] == len(BLOCK)
     assert not {"sharding_constraint", "shard_map", "reshape", "broadcast_in_dim"} & made.keys()
+
+
+def test_an_input_that_was_not_gathered_is_refused():
+    """Its gradients would be reduced once for each weight."""
+    w, x_BTD = weight("w_up", jnp.ones((D, F))), jnp.ones((B, T, D))
+    with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD, pytest.raises(InputError, match="not what gathered"):
+        project(in_BTD + 0, w)
+    with pytest.raises(InputError, match="fix   with gathered"):
+        project(in_BTD, w)
 
 
 PAIR = ("wq", "wk", "wv", "wo", "w_up", "w_down")  # what is read once and written once

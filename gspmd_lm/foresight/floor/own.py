@@ -2,8 +2,8 @@
 
 `traffic.py` knows the decoder: its attention, experts, look-ups and loss. Here nothing is known but where arrays are
 placed: weights are gathered, their gradients are reduced, and a product that sums over a split axis is reduced. What a
-model moves between two placements of its activations is not counted, but for what `read` and `write` of partial_sums.py
-move.
+model moves between two placements of its activations is not counted, but for what `gathered` and `reduced` of
+matmuls.py move.
 """
 
 import collections

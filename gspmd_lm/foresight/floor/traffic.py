@@ -49,7 +49,7 @@ class Traffic(Moves):
         return not set(product.node.name.of) & set(self.weights)
 
     def blocks(self) -> None:
-        """All products of the layers. How they are read and written is in partial_sums.py."""
+        """All products of the layers. How they are read and written is in sharding/matmuls.py."""
         products = [product for product in self.traced.products if not self.is_head(product)]
         inner = {source: product for product in products if (source := self.traced.source(product.x))}
         adapters = [(first, inner[first.y]) for first in products if first.y in inner]
@@ -260,7 +260,7 @@ class Traffic(Moves):
     # Before and after the layers
 
     def look_up(self, table: Weight) -> None:
-        """The token table and learned positions, forward and backward: see `partial_sums.look_up`.
+        """The token table and learned positions, forward and backward: see `matmuls.look_up`.
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """
