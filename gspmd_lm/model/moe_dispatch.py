@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.moe_all_to_all import Travel, plan
-from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, placement, remat, scope, split, use
+from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, scope, split, split_over, use
 from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
 
@@ -56,7 +56,7 @@ def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> j
     Partitioners gather the operand of a sort, although each row of it is sorted by itself.
     """
     place = [(*(part.over for part in _tokens(x_BTC.shape[1])), ())]
-    return _each(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
+    return per_device(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
 
 
 def _tokens(length: int) -> tuple[Split, Split]:
@@ -115,8 +115,7 @@ class _How(NamedTuple):
         own = {name for names in self.place(weight.axes) for name in names}
         # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
         local = self.tokens + (self.mlp.over if "rank" in axes else ())
-        place, over = placement(), tuple(name for name in local if name not in own)
-        return place.over(over) if place else Split()
+        return split_over(tuple(name for name in local if name not in own))
 
 
 def _down(weights: tuple[Weight, ...], tree: Any) -> str:
@@ -132,8 +131,8 @@ def _how(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _How
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
     travels = bool(expert.over) and {*expert.over} <= tokens
-    place, inner = placement(), mlp.over + (() if travels else expert.over)
-    return _How(weights, tree, batch, seq, expert, mlp, travels, place.over(inner) if place else Split())
+    inner = split_over(mlp.over + (() if travels else expert.over))
+    return _How(weights, tree, batch, seq, expert, mlp, travels, inner)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -164,7 +163,7 @@ def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
         return travel.home(y_MD, after).reshape(x_zBTD.shape), (rows_MD, in_MF, [*low_MR, low])
 
     partial = how.inner.over, *_x(how)
-    run = _each(
+    run = per_device(
         local, [partial, _x(how), _x(how), *(how.place(w.axes) for w in how.weights)], [partial, (how.local, ())]
     )
     y, kept = run(x_zBTD, weights_BTk, chosen_BTk, *used)
@@ -213,7 +212,7 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     inputs = [out, _x(how), _x(how), (how.local, ()), *places]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
-    dx, weighted, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
+    dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
     weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
     # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
     # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
@@ -243,12 +242,6 @@ def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax
 def _x(how: _How) -> tuple[tuple[str, ...], ...]:
     """How tokens are split."""
     return how.batch.over, how.seq.over, ()
-
-
-def _each(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
-    """`function`, run by each device on its own pieces; inputs and outputs: the mesh axes of each dimension."""
-    place = placement()
-    return place.each(function, inputs, outputs) if place else function
 
 
 def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Travel:

@@ -1,6 +1,8 @@
 """Logical axes + rules + mesh -> where arrays live, for the model (annotate.Placement) and for whole trees."""
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Spec, Split, placed_by, scope
+from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by, scope
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.rules import Problem, Rules, check
 
@@ -44,31 +46,26 @@ class MeshPlacement:
         return self.rules.vocabulary
 
     @property
-    def attention(self) -> str:
-        return self.rules.kernel(self.platform)
-
-    @property
     def platform(self) -> str:
         return meshes.platform(self.mesh)
 
-    @property
-    def device_kind(self) -> str:
-        return self.mesh.devices.flat[0].device_kind
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """What the rules choose for this mesh."""
+        platform, remat, chosen = self.platform, policy(self.rules), self.rules.unroll
+        alone = platform == "cpu" and self.mesh.size == 1 and remat is None
+        short = UNROLLED_TURNS if alone and chosen is None else sys.maxsize if chosen == "all" else 0
+        return Settings(
+            platform=platform,
+            device_kind=self.mesh.devices.flat[0].device_kind,
+            attention=self.rules.kernel(platform),
+            context=self.rules.context,
+            remat=remat,
+            unroll=(short, chosen if isinstance(chosen, int) else 1),
+        )
 
-    @property
-    def context(self) -> str:
-        return self.rules.context
-
-    @property
-    def remat(self) -> Callable[..., Any] | None:
-        return policy(self.rules)
-
-    def unroll(self, turns: int) -> int:
-        chosen = self.rules.unroll
-        if chosen is None:
-            small = turns <= UNROLLED_TURNS and self.remat is None
-            chosen = turns if small and self.platform == "cpu" and self.mesh.size == 1 else 1
-        return turns if chosen == "all" else min(chosen, turns)
+    def setting(self, name: str) -> Any:
+        return getattr(self.settings, name)
 
     def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Where `table` puts an array. Raises ShardingError for an array that was not checked before."""
@@ -166,18 +163,14 @@ class MeshPlacement:
             x = jax.lax.with_sharding_constraint(x, sharding)
         return x
 
-    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-        def spec(text: str) -> PartitionSpec:
-            array, _, axes = text.partition(": ")
-            return _partition_spec([self.rules.split("rules", array, axis) for axis in axes.split()])
+    def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
+        def spec(place: Any) -> PartitionSpec | None:
+            if isinstance(place, str):
+                array, _, axes = place.partition(": ")
+                place = [self.rules.split("rules", array, axis) for axis in axes.split()]
+            return None if place is None else _partition_spec(place)
 
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=tuple(map(spec, inputs)), out_specs=spec(output), check_vma=False
-        )
-
-    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
-        into = tuple(map(_partition_spec, inputs))
-        out = tuple(None if place is None else _partition_spec(place) for place in outputs)
+        into, out = tuple(map(spec, inputs)), spec(outputs) if isinstance(outputs, str) else tuple(map(spec, outputs))
         return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
 
 
@@ -210,7 +203,7 @@ class Recorder:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.asked: set[str] = set()  # keys of the rules file, besides its tables, that the model asks about
+        self.asked: set[str] = set()  # names of `Settings` that the model asks for
         self.compared: set[tuple[str, str]] = set()  # arrays and axes whose splits the model compares
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
@@ -223,32 +216,9 @@ class Recorder:
     def vocabulary(self) -> Vocabulary:
         return self.rules.vocabulary
 
-    @property
-    def remat(self) -> Callable[..., Any] | None:
-        self.asked.add("remat")
-        return None
-
-    @property
-    def attention(self) -> str:
-        self.asked.add("attention")
-        return "xla"
-
-    @property
-    def platform(self) -> str:
-        return "recorded"
-
-    @property
-    def device_kind(self) -> str:
-        return "recorded"
-
-    @property
-    def context(self) -> str:
-        self.asked.add("context")
-        return self.rules.context
-
-    def unroll(self, turns: int) -> int:
-        self.asked.add("unroll")
-        return 1
+    def setting(self, name: str) -> Any:
+        self.asked.add(name)
+        return getattr(Settings("recorded", "recorded", context=self.rules.context), name)
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
@@ -285,10 +255,7 @@ class Recorder:
             self.used.add(table.array)
         return x
 
-    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-        return function
-
-    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+    def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         return function
 
 
