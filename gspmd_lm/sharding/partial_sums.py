@@ -46,7 +46,10 @@ class PartialSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unreduced:
-    """A sum over devices that is not yet made: partial sums for each set of mesh axes, and arrays to add afterwards."""
+    """A sum over devices that is not yet made: partial sums for each set of mesh axes, and arrays to add afterwards.
+
+    Where nothing is split there is one array.
+    """
 
     parts: tuple[PartialSums, ...] = ()
     rest: tuple[jax.Array, ...] = ()
@@ -56,8 +59,9 @@ class Unreduced:
         return self.parts[0].array.ndim - 1
 
     def __add__(self, other: "Unreduced | jax.Array") -> "Unreduced":
-        if not isinstance(other, Unreduced):
-            return Unreduced(self.parts, (*self.rest, other))
+        other = other if isinstance(other, Unreduced) else Unreduced((), (other,))
+        if not self.parts and not other.parts:
+            return Unreduced((), (self.rest[0] + other.rest[0],))
         parts = {part.sum.over: part for part in self.parts}
         for part in other.parts:
             before = parts.get(part.sum.over)
@@ -99,7 +103,7 @@ def reduced(y: Unreduced, spec: str, home: str) -> jax.Array:
     """The sum, placed as `home` says. Its gradient is gathered as `spec` says."""
     if y.parts:
         return y.total(parse(home, y.rank), parse(spec, y.rank))
-    return like(like(sum(y.rest[1:], y.rest[0]), spec), home)
+    return like(like(y.rest[0], spec), home)
 
 
 def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
