@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from gspmd_lm import Input, Task, Vocabulary, parameter, shard, use
-from gspmd_lm.sharding.partial_sums import einsum, read, write
+from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import reduced
 
 ROWS, POSITIONS, WIDTH, WIDE, LABELS = 32, 16, 128, 512, 8
 STREAM, READ = "stream: batch position width", "block_input: batch position width"
@@ -68,10 +69,10 @@ class Block(nn.Module):
         normal = nn.initializers.normal(0.1)
         up, gate = (parameter(self, name, "width wide", (WIDTH, WIDE), normal) for name in ("up", "gate"))
         down = parameter(self, "down", "wide width", (WIDE, WIDTH), normal)
-        y_BPW = read(x_BPW, STREAM, READ)
-        up_BPM, gate_BPM = (einsum("BPW,WM->BPM", y_BPW, weight) for weight in (up, gate))
+        with gathered(x_BPW, READ, STREAM) as y_BPW:
+            up_BPM, gate_BPM = (project(y_BPW, weight) for weight in (up, gate))
         hidden_BPM = shard(jax.nn.gelu(gate_BPM) * up_BPM, "hidden: batch position wide")
-        return x_BPW + write(einsum("BPM,MW->BPW", hidden_BPM, down), READ, STREAM)
+        return x_BPW + reduced(unreduced_matmul(hidden_BPM, down), READ, STREAM)
 
 
 class Pooled(nn.Module):

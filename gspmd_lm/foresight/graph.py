@@ -241,12 +241,12 @@ class DataflowGraph:
         return next(iter(candidates), None)
 
     def written_to(self, node: Node) -> Node:
-        """Where an activation goes that is placed twice in a row: what a block writes, from `write` to the residual."""
+        """Where an activation goes that is placed twice in a row: what `reduced` gives, on its way to the residual."""
         after = [user for user in node.users if self.is_activation(user)]
         return after[0] if len(after) == 1 and len(node.users) == 1 else node
 
     def gathered_from(self, node: Node) -> Node | None:
-        """The activation that is only placed anew here, as `read` gathers what it is given."""
+        """The activation that is only placed anew here, as `gathered` gathers what it is given."""
         while node.inputs and node.inputs[0].primitive == "name":
             node = node.inputs[0]
             if node.placed:

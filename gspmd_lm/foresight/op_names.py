@@ -35,7 +35,7 @@ class OpName:
         return bool(self.owners or self.summed_axes or self.array or self.modules)
 
 
-# Axes are capital letters in the model. What partial_sums.py writes beside them: pieces of weights and rows, and h for
+# Axes are capital letters in the model. What matmuls.py writes beside them: pieces of weights and rows, and h for
 # H.
 _EINSUM_LETTERS = str.maketrans({"z": None, "r": None, "h": "H"})
 

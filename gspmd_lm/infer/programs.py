@@ -13,12 +13,12 @@ from jax.experimental.layout import Format, Layout
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
-from gspmd_lm.model.attention import CACHE, Cache
+from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.program import Program, placed
 from gspmd_lm.model.supported import Pass, layer_problems, settled, split_sequence
-from gspmd_lm.model.transformer import empty_cache, extend, init
+from gspmd_lm.model.transformer import extend, init
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse, scope
 from gspmd_lm.sharding.axes import DECODER

@@ -24,6 +24,7 @@ from gspmd_lm.model.kernels.context import dealt
 from gspmd_lm.model.layers import table_specs
 from gspmd_lm.model.supported import Pass, layer_problems, settled
 from gspmd_lm.model.transformer import decode
+from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import like, scope, shard, use
 from gspmd_lm.sharding.placement import record
@@ -80,9 +81,9 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     batch["row"] = jnp.arange(B, dtype=jnp.int32)
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
-        chunks = loss.chunk_count(B, T)
+        count = loss.chunk_count(B, T)
         hidden_spec, read_as = table_specs(cfg)
-        x_CBTD = loss.chunked(shard(like(x_BTD, hidden_spec), read_as), chunks)
+        x_CBTD = chunks.split(shard(like(x_BTD, hidden_spec), read_as), count)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
         vocab_V = jnp.arange(cfg.vocab_rows)
 
@@ -97,7 +98,7 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
             missed_BT = scored_BT & (target_BT < highest_BT)
             return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))
 
-        _, scores_CB = jax.lax.scan(chunk, None, (x_CBTD, loss.chunked(batch["targets"], chunks)))
+        _, scores_CB = jax.lax.scan(chunk, None, (x_CBTD, chunks.split(batch["targets"], count)))
     return Scores(*(rearrange(x, "C B -> B C").sum(-1) for x in scores_CB))
 
 

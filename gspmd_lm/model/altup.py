@@ -13,7 +13,7 @@ from gspmd_lm import config
 from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, Norm, root
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import cheap, like, shard, use
-from gspmd_lm.sharding.partial_sums import look_up
+from gspmd_lm.sharding.matmuls import look_up
 
 STREAMS = "residual: streams batch seq embed"
 INPUTS = "residual: layers batch seq layer_embed"

@@ -1,54 +1,20 @@
 """Grouped-query self-attention."""
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.delta import SPECS, LinearState
-from gspmd_lm.model.kernels.attention import OUT, Q, attend_to_cache, keys_axis
+from gspmd_lm.model.cache import Cache, Kept
+from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
-from gspmd_lm.model.weights import adapted, bias, matrix, project
+from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import like, shard
-from gspmd_lm.sharding.partial_sums import einsum
-
-CACHE = "cache: layers batch kv_seq kv_heads head_dim"
-Kept = dict[str, tuple[jax.Array, ...]]  # kind of layer -> keys and values of the last one of that kind
-
-
-class Cache(NamedTuple):
-    """What all layers keep of the tokens so far: keys and values, [L, B, S, K, H] in the compute dtype, whose slot s
-    holds a row's token s, and the states of linear attention.
-
-    L are the layers of either kind. A batch with `cache_layer` [layers] has the place of each layer among its kind.
-    """
-
-    k_LBSKH: Any
-    v_LBSKH: Any
-    linear: LinearState | None = None
-
-    def written(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array, layer: jax.Array | int) -> "Cache":
-        """The cache with T tokens per row, from `slot` on."""
-        at = (layer, 0, slot, 0, 0)
-
-        def one(x_LBSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-            return shard(jax.lax.dynamic_update_slice(x_LBSKH, new_BTKH[None].astype(x_LBSKH.dtype), at), CACHE)
-
-        return self._replace(k_LBSKH=one(self.k_LBSKH, k_BTKH), v_LBSKH=one(self.v_LBSKH, v_BTKH))
-
-    def of(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one layer, [B, S, K, H]."""
-        k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self[:2])
-        return like(k_BSKH, CACHE.replace("layers ", "")), like(v_BSKH, CACHE.replace("layers ", ""))
-
-    @property
-    def specs(self) -> "Cache":
-        """How these arrays are named."""
-        return Cache(CACHE, CACHE, SPECS if self.linear else None)
+from gspmd_lm.sharding.matmuls import project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 
 class Attention(nn.Module):
@@ -84,14 +50,15 @@ class Attention(nn.Module):
 
     def __call__(
         self,
-        x_BTD: Any,
-        batch: dict[str, Any],
-        cache: Cache | None = None,
+        x_BTD: jax.Array,
+        batch: dict[str, jax.Array],
+        cache: Cache[jax.Array] | None = None,
         layer: jax.Array | int = 0,
         kept: Kept | None = None,
-    ) -> tuple[Any, Cache | None, Kept | None]:
-        """The output of attention, still to be passed to `write`, the cache, and `kept` with the keys and values of
-        this layer. `x_BTD` comes from `read`.
+    ) -> tuple[Unreduced, Cache[jax.Array] | None, Kept | None]:
+        """What is added to the residual stream, the cache, and `kept` with the keys and values of this layer.
+
+        `x_BTD` is gathered.
 
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
         it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
@@ -99,8 +66,8 @@ class Attention(nn.Module):
         """
         cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
         own = not cfg.shared_kv_layers
-        q = project("BTD,DNH->BTNH", x_BTD, self.wq)
-        k, v = (project("BTD,DKH->BTKH", x_BTD, w) for w in self.w_keys) if own else batch["shared_kv"][kind]
+        q = project(x_BTD, self.wq)
+        k, v = (project(x_BTD, w) for w in self.w_keys) if own else (batch[f"shared_{name}_{kind}"] for name in "kv")
         if cfg.qkv_bias:
             q = q + self.bq
             k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own else (k, v)
@@ -125,30 +92,14 @@ class Attention(nn.Module):
             cache = cache.written(k_BSKH, v_BSKH, batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
-        if keys_axis() == "heads":
-            group = cfg.head_rows // cfg.kv_head_rows
-            k_BSKH, v_BSKH = (
-                shard(jnp.repeat(x, group, axis=2), keys_spec(name).replace("kv_heads", "heads"))
-                for name, x in (("k", k_BSKH), ("v", v_BSKH))
-            )
-        if cache and q.shape[1] == 1:
-            out_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, self.sinks)
-        else:
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, self.sinks)
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, self.sinks)
         if self.wg is not None:
-            gate_BTNH = like(einsum("BTD,DNH->BTNH", x_BTD, self.wg), Q)
+            gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)
         if cfg.head_rows > cfg.heads:
             out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
-        y_BTD = project("BTNH,NHD->BTD", out_BTNH, self.wo)
-        return y_BTD + self.bo if cfg.attention_out_bias else y_BTD, cache, kept
-
-
-def no_keys(cfg: config.Model, rows: int, length: int) -> Kept:
-    """The keys and values that layers keep for later ones, [B, T, K, H], before the first layer."""
-    shape = rows, length, cfg.kv_head_rows, cfg.head_dim
-    none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]
-    return {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}
+        y = unreduced_matmul(out_BTNH, self.wo)
+        return y + self.bo if cfg.attention_out_bias else y, cache, kept
 
 
 def _temperature(positions_BT: jax.Array, tuned: config.AttentionTemperature) -> jax.Array:

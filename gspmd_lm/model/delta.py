@@ -7,7 +7,7 @@ token. A new document begins with an empty state.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,55 +15,16 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.model.cache import Cache, Kept, LinearState
 from gspmd_lm.model.layers import ACTIVATIONS, Norm
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
-from gspmd_lm.sharding.partial_sums import einsum
+from gspmd_lm.sharding.matmuls import project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 CHUNK = 64  # tokens that are computed at once
 OF_KEYS, OF_VALUES = ("{}: batch seq kv_heads head_dim", "{}: batch seq heads head_dim")
 RATE = "q: batch seq heads"
-
-
-class LinearState(NamedTuple):
-    """What the layers with linear attention carry from token to token, and how these arrays are named."""
-
-    q_LBAKH: Any  # what the short convolutions read of the last tokens, in the compute dtype
-    k_LBAKH: Any
-    v_LBANH: Any
-    s_LBNIH: Any  # float32
-
-    def written(self, new: "LinearState", layer: jax.Array | int) -> "LinearState":
-        """The states with those of one layer, [B, ...], changed."""
-
-        def one(x: jax.Array, y: jax.Array, spec: str) -> jax.Array:
-            return shard(jax.lax.dynamic_update_slice(x, y[None].astype(x.dtype), (layer, *[0] * y.ndim)), spec)
-
-        return LinearState._make(map(one, self, new, SPECS))
-
-    def of(self, layer: jax.Array | int) -> "LinearState":
-        """The states of one layer, [B, ...]."""
-        found = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
-        return LinearState(*(like(x, spec.replace("layers ", "")) for x, spec in zip(found, SPECS, strict=True)))
-
-
-SPECS = LinearState(
-    "state: layers batch taps kv_heads head_dim",
-    "state: layers batch taps kv_heads head_dim",
-    "state: layers batch taps heads head_dim",
-    "state: layers batch heads key_dim head_dim",
-)
-
-
-def empty_state(cfg: config.Model, layers: int, rows: int) -> LinearState:
-    """The states before the first token."""
-    sizes = cfg.linear_attention
-    assert sizes
-    K, N, H, before = sizes.key_heads, sizes.value_heads, sizes.head_dim, sizes.taps - 1
-    shapes = (before, K, H), (before, K, H), (before, N, H), (N, H, H)
-    dtypes = *[jnp.dtype(cfg.compute_dtype)] * 3, jnp.float32
-    arrays = (jnp.zeros((layers, rows, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    return LinearState._make(map(shard, arrays, SPECS))
 
 
 class GatedDeltaNet(nn.Module):
@@ -93,31 +54,34 @@ class GatedDeltaNet(nn.Module):
         self.norm = Norm(plain, "head_dim")
 
     def __call__(
-        self, x_BTD: Any, batch: dict[str, jax.Array], cache: LinearState | None = None, layer: jax.Array | int = 0
-    ) -> tuple[Any, LinearState | None]:
-        """The output, still to be passed to `write`, and the cache. `x_BTD` comes from `read`.
+        self,
+        x_BTD: jax.Array,
+        batch: dict[str, jax.Array],
+        cache: Cache[jax.Array] | None = None,
+        layer: jax.Array | int = 0,
+        kept: Kept | None = None,
+    ) -> tuple[Unreduced, Cache[jax.Array] | None, Kept | None]:
+        """What is added to the residual stream, the cache, and `kept` as it is. `x_BTD` is gathered.
 
         With a cache, a single token per row is the next one. Several tokens are the first ones.
         """
         cfg = self.cfg
-        of_keys, of_values = (self.linear_q, self.linear_k), (self.linear_v, self.linear_z)
-        q, k = (einsum("BTD,DKH->BTKH", x_BTD, w) for w in of_keys)
-        v, z = (einsum("BTD,DNH->BTNH", x_BTD, w) for w in of_values)
-        a, b = (like(einsum("BTD,DN->BTN", x_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
+        q, k, v, z = (project(x_BTD, w) for w in (self.linear_q, self.linear_k, self.linear_v, self.linear_z))
+        a, b = (like(project(x_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
         given = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
         z_BTNH, decay, bias = like(z, OF_VALUES.format("v")), use(self.decay), use(self.decay_bias)
         log_decay_BTN = -jnp.exp(decay) * jax.nn.softplus(a.astype(jnp.float32) + bias)
         rate_BTN = jax.nn.sigmoid(b.astype(jnp.float32))
         taps = [use(w) for w in (self.conv_q, self.conv_k, self.conv_v)]
         segments_BT = batch.get("segment_ids", jnp.zeros(v.shape[:2], jnp.int32))
-        before = cache.of(layer) if cache and v.shape[1] == 1 else None
+        before = cache.linear.of(layer) if cache and cache.linear and v.shape[1] == 1 else None
         if before:
             windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, given, strict=False)]
             mixed = [(x_BANH * w).sum(1, keepdims=True) for x_BANH, w in zip(windows, taps, strict=True)]
-            kept = [x_BANH[:, 1:] for x_BANH in windows]
+            last = [x_BANH[:, 1:] for x_BANH in windows]
         else:
             mixed = [_convolved(x, w, segments_BT) for x, w in zip(given, taps, strict=True)]
-            kept = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(given, taps, strict=True)]
+            last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(given, taps, strict=True)]
         q, k, v = (ACTIVATIONS[cfg.activation](x).astype(jnp.float32) for x in mixed)
         group = v.shape[2] // k.shape[2]
         q, k = (like(jnp.repeat(_unit(x), group, axis=2), OF_VALUES.format("q")) for x in (q, k))
@@ -126,12 +90,12 @@ class GatedDeltaNet(nn.Module):
             out_BTNH, state = _stepped(q, k, v, log_decay_BTN, rate_BTN, before.s_LBNIH)
         else:
             out_BTNH, state = _in_chunks(q, k, v, log_decay_BTN, rate_BTN, segments_BT)
-        if cache:
-            cache = cache.written(LinearState._make((*kept, state)), layer)
+        if cache and cache.linear:
+            cache = cache._replace(linear=cache.linear.written(LinearState(*[*last, state]), layer))
         normed_BTNH = self.norm(out_BTNH.astype(z.dtype))
         gated_BTNH = (normed_BTNH * jax.nn.silu(z_BTNH.astype(jnp.float32))).astype(z.dtype)
         out_BTNH = shard(gated_BTNH, OF_VALUES.format("attention_out"))
-        return einsum("BTNH,NHD->BTD", out_BTNH, self.linear_out), cache
+        return unreduced_matmul(out_BTNH, self.linear_out), cache, kept
 
 
 def _drawn_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -4,15 +4,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.weights import adapted, bias, matrix, project, weight
+from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import cheap, shard, use
+from gspmd_lm.sharding.matmuls import project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -107,17 +108,17 @@ class Mlp(nn.Module):
         self.w_in = [adapted(self, w, cfg) for w in inward]
         self.w_down = adapted(self, down, cfg)
 
-    def __call__(self, x_BTD: Any) -> Any:
-        """What the MLP adds to the residual stream, still to be written. `x_BTD` comes from `partial_sums.read`."""
+    def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, None]:
+        """What is added to the residual stream. An MLP has no router. `x_BTD` is gathered."""
         cfg = self.cfg
-        in_BTF = [project("BTD,DF->BTF", x_BTD, w) for w in self.w_in]
+        in_BTF = [project(x_BTD, w) for w in self.w_in]
         if cfg.mlp_bias:
             in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
         hidden = cheap(functools.partial(activated, cfg))
         hidden_BTF = shard(hidden(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
-        y_BTD = project("BTF,FD->BTD", hidden_BTF, self.w_down)
-        return y_BTD + self.b_down if cfg.mlp_bias else y_BTD
+        y = unreduced_matmul(hidden_BTF, self.w_down)
+        return y + self.b_down if cfg.mlp_bias else y, None
 
 
 def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int) -> jax.Array:

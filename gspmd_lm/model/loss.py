@@ -5,17 +5,17 @@ share of the gradients is computed. The table is put in use once, before the loo
 partial sum per piece of the batch, and reduced once, after the loop.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import table_specs
-from gspmd_lm.sharding.annotate import Weight, like, pieces, scope, shard, use, used
-from gspmd_lm.sharding.partial_sums import einsum, gradient, write
+from gspmd_lm.sharding import chunks
+from gspmd_lm.sharding.annotate import Weight, like, scope, shard, use, used
+from gspmd_lm.sharding.matmuls import einsum
+from gspmd_lm.sharding.partial_sums import gradient, reduced
 
 LOGITS = "logits: batch seq vocab"
 CHUNK_TOKENS = 1024  # per device; enough to keep a matrix unit busy, 0.5 GB of float32 logits at V 128256
@@ -69,10 +69,10 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
 
     A chunk's share of the gradients is computed while its logits are there.
     """
-    chunks = chunk_count(*x_BTD.shape[:2])
+    count = chunk_count(*x_BTD.shape[:2])
     home, read_as = table_specs(cfg)
-    x_CBTD = chunked(shard(like(x_BTD, home), read_as), chunks)
-    inputs = x_CBTD, chunked(targets_BT, chunks)
+    x_CBTD = chunks.split(shard(like(x_BTD, home), read_as), count)
+    inputs = x_CBTD, chunks.split(targets_BT, count)
     table, *bias = map(used, weights)
 
     def chunk(inputs):
@@ -90,15 +90,15 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
         return (sums, dweights), einsum("BTV,VD->BTD", small_BTV, table)
 
     def add(total, inputs):
-        new, dx_BTD = chunk(inputs)
-        return jax.tree.map(jnp.add, total, new), dx_BTD
+        new, dx = chunk(inputs)
+        return jax.tree.map(jnp.add, total, new), dx
 
     like_, _ = jax.eval_shape(chunk, jax.tree.map(lambda x: x[0], inputs))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like_)
-    (sums, dweights), dx_CBTD = jax.lax.scan(add, zeros, inputs)
+    (sums, dweights), dx_chunks = jax.lax.scan(add, zeros, inputs)
     if not gradients:
         return sums, None
-    dx_BTD = write(jax.tree.map(unchunked, dx_CBTD), read_as, home)
+    dx_BTD = reduced(jax.tree.map(chunks.join, dx_chunks), read_as, home)
     if not dweights:
         return sums, (dx_BTD, *(None for _ in weights))
     # The backward pass begins when the table's gradient is reduced: partial sums of the whole table would otherwise
@@ -149,28 +149,4 @@ def _finished(raw_BTV: jax.Array, cfg: config.Model) -> jax.Array:
 
 def chunk_count(rows: int, length: int) -> int:
     """The number of equal chunks into which sequences are cut, each of at most CHUNK_TOKENS tokens on a device."""
-    most = length // _seq_pieces(length)
-    shared = pieces("logits", "batch") * min(pieces("logits", "seq"), length)
-    wanted = -(-rows * length // (shared * CHUNK_TOKENS))
-    return next((n for n in range(wanted, most) if most % n == 0), most)
-
-
-def chunked(x: jax.Array, chunks: int) -> jax.Array:
-    """[B, T, ...] as [chunks, B, T / chunks, ...]. A chunk has an equal part of each piece of a split sequence."""
-    return rearrange(x, "B (P C T) ... -> C B (P T) ...", C=chunks, P=_seq_pieces(x.shape[1]))
-
-
-def unchunked(x: jax.Array) -> jax.Array:
-    """The inverse of `chunked`: [chunks, ..., T / chunks, D] as [..., T, D]."""
-    length = x.shape[0] * x.shape[-2]
-    return rearrange(x, "C ... (P T) D -> ... (P C T) D", P=_seq_pieces(length))
-
-
-def _seq_pieces(length: int) -> int:
-    """The number of equal pieces into which the rules split the sequence of the logits, and of what they are made of.
-
-    A loop cuts each piece further. Rules that split the sequence unequally are refused. For them there is one piece per
-    token, so that nothing is cut.
-    """
-    found = math.lcm(pieces("logits", "seq"), pieces("block_input", "seq"))
-    return length if length % found else found
+    return chunks.count(rows, length, CHUNK_TOKENS)

@@ -15,7 +15,8 @@ from gspmd_lm.model.layers import Mlp, activated
 from gspmd_lm.model.moe_dispatch import mixed, per_token
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard
-from gspmd_lm.sharding.partial_sums import einsum
+from gspmd_lm.sharding.matmuls import project
+from gspmd_lm.sharding.partial_sums import Unreduced
 
 ROUTING = "routing: batch seq scores"
 
@@ -45,25 +46,23 @@ class Experts(nn.Module):
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
         inward = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
         down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
-        self.b_in, self.b_down = [None] * len(names), None
+        b_in, b_down = [None] * len(names), None
         if cfg.mlp_bias:
             zeros = nn.initializers.zeros
-            self.b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
-            self.b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
-        self.w_in, self.w_down = [adapted(self, w, cfg) for w in inward], adapted(self, down, cfg)
+            b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
+            b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
+        matrices = [adapted(self, w, cfg) for w in (*inward, down)]
+        self.matrices = list(zip(matrices, [*b_in, b_down], strict=True))
         if cfg.shared_mlp:
             self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.shared_mlp))
         if cfg.shared_gate:
             self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
 
-    def __call__(self, x_BTD: Any) -> tuple[Any, Routed]:
-        """What the experts add to the residual stream, still to be written, and what the router did.
-
-        `x_BTD` comes from `partial_sums.read`.
-        """
+    def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, Routed]:
+        """What the experts add to the residual stream, and what the router did. `x_BTD` is gathered."""
         cfg = self.cfg
         with jax.default_matmul_precision("highest"):
-            logits_BTC = shard(einsum("BTD,DC->BTC", x_BTD, self.router), ROUTING)
+            logits_BTC = shard(project(x_BTD, self.router), ROUTING)
         if cfg.router_bias:
             logits_BTC += self.router_bias
         scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
@@ -81,16 +80,15 @@ class Experts(nn.Module):
             chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
         hidden = functools.partial(activated, cfg)
-        inward, down = list(zip(self.w_in, self.b_in, strict=True)), (self.w_down, self.b_down)
         weights_BTk *= cfg.expert_scale
-        y_BTD = mixed(x_BTD, chosen_BTk, weights_BTk, inward, down, hidden, most, cfg.weighted_input)
+        y = mixed(x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input)
         if cfg.shared_mlp:
-            shared_BTD = self.shared(x_BTD)
+            shared, _ = self.shared(x_BTD)
             if cfg.shared_gate:
-                gate_BT = like(einsum("BTD,D->BT", x_BTD, self.shared_gate), "tokens: batch seq")
-                shared_BTD = jax.nn.sigmoid(gate_BT)[..., None] * shared_BTD
-            y_BTD = y_BTD + shared_BTD
-        return y_BTD, routed
+                gate_BT = like(project(x_BTD, self.shared_gate), "tokens: batch seq")
+                shared = jax.nn.sigmoid(gate_BT)[..., None] * shared
+            y += shared
+        return y, routed
 
     def capacity(self, length: int) -> int:
         """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""

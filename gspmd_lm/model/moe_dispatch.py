@@ -1,10 +1,11 @@
 """Tokens on their way to the experts that compute them, and back.
 
 Each device sorts its own tokens by expert, and computes them with its own copy of the experts' weights. The gradients
-of the copies are addends, which leave as other gradients do (partial_sums.py). What is split decides what else happens:
+of the copies are partial sums, reduced as other gradients are (partial_sums.py). What is split decides what else
+happens:
 
 - `mlp`, or `expert` over axes that do not split tokens: devices compute parts of the same tokens' outputs, which are
-  addends too.
+  partial sums too.
 - `expert` over axes that split tokens: tokens travel to the devices that have their experts, and results travel home.
 """
 
@@ -18,38 +19,35 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.moe_all_to_all import Travel, plan
-from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, placement, remat, scope, split, use
-from gspmd_lm.sharding.partial_sums import TOKENS, Addends, Partial, Read, Sum, gradient
+from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, scope, split, split_over, use
+from gspmd_lm.sharding.matmuls import copies
+from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
+Matrices = Sequence[tuple[Adapted, Weight | None]]  # with their biases
 
 
 def mixed(
-    x_BTD: Any,
+    x_BTD: jax.Array,
     chosen_BTk: jax.Array,
     weights_BTk: jax.Array,
-    inward: Sequence[tuple[Adapted, Weight | None]],
-    down: tuple[Adapted, Weight | None],
+    matrices: Matrices,
     activated: Callable[..., jax.Array],
     capacity: int = 0,
     weighted_input: bool = False,
-) -> Any:
-    """The weighted sum of what each token's experts compute, [B, T, D], still to be passed to `partial_sums.write`.
+) -> Unreduced:
+    """The weighted sum of what each token's experts compute, [B, T, D].
 
-    x_BTD: from `partial_sums.read`. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
-    inward: matrices [E, D, F] and their biases, whose products `activated` turns into one. down: [E, F, D] and its
-    bias. capacity: what an expert computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers.
-    weighted_input: the weights multiply what experts read, and not what they compute.
+    x_BTD is gathered. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
+    matrices: [E, D, F], whose products `activated` turns into one; the last is [E, F, D]. capacity: what an expert
+    computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers. weighted_input: the weights multiply
+    what experts read, and not what they compute.
     """
-    weights, tree = jax.tree.flatten(tuple(zip(*inward, down, strict=True)))
-    path = down[0].weight.path
-    held = tuple(w.holding(None) for w in weights)
-    how = _how(held, tree, path, activated, capacity, chosen_BTk.shape, weighted_input)
-    arrays = [w.array for w in weights]
-    alone = not isinstance(x_BTD, Read) or how.inner.pieces == 1
-    x, slot = (getattr(x_BTD, "x", x_BTD), None) if alone else (x_BTD.fixed, x_BTD.slot(how.sum))
-    y_zBTD: Any = _mixed(how, x, slot, weights_BTk, chosen_BTk, *arrays)
-    return y_zBTD[0] if alone else Partial((Addends(y_zBTD, how.sum),))
+    leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
+    how = _how(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
+    how = how._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
+    y_zBTD: Any = _mixed(how, copies(x_BTD, how.sum), weights_BTk, chosen_BTk, *(w.array for w in leaves))
+    return unreduced(y_zBTD if how.inner.pieces > 1 else y_zBTD[0], how.sum)
 
 
 def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
@@ -58,7 +56,7 @@ def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> j
     Partitioners gather the operand of a sort, although each row of it is sorted by itself.
     """
     place = [(*(part.over for part in _tokens(x_BTC.shape[1])), ())]
-    return _each(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
+    return per_device(lambda x_BTC: (function(x_BTC),), place, place)(x_BTC)[0]
 
 
 def _tokens(length: int) -> tuple[Split, Split]:
@@ -71,16 +69,20 @@ class _How(NamedTuple):
 
     weights: tuple[Weight, ...]  # without their arrays
     tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
-    down: str  # the path of w_down, which is split as what experts compute
-    activated: Callable[..., jax.Array]
-    capacity: int
     batch: Split
     seq: Split
     expert: Split
     mlp: Split
     travels: bool  # tokens travel to their experts
     inner: Split  # over devices that compute parts of the same outputs
-    weighted_input: bool
+    activated: Any = None
+    capacity: int = 0
+    weighted_input: bool = False
+
+    @property
+    def down(self) -> str:
+        """The path of the last matrix, which is split as what experts compute."""
+        return _down(self.weights, self.tree)
 
     def holding(self, arrays: Sequence[Any]) -> tuple[Sequence[Adapted], Sequence[Weight | None]]:
         """The matrices and the biases with the arrays that a device has of them."""
@@ -108,44 +110,43 @@ class _How(NamedTuple):
         return tuple(over.get(axis, ()) for axis in axes)
 
     def rows(self, weight: Weight) -> Split:
-        """The devices whose addends of the weight's gradient are added up."""
+        """The devices whose partial sums of the weight's gradient are added up."""
         axes = set(weight.axes)
         own = {name for names in self.place(weight.axes) for name in names}
         # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
         local = self.tokens + (self.mlp.over if "rank" in axes else ())
-        place, over = placement(), tuple(name for name in local if name not in own)
-        return place.over(over) if place else Split()
+        return split_over(tuple(name for name in local if name not in own))
 
 
-def _how(
-    weights: tuple[Weight, ...], tree: Any, down: str, activated: Any, capacity: int, shape: tuple[int, ...],
-    weighted_input: bool,
-) -> _How:  # fmt: skip
+def _down(weights: tuple[Weight, ...], tree: Any) -> str:
+    return jax.tree.unflatten(tree, weights)[0][-1].weight.path
+
+
+def _how(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _How:
+    """How the tokens of an input of this shape are computed."""
     batch, seq = _tokens(shape[1])
+    down = _down(weights, tree)
     expert, mlp = split(down, "expert"), split(down, "mlp")
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
     travels = bool(expert.over) and {*expert.over} <= tokens
-    place, inner = placement(), mlp.over + (() if travels else expert.over)
-    return _How(
-        weights, tree, down, activated, capacity, batch, seq, expert, mlp, travels,
-        place.over(inner) if place else Split(), weighted_input,
-    )  # fmt: skip
+    inner = split_over(mlp.over + (() if travels else expert.over))
+    return _How(weights, tree, batch, seq, expert, mlp, travels, inner)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
-    """[pieces of `how.inner`, B, T, D]. With a slot, the gradient of `x_BTD` is that of the slot."""
-    return _forward(how, x_BTD, slot, weights_BTk, chosen_BTk, *arrays)[0]
+def _mixed(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
+    """Partial sums, [shards of `how.inner`, B, T, D]."""
+    return _forward(how, x_zBTD, weights_BTk, chosen_BTk, *arrays)[0]
 
 
-def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array):
+def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
     used = [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
 
-    def local(x_BTD, weights_BTk, chosen_BTk, *used: jax.Array):
+    def local(x_zBTD, weights_BTk, chosen_BTk, *used: jax.Array):
         travel = _travel(how, chosen_BTk, used)
-        x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        x_nD = x_zBTD.reshape(-1, x_zBTD.shape[-1])
         before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
         rows_MD, sizes_E = travel.out(x_nD, before), travel.sizes_E
         (*inward, down), (*b_in, b_down) = how.holding(used)
@@ -159,18 +160,21 @@ def _forward(how: _How, x_BTD, slot, weights_BTk, chosen_BTk, *arrays: jax.Array
         if b_down is not None:
             with scope("of", down.weight.path):
                 y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return travel.home(y_MD, after).reshape(1, *x_BTD.shape), (rows_MD, in_MF, [*low_MR, low])
+        return travel.home(y_MD, after).reshape(x_zBTD.shape), (rows_MD, in_MF, [*low_MR, low])
 
-    inputs = [_x(how), _x(how), _x(how), *(how.place(w.axes) for w in how.weights)]
-    y, kept = _each(local, inputs, [(how.inner.over, *_x(how)), (how.local, ())])(x_BTD, weights_BTk, chosen_BTk, *used)
+    partial = how.inner.over, *_x(how)
+    run = per_device(
+        local, [partial, _x(how), _x(how), *(how.place(w.axes) for w in how.weights)], [partial, (how.local, ())]
+    )
+    y, kept = run(x_zBTD, weights_BTk, chosen_BTk, *used)
     names = ("dispatched", "hidden", "low_rank")
     kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
-    # As in partial_sums.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
-    return y, (kept, slot is None, weights_BTk, chosen_BTk, arrays, used if remat() else None)
+    # As in matmuls.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
+    return y, (kept, weights_BTk, chosen_BTk, arrays, used if remat() else None)
 
 
 def _backward(how: _How, saved: Any, dy: jax.Array):
-    kept, whole, weights_BTk, chosen_BTk, arrays, used = saved
+    kept, weights_BTk, chosen_BTk, arrays, used = saved
     used = used or [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
 
     def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
@@ -196,7 +200,7 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
             if not how.weighted_input:
                 b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
                 weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
-            # Devices that compute parts of the same outputs have the same gradient of b_down: it is no addend.
+            # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
             dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
         dx = travel.home(drows_MD, before).reshape(dy.shape)
         weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
@@ -208,7 +212,7 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     inputs = [out, _x(how), _x(how), (how.local, ()), *places]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
-    dx, weighted, *dused = _each(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
+    dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
     weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
     # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
     # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
@@ -219,31 +223,25 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
     ]
     if not how.weights[0].scanned:
         found = jax.lax.optimization_barrier(found)
-    return (dx[0], None, dweights_BTk, None, *found) if whole else (None, dx, dweights_BTk, None, *found)
+    return dx, dweights_BTk, None, *found
 
 
 _mixed.defvjp(_forward, _backward)
 
 
-def _reduced(weight: Weight, down: str, over: Split, addends: jax.Array) -> jax.Array:
-    """The sum of the addends of a weight's gradient. `down`: see `_How`."""
+def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
+    """The reduced gradient of a weight. `down`: see `_How`."""
     with scope("of", weight.path):
         if over.pieces == 1:
-            return gradient(addends[0], weight)
+            return gradient(Unreduced((), (partials[0],)), weight)
         axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
         axes += [f"{down}.mlp"] if {*over.over} & {*split(down, "mlp").over} else []
-        return gradient(Partial((Addends(addends, Sum(over, tuple(axes))),)), weight)
+        return gradient(unreduced(partials, Sum(over, tuple(axes))), weight)
 
 
 def _x(how: _How) -> tuple[tuple[str, ...], ...]:
     """How tokens are split."""
     return how.batch.over, how.seq.over, ()
-
-
-def _each(function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
-    """`function`, run by each device on its own pieces; inputs and outputs: the mesh axes of each dimension."""
-    place = placement()
-    return place.each(function, inputs, outputs) if place else function
 
 
 def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Travel:

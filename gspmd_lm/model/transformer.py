@@ -9,16 +9,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.model.altup import AltUp, Laurel, LayerInputs, Streams
-from gspmd_lm.model.attention import CACHE, Attention, Cache, Kept, no_keys
-from gspmd_lm.model.delta import GatedDeltaNet, empty_state
+from gspmd_lm.model.attention import Attention
+from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
+from gspmd_lm.model.delta import GatedDeltaNet
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.moe import Experts, Routed
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.sharding.annotate import Weight, remat, shard, unroll, use
-from gspmd_lm.sharding.partial_sums import einsum, look_up, read, write
+from gspmd_lm.sharding.annotate import Weight, like, remat, shard, unroll, use
+from gspmd_lm.sharding.matmuls import gathered, look_up, project
+from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
-Carried = tuple[jax.Array, Cache | None, Kept | None]
+Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
 
 
 class Block(nn.Module):
@@ -32,7 +34,7 @@ class Block(nn.Module):
         carried: Carried,
         layer: jax.Array | int,
         input_BTY: jax.Array | None,
-        batch: dict[str, Any],
+        batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, Routed | None]:
         cfg = self.cfg
@@ -44,6 +46,8 @@ class Block(nn.Module):
             altup = AltUp(cfg, name="altup")
             streams_MBTD = altup.before(x_BTD)
             x_BTD = streams_MBTD[0]
+        linear = GatedDeltaNet(cfg, name="linear_attention") if cfg.linear_attention else None
+        attention = linear or Attention(cfg, name="attention")
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
@@ -51,8 +55,12 @@ class Block(nn.Module):
         def normed(x_BTD: jax.Array, name: str) -> jax.Array:
             return Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD
 
-        def added(x_BTD: jax.Array, y: Any, site: int, name: str) -> jax.Array:
-            y_BTD = write(y, BLOCK_INPUT, RESIDUAL)
+        def fed(normed_BTD: jax.Array) -> tuple[Unreduced, Routed | None]:
+            with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+                return mlp(in_BTD)
+
+        def added(x_BTD: jax.Array, y: Unreduced, site: int, name: str) -> jax.Array:
+            y_BTD = reduced(y, BLOCK_INPUT, RESIDUAL)
             if cfg.post_norms:
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
             if cfg.residual_scale != 1:
@@ -60,27 +68,19 @@ class Block(nn.Module):
             x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
             return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
 
-        def fed(read_BTD: Any) -> tuple[Any, Routed | None]:
-            return mlp(read_BTD) if isinstance(mlp, Experts) else (mlp(read_BTD), None)
-
-        def mixed(read_BTD: Any) -> tuple[Any, Cache | None, Kept | None]:
-            place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
-            if not cfg.linear_attention:
-                return Attention(cfg, name="attention")(read_BTD, batch, cache, place, kept)
-            found, state = GatedDeltaNet(cfg, name="linear_attention")(read_BTD, batch, cache and cache.linear, place)
-            return found, cache and cache._replace(linear=state), kept
-
+        place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
+        routed, parallel = None, cfg.block == "parallel"
         normed_BTD = normed(x_BTD, "attention")
-        read_BTD = read(normed_BTD, RESIDUAL, BLOCK_INPUT)
-        y, cache, kept = mixed(read_BTD)
-        if cfg.block == "parallel":
-            y_mlp, routed = fed(read_BTD if cfg.shared_norm else read(normed(x_BTD, "mlp"), RESIDUAL, BLOCK_INPUT))
-            x_BTD = added(x_BTD, y + y_mlp, 0, "attention_mlp")
-        else:
-            x_BTD = added(x_BTD, y, 0, "attention")
+        with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+            y, cache, kept = attention(in_BTD, batch, cache, place, kept)
+            if parallel:
+                y_mlp, routed = fed(normed_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
+                y += y_mlp
+        x_BTD = added(x_BTD, y, 0, "attention_mlp" if parallel else "attention")
+        if not parallel:
             if cfg.laurel_rank:
                 x_BTD = (x_BTD + Laurel(cfg, name="laurel")(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
-            y, routed = fed(read(normed(x_BTD, "mlp"), RESIDUAL, BLOCK_INPUT))
+            y, routed = fed(normed(x_BTD, "mlp"))
             x_BTD = added(x_BTD, y, 1, "mlp")
         return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
 
@@ -107,8 +107,8 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, Any], dropout_key: jax.Array | None = None, cache: Cache | None = None
-    ) -> tuple[jax.Array, Weight, Weight | None, Cache | None, Routed | None]:
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+    ) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array] | None, Routed | None]:
         """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
         did, [L, ...] for the layers with experts.
 
@@ -122,14 +122,15 @@ class Decoder(nn.Module):
         cfg = self.cfg
         dtype = jnp.dtype(cfg.compute_dtype)
         if cache and (cache.linear or cfg.shared_kv_layers):
-            batch = batch | {"cache_layer": jnp.array(_in_cache(cfg))}
+            batch = batch | {"cache_layer": jnp.array(in_cache(cfg))}
         home, read_as = table_specs(cfg)
         width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
         embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
         x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), read_as, home)
         if cfg.embedding_width:
             inward = matrix(self, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
-            x_BTD = write(einsum("BTW,WD->BTD", read(x_BTD, home, read_as), inward), BLOCK_INPUT, RESIDUAL)
+            with gathered(x_BTD, read_as, home) as in_BTW:
+                x_BTD = like(like(project(in_BTW, inward), BLOCK_INPUT), RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
         if cfg.positions == "learned":
@@ -162,7 +163,10 @@ class Decoder(nn.Module):
         routed: list[Routed] = []
         for stack in cfg.stacks:
             if stack.kinds[0].shared_kv_layers and kept:
-                batch, kept = batch | {"shared_kv": kept}, None
+                shared = {
+                    f"shared_{name}_{kind}": x for kind, kv in kept.items() for name, x in zip("kv", kv, strict=True)
+                }
+                batch, kept = batch | shared, None
             (x_BTD, cache, kept), found = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
             routed += found
         if streams:
@@ -171,7 +175,8 @@ class Decoder(nn.Module):
             x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         if cfg.embedding_width:
             outward = matrix(self, "embedding_out", "embed embedding_width", (cfg.embed, width), cfg)
-            x_BTD = write(einsum("BTD,DW->BTW", read(x_BTD, RESIDUAL, BLOCK_INPUT), outward), read_as, home)
+            with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+                x_BTD = like(like(project(in_BTD, outward), read_as), home)
         unembedding = embedding
         if not cfg.tied_embeddings:
             unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
@@ -187,7 +192,7 @@ class Decoder(nn.Module):
         stack: config.Stack,
         carried: Carried,
         inputs_LBTY: jax.Array | None,
-        batch: dict[str, Any],
+        batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, list[Routed]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
@@ -246,29 +251,11 @@ def decode_routed(
 
 
 def extend(
-    cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache
-) -> tuple[jax.Array, Weight, Weight | None, Cache]:
+    cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache[jax.Array]
+) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array]]:
     """`decode` for the first tokens of each row, or for one more, with the cache to which they were added."""
     extended: Any = Decoder(cfg).apply({"params": params}, batch, None, cache)
     return extended[:4]
-
-
-def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache:
-    """An empty cache for `rows` rows of up to `slots` tokens."""
-    linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
-    own = cfg.layers - linear - cfg.shared_kv_layers
-    shape = (own, rows, slots, cfg.kv_head_rows, cfg.head_dim)
-    k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
-    return Cache(k, v, empty_state(cfg, linear, rows) if linear else None)
-
-
-def _in_cache(cfg: config.Model) -> list[int]:
-    """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
-    that shares keys has the place of the layer whose keys it has."""
-    kinds, own = cfg.kind_of_each_layer, cfg.layers - cfg.shared_kv_layers
-    linear = [kind == "linear" for kind in kinds]
-    of = [i if i < own else max(j for j in range(own) if kinds[j] == kinds[i]) for i in range(cfg.layers)]
-    return [linear[:i].count(linear[i]) for i in of]
 
 
 def init(cfg: config.Model, key: jax.Array) -> Any:

@@ -1,8 +1,8 @@
-"""The weights of a model and products with them; a matrix may have a low-rank adapter."""
+"""The weights of a model; a matrix may have a low-rank adapter."""
 
 import dataclasses
 import math
-from typing import Any, get_args
+from typing import get_args
 
 import flax.linen as nn
 import jax
@@ -10,9 +10,7 @@ import jax
 from gspmd_lm import config
 from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
 from gspmd_lm.sharding.axes import ADAPTERS
-from gspmd_lm.sharding.partial_sums import einsum, read
 
-LOW_RANK = "low_rank: batch seq rank"
 LOOPS = [(name,) for name in get_args(config.StackName)]
 
 
@@ -54,18 +52,6 @@ def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
     b_names, b_sizes = (*names[:first], "rank", *names[inner:]), (*sizes[:first], rank, *sizes[inner:])
     b = weight(module, f"{name}_b", " ".join(b_names), b_sizes, cfg, zeros)
     return Adapted(weight_, (a, b), lora.scale)
-
-
-def project(equation: str, x: Any, matrix: Adapted) -> Any:
-    """The einsum of `x` and a matrix w; with an adapter, x w + scale (x a) b."""
-    y = einsum(equation, x, matrix.weight)
-    if not matrix.adapter:
-        return y
-    (outer, w), out = equation.partition("->")[0].split(","), equation.partition("->")[2]
-    summed = "".join(letter for letter in w if letter in outer)
-    a, b = matrix.adapter
-    low_BTR = matrix.scale * einsum(f"{outer},{summed}R->BTR", x, a)
-    return y + einsum(f"BTR,R{w.replace(summed, '')}->{out}", read(low_BTR, LOW_RANK, LOW_RANK), b)
 
 
 def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:

@@ -63,6 +63,21 @@ class Spec(NamedTuple):
     table: str = "rules"  # in use; "weights" at rest; "optimizer" as a gradient
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the rules choose for a model besides where its arrays live, and what they choose it for.
+
+    The defaults are those of a single device without rules.
+    """
+
+    platform: str = "cpu"  # that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run
+    device_kind: str = "cpu"  # what jax calls its devices, such as TPU v6 lite
+    attention: str = "xla"  # the attention kernel: xla, cudnn or splash
+    context: str = "gather"  # how the keys of a split sequence reach its queries: gather, ring or ulysses
+    remat: Callable[..., Any] | None = None  # the policy of `jax.checkpoint` for a block; None: not computed again
+    unroll: tuple[int, int] = (0, 1)  # a loop of up to so many turns is written out; of a longer one, so many turns
+
+
 class Placement(Protocol):
     """The answers of rules and a mesh to a model's questions. The functions of this module ask the questions."""
 
@@ -71,33 +86,8 @@ class Placement(Protocol):
         """The names of the model's axes and arrays."""
         ...
 
-    @property
-    def remat(self) -> Callable[..., Any] | None:
-        """See `annotate.remat`."""
-        ...
-
-    @property
-    def attention(self) -> str:
-        """The attention kernel: xla, cudnn or splash."""
-        ...
-
-    @property
-    def platform(self) -> str:
-        """See `annotate.platform`."""
-        ...
-
-    @property
-    def device_kind(self) -> str:
-        """See `annotate.device_kind`."""
-        ...
-
-    @property
-    def context(self) -> str:
-        """See `annotate.context`."""
-        ...
-
-    def unroll(self, turns: int) -> int:
-        """See `annotate.unroll`."""
+    def setting(self, name: str) -> Any:
+        """The value of that name in `Settings`."""
         ...
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
@@ -105,11 +95,11 @@ class Placement(Protocol):
         ...
 
     def split(self, array: str, axis: str) -> Split:
-        """How an axis of an array in use is split, for code that makes a copy or an addend for each piece."""
+        """How an axis of an array in use is split, for code that makes a copy or a partial sum for each piece."""
         ...
 
     def pieces(self, array: str, axis: str) -> int:
-        """See `annotate.pieces`."""
+        """Into how many pieces the rules split an axis of an activation, for a loop that takes a part of each."""
         ...
 
     def over(self, mesh_axes: tuple[str, ...]) -> Split:
@@ -120,8 +110,9 @@ class Placement(Protocol):
         """[pieces, ...]: a copy of `x`, which is placed as `spec` says, for each piece of `split`."""
         ...
 
-    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the first dimension, which has one addend for each piece of `split`, placed as `spec` says.
+    def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension, which has a partial sum for each piece of `split`, placed as
+        `spec` says.
 
         The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
         """
@@ -134,15 +125,8 @@ class Placement(Protocol):
         """
         ...
 
-    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
+    def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         """See `annotate.per_device`."""
-        ...
-
-    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
-        """`function`, run by each device on its own pieces. Inputs and outputs tell the mesh axes of each dimension.
-
-        An output that is None has None for its place.
-        """
         ...
 
 
@@ -213,25 +197,26 @@ def split(array: str, axis: str) -> Split:
     return place.split(array, axis) if place else Split()
 
 
-def pieces(array: str, axis: str) -> int:
-    """Into how many pieces the rules split an axis of an activation.
-
-    A loop over the axis takes a part of every piece in each turn, so that all devices have work in it.
-    """
+def split_over(mesh_axes: tuple[str, ...]) -> Split:
+    """The split over these mesh axes; in one piece on a single device."""
     place = placement()
-    return place.pieces(array, axis) if place else 1
+    return place.over(mesh_axes) if place else Split()
+
+
+def _setting(name: str) -> Any:
+    place = placement()
+    return place.setting(name) if place else getattr(Settings(), name)
 
 
 def remat() -> Callable[..., Any] | None:
     """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
-    place = placement()
-    return place.remat if place else None
+    return _setting("remat")
 
 
 def unroll(turns: int) -> int:
     """How many turns of a loop over layers, which has `turns`, the program writes out one after the other."""
-    place = placement()
-    return place.unroll(turns) if place else 1
+    short, some = _setting("unroll")
+    return turns if turns <= short else min(some, turns)
 
 
 def cheap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,39 +229,36 @@ def cheap(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def attention_kernel() -> str:
     """The attention kernel that the rules choose for the platform at hand."""
-    place = placement()
-    return place.attention if place else "xla"
+    return _setting("attention")
 
 
 def platform() -> str:
     """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
-    place = placement()
-    return place.platform if place else "cpu"
+    return _setting("platform")
 
 
 def device_kind() -> str:
     """What jax calls the devices that a program is traced for, such as TPU v6 lite."""
-    place = placement()
-    return place.device_kind if place else "cpu"
+    return _setting("device_kind")
 
 
 def context() -> str:
     """How the keys of a split sequence reach its queries: gather, ring or ulysses."""
-    place = placement()
-    return place.context if place else "gather"
+    return _setting("context")
 
 
-def per_device(function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-    """`function`, run by each device on its own piece of the arrays, which are named as in `shard`.
+def per_device(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
+    """`function`, run by each device on its own shards of the arrays.
 
-    A dimension called `whole` is not split.
+    An array is named as in `shard`, where a dimension called `whole` is not split, or by the mesh axes of each
+    dimension; None has no place. `outputs` is one array or a sequence of them.
     """
     place = placement()
-    return place.per_device(function, inputs, output) if place else function
+    return place.per_device(function, inputs, outputs) if place else function
 
 
 # The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that
-# is still to be made is an array of addends (partial_sums.py). JAX's explicit axes, whose types know unreduced sums,
+# is not yet made is an array of partial sums (partial_sums.py). JAX's explicit axes, whose types know unreduced sums,
 # would take less code. But with them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules
 # file may ask for, such as any split of the token table, unless the model says at the operation where its result lives.
 # The 22 are those of benchmarks/explicit_axes.py.

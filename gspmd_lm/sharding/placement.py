@@ -1,6 +1,8 @@
 """Logical axes + rules + mesh -> where arrays live, for the model (annotate.Placement) and for whole trees."""
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Spec, Split, placed_by, scope
+from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by, scope
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.rules import Problem, Rules, check
 
@@ -44,31 +46,26 @@ class MeshPlacement:
         return self.rules.vocabulary
 
     @property
-    def attention(self) -> str:
-        return self.rules.kernel(self.platform)
-
-    @property
     def platform(self) -> str:
         return meshes.platform(self.mesh)
 
-    @property
-    def device_kind(self) -> str:
-        return self.mesh.devices.flat[0].device_kind
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """What the rules choose for this mesh."""
+        platform, remat, chosen = self.platform, policy(self.rules), self.rules.unroll
+        alone = platform == "cpu" and self.mesh.size == 1 and remat is None
+        short = UNROLLED_TURNS if alone and chosen is None else sys.maxsize if chosen == "all" else 0
+        return Settings(
+            platform=platform,
+            device_kind=self.mesh.devices.flat[0].device_kind,
+            attention=self.rules.kernel(platform),
+            context=self.rules.context,
+            remat=remat,
+            unroll=(short, chosen if isinstance(chosen, int) else 1),
+        )
 
-    @property
-    def context(self) -> str:
-        return self.rules.context
-
-    @property
-    def remat(self) -> Callable[..., Any] | None:
-        return policy(self.rules)
-
-    def unroll(self, turns: int) -> int:
-        chosen = self.rules.unroll
-        if chosen is None:
-            small = turns <= UNROLLED_TURNS and self.remat is None
-            chosen = turns if small and self.platform == "cpu" and self.mesh.size == 1 else 1
-        return turns if chosen == "all" else min(chosen, turns)
+    def setting(self, name: str) -> Any:
+        return getattr(self.settings, name)
 
     def sharding(self, table: str, path: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Where `table` puts an array. Raises ShardingError for an array that was not checked before."""
@@ -106,8 +103,8 @@ class MeshPlacement:
         with scope(spec.table, spec.array):
             return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.pieces, *x.shape)), sharding)
 
-    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the first dimension of `addends`, which is split over the mesh axes of `split`.
+    def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        """The sum over the first dimension of `partials`, which is split over the mesh axes of `split`.
 
         The partitioner would make it an all-reduce and a slice on CPU, and elsewhere where its pass for
         reduce-scatters does not match. That is twice the traffic, so psum_scatter is said here. A mesh axis that does
@@ -115,11 +112,11 @@ class MeshPlacement:
         same dimension: the blocks of a reduce-scatter would come out in the wrong order.
         """
         over = split.over
-        result = self.sharding(spec.table, spec.array, spec.axes, addends.shape[1:])
+        result = self.sharding(spec.table, spec.array, spec.axes, partials.shape[1:])
         if not over:
             with scope(spec.table, spec.array):
-                return jax.lax.with_sharding_constraint(addends.sum(0), result)
-        dimensions = _dimensions(result.spec, addends.ndim - 1)
+                return jax.lax.with_sharding_constraint(partials.sum(0), result)
+        dimensions = _dimensions(result.spec, partials.ndim - 1)
         scatter: list[tuple[int, tuple[str, ...]]] = []
         for dimension, names in enumerate(dimensions):
             inner = names
@@ -149,7 +146,7 @@ class MeshPlacement:
                 in_specs=_partition_spec([over, *leftover]),
                 out_specs=_partition_spec(out),
                 check_vma=False,
-            )(addends)
+            )(partials)
             return jax.lax.with_sharding_constraint(reduced, result)
 
     def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
@@ -166,18 +163,14 @@ class MeshPlacement:
             x = jax.lax.with_sharding_constraint(x, sharding)
         return x
 
-    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-        def spec(text: str) -> PartitionSpec:
-            array, _, axes = text.partition(": ")
-            return _partition_spec([self.rules.split("rules", array, axis) for axis in axes.split()])
+    def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
+        def spec(place: Any) -> PartitionSpec | None:
+            if isinstance(place, str):
+                array, _, axes = place.partition(": ")
+                place = [self.rules.split("rules", array, axis) for axis in axes.split()]
+            return None if place is None else _partition_spec(place)
 
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=tuple(map(spec, inputs)), out_specs=spec(output), check_vma=False
-        )
-
-    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
-        into = tuple(map(_partition_spec, inputs))
-        out = tuple(None if place is None else _partition_spec(place) for place in outputs)
+        into, out = tuple(map(spec, inputs)), spec(outputs) if isinstance(outputs, str) else tuple(map(spec, outputs))
         return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
 
 
@@ -204,13 +197,13 @@ class Recorder:
     """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them,
     and marks in the program where each array is placed: see `marked`.
 
-    Loops are cut as the rules say, and axes compare as split alike or not. Sums have one addend, because an axis that
-    does not divide has no equal pieces.
+    Loops are cut as the rules say, and axes compare as split alike or not. A sum has one partial sum,
+    because an axis that does not divide has no equal pieces.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.asked: set[str] = set()  # keys of the rules file, besides its tables, that the model asks about
+        self.asked: set[str] = set()  # names of `Settings` that the model asks for
         self.compared: set[tuple[str, str]] = set()  # arrays and axes whose splits the model compares
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
@@ -223,32 +216,9 @@ class Recorder:
     def vocabulary(self) -> Vocabulary:
         return self.rules.vocabulary
 
-    @property
-    def remat(self) -> Callable[..., Any] | None:
-        self.asked.add("remat")
-        return None
-
-    @property
-    def attention(self) -> str:
-        self.asked.add("attention")
-        return "xla"
-
-    @property
-    def platform(self) -> str:
-        return "recorded"
-
-    @property
-    def device_kind(self) -> str:
-        return "recorded"
-
-    @property
-    def context(self) -> str:
-        self.asked.add("context")
-        return self.rules.context
-
-    def unroll(self, turns: int) -> int:
-        self.asked.add("unroll")
-        return 1
+    def setting(self, name: str) -> Any:
+        self.asked.add(name)
+        return getattr(Settings("recorded", "recorded", context=self.rules.context), name)
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
@@ -277,18 +247,15 @@ class Recorder:
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         return x[None]
 
-    def total(self, addends: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        return self.constrain(addends.sum(0), spec)
+    def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
+        return self.constrain(partials.sum(0), spec)
 
     def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
         if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests
             self.used.add(table.array)
         return x
 
-    def per_device(self, function: Callable[..., jax.Array], inputs: Sequence[str], output: str) -> Callable[..., Any]:
-        return function
-
-    def each(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., Any]:
+    def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         return function
 
 

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.model.transformer import decode, empty_cache, extend
+from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.transformer import decode, extend
 
 
 def both_ways(cfg, params, tokens, starts, prompt):

@@ -8,7 +8,8 @@ import pytest
 
 from gspmd_lm.config import LinearAttention
 from gspmd_lm.model import delta
-from gspmd_lm.model.transformer import decode, empty_cache, init
+from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.transformer import decode, init
 from tests.model.cached import both_ways
 
 N, H = 2, 4

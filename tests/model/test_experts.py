@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from gspmd_lm.model.cache import empty_cache
 from gspmd_lm.model.kernels import grouped as kernels
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.grouped import grouped, outer
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.moe import Experts, balanced
-from gspmd_lm.model.transformer import decode, empty_cache, extend, init
+from gspmd_lm.model.transformer import decode, extend, init
+from gspmd_lm.sharding.matmuls import gathered
+from gspmd_lm.sharding.partial_sums import reduced
 
 SIZES = {"experts": 8, "experts_per_token": 3, "expert_mlp": 16, "init_std": 0.5}
 GROUPS = {"expert_groups": 4, "groups_per_token": 2}
@@ -27,6 +31,13 @@ VARIANTS = {
     "dropping": {"capacity_factor": 0.5, "mlp_bias": True},
     "weighted input": {"weighted_input": True, "routing": "sigmoid", "normalized_weights": False, "mlp_bias": True},
 }
+
+
+def alone(module, x):
+    """What a layer of experts adds to the stream, and what its router did."""
+    with gathered(x, BLOCK_INPUT, RESIDUAL) as in_BTD:
+        y, routed = module(in_BTD)
+    return reduced(y, BLOCK_INPUT, RESIDUAL), routed
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])
@@ -179,12 +190,12 @@ def test_values_and_gradients(small, variant):
     cfg = small(**SIZES, **VARIANTS[variant]).model
     module, rng = Experts(cfg), np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 16, cfg.embed)), jnp.float32)
-    params = nn.unbox(jax.jit(module.init)(jax.random.key(1), x))["params"]
+    params = nn.unbox(jax.jit(functools.partial(module.init, method=alone))(jax.random.key(1), x))["params"]
     params = jax.tree.map(lambda w: w + 0.1 * rng.normal(size=w.shape).astype("f4"), params)  # biases, too
     dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
-    ours = jax.jit(lambda p, x: jax.vjp(lambda p, x: module.apply({"params": p}, x)[0], p, x)[1](dy))
+    ours = jax.jit(lambda p, x: jax.vjp(lambda p, x: module.apply({"params": p}, x, method=alone)[0], p, x)[1](dy))
     with jax.default_matmul_precision("highest"):
-        y, _ = jax.jit(module.apply)({"params": params}, x)
+        y, _ = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)
         share = shares(params, x, cfg)
         assert cfg.capacity_factor == 0 or (share == 1).any()
         want, back = jax.vjp(jax.jit(lambda p, x: reference(p, x, cfg, share)), params, x)
@@ -202,10 +213,10 @@ def test_a_token_whose_weight_is_zero_gives_no_gradient_and_no_nan(small):
     """A router so sure of one expert that the scores of the other two chosen ones are exactly 0."""
     cfg = small(**SIZES).model
     module, x = Experts(cfg), jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, cfg.embed)), jnp.float32)
-    params = nn.unbox(jax.jit(module.init)(jax.random.key(1), x))["params"]
+    params = nn.unbox(jax.jit(functools.partial(module.init, method=alone))(jax.random.key(1), x))["params"]
     params = params | {"router": 1e4 * params["router"]}
     assert (jnp.sort(jax.nn.softmax(x @ params["router"]))[..., -2] == 0).any()
-    found = jax.jit(jax.grad(lambda p: module.apply({"params": p}, x)[0].sum()))(params)
+    found = jax.jit(jax.grad(lambda p: module.apply({"params": p}, x, method=alone)[0].sum()))(params)
     assert all(np.isfinite(dw).all() for dw in jax.tree.leaves(found)) and np.any(found["w_down"])
 
 
@@ -213,16 +224,15 @@ def test_penalties_and_loads(small):
     """Equal loads cost balance_weight, whatever the router is sure of; rows are balanced by themselves."""
     cfg = small(experts=4, experts_per_token=1, balance="row", balance_weight=0.5, router_z_loss=0.1).model
     module, x = Experts(cfg), jnp.eye(cfg.embed)[jnp.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
-    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
+    params = nn.unbox(jax.jit(functools.partial(module.init, method=alone))(jax.random.key(0), x))["params"]
     params = params | {"router": jnp.zeros((cfg.embed, 4)).at[:4].set(9 * jnp.eye(4))}
     p = float(np.exp(9) / (np.exp(9) + 3))
     log_z = float(np.log(np.exp(9) + 3))
-    row = jax.jit(module.apply)({"params": params}, x)[1]
+    row = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)[1]
     np.testing.assert_allclose(row.load_C, [5, 1, 1, 1])
     np.testing.assert_allclose(row.penalty_B, [0.5 + 0.1 * log_z**2, 0.5 * 4 * p + 0.1 * log_z**2], rtol=1e-5)
-    both = jax.jit(Experts(dataclasses.replace(cfg, balance="batch", router_z_loss=0.0)).apply)({"params": params}, x)[
-        1
-    ]
+    module = Experts(dataclasses.replace(cfg, balance="batch", router_z_loss=0.0))
+    both = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)[1]
     share = np.array([(0.25 * (p + (1 - p)) + p) / 2] + [(0.25 + (1 - p) / 3) / 2] * 3)
     np.testing.assert_allclose(both.penalty_B, [0.5 * 4 * (share * [5 / 8, 1 / 8, 1 / 8, 1 / 8]).sum()] * 2, rtol=1e-5)
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count
+from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh, rules_file
-from gspmd_lm.sharding.annotate import Weight, placed_by, shard, used
-from gspmd_lm.sharding.partial_sums import einsum, gradient, look_up, read, write
+from gspmd_lm.sharding.annotate import Adapted, Weight, placed_by, shard, used
+from gspmd_lm.sharding.matmuls import einsum, gathered, look_up, project, unreduced_matmul
+from gspmd_lm.sharding.partial_sums import gradient, reduced
 from gspmd_lm.sharding.placement import MeshPlacement
 
 B, T, D, N, H, F, V, R = 8, 4, 16, 8, 4, 24, 32, 2
@@ -90,22 +92,23 @@ def drawn(names, rows=B):
     return arrays, rng.normal(size=(rows, T, D)).astype(np.float32)
 
 
+def matrices(arrays, frozen=()):
+    """The weights, with their adapters if they have any."""
+    w = {name: weight(name, array, frozen=name in frozen) for name, array in arrays.items()}
+    adapters = {name: (w[f"{name}_a"], w[f"{name}_b"]) if f"{name}_a" in w else () for name in w}
+    return {name: Adapted(w[name], adapters[name], 0.5) for name in w if name[-2:] not in ("_a", "_b")}
+
+
 def block(arrays, x_BTD):
-    """The products of attention and an MLP, side by side, which may have adapters, through the words."""
-    w = {name: weight(name, array) for name, array in arrays.items()}
-    in_BTD = read(x_BTD, RESIDUAL, BLOCK_INPUT)
-    q, k, v = (shard(einsum("BTD,DNH->BTNH", in_BTD, w[name]), QUERIES) for name in ("wq", "wk", "wv"))
-    up = einsum("BTD,DF->BTF", in_BTD, w["w_up"])
-    if "w_up_a" in w:
-        low = read(0.5 * einsum("BTD,DR->BTR", in_BTD, w["w_up_a"]), LOW_RANK, LOW_RANK)
-        up += einsum("BTR,RF->BTF", low, w["w_up_b"])
-    hidden = shard(jnp.sin(up), HIDDEN)
-    y = 0.5 + einsum("BTNH,NHD->BTD", jnp.sin(q) * k + v, w["wo"])
-    y += 0.25 + einsum("BTF,FD->BTD", hidden, w["w_down"])
-    if "w_down_a" in w:
-        low = read(0.5 * einsum("BTF,FR->BTR", hidden, w["w_down_a"]), LOW_RANK, LOW_RANK)
-        y += einsum("BTR,RD->BTD", low, w["w_down_b"])
-    return x_BTD + write(0.25 + y, BLOCK_INPUT, RESIDUAL)
+    """The matmuls of attention and an MLP, side by side, which may have adapters, through the words."""
+    w = matrices(arrays)
+    with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+        q, k, v = (shard(project(in_BTD, w[name]), QUERIES) for name in ("wq", "wk", "wv"))
+        with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as again_BTD:  # as an MLP beside attention reads what it reads
+            hidden = shard(jnp.sin(project(again_BTD, w["w_up"])), HIDDEN)
+    y = unreduced_matmul(jnp.sin(q) * k + v, w["wo"]) + 0.5
+    y += unreduced_matmul(hidden, w["w_down"]) + 0.25
+    return x_BTD + reduced(y + 0.25, BLOCK_INPUT, RESIDUAL)
 
 
 def plain_block(w, x_BTD):
@@ -164,6 +167,15 @@ def test_on_one_device_words_are_plain_einsums(wanted):
     assert not {"sharding_constraint", "shard_map", "reshape", "broadcast_in_dim"} & made.keys()
 
 
+def test_an_input_that_was_not_gathered_is_refused():
+    """Its gradients would be reduced once for each weight."""
+    w, x_BTD = weight("w_up", jnp.ones((D, F))), jnp.ones((B, T, D))
+    with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD, pytest.raises(InputError, match="not what gathered"):
+        project(in_BTD + 0, w)
+    with pytest.raises(InputError, match="fix   with gathered"):
+        project(in_BTD, w)
+
+
 PAIR = ("wq", "wk", "wv", "wo", "w_up", "w_down")  # what is read once and written once
 WHOLE = B * T * D
 
@@ -212,8 +224,7 @@ def test_tokens_are_not_cut_by_a_mesh_axis_that_splits_the_weight():
     (array,), hidden = drawn(("w_down",))[0].values(), np.random.default_rng(1).normal(size=(B, T, F))
 
     def down(array, hidden_BTF):
-        y = einsum("BTF,FD->BTD", shard(hidden_BTF, HIDDEN), weight("w_down", array))
-        return write(y, BLOCK_INPUT, RESIDUAL)
+        return reduced(unreduced_matmul(shard(hidden_BTF, HIDDEN), weight("w_down", array)), BLOCK_INPUT, RESIDUAL)
 
     inputs = array, hidden.astype(np.float32)
     found, text = back(down, inputs, placement)
@@ -242,11 +253,10 @@ def test_a_frozen_weight_costs_no_product(remat):
     arrays, x_BTD = drawn(("w_up", "w_down", "w_down_a", "w_down_b"))
 
     def mlp(frozen, arrays, x_BTD):
-        w = {name: weight(name, array, frozen=frozen) for name, array in arrays.items()}
-        hidden = shard(jnp.sin(einsum("BTD,DF->BTF", read(x_BTD, RESIDUAL, BLOCK_INPUT), w["w_up"])), HIDDEN)
-        y = einsum("BTF,FD->BTD", hidden, w["w_down"])
-        y += einsum("BTR,RD->BTD", einsum("BTF,FR->BTR", hidden, w["w_down_a"]), w["w_down_b"])
-        return write(y, BLOCK_INPUT, RESIDUAL)
+        w = matrices(arrays, arrays if frozen else ())
+        with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+            hidden = shard(jnp.sin(project(in_BTD, w["w_up"])), HIDDEN)
+        return reduced(unreduced_matmul(hidden, w["w_down"]), BLOCK_INPUT, RESIDUAL)
 
     def products(frozen):
         with placed_by(placement):
@@ -278,7 +288,7 @@ def test_a_loop_gathers_a_used_weight_once_and_makes_its_sums_after_it():
 
         zeros = jax.tree.map(jnp.zeros_like, einsum("BTV,BTD->VD", g_CBTV[0], x_CBTD[0]))
         dw, dx = jax.lax.scan(turn, zeros, (g_CBTV, x_CBTD))
-        dx_BTD = write(jax.tree.map(lambda x: x.sum(0), dx), BLOCK_INPUT, RESIDUAL)
+        dx_BTD = reduced(jax.tree.map(lambda x: x.sum(0), dx), BLOCK_INPUT, RESIDUAL)
         return gradient(dw, at_rest), dx_BTD
 
     def placed(*inputs):

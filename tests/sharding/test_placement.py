@@ -41,9 +41,9 @@ TOTAL = """
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.runtime import compiler, startup
-from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.hardware import target
+from gspmd_lm.runtime import compiler
+from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.placement import MeshPlacement
 from gspmd_lm.sharding.annotate import Spec, Split
 

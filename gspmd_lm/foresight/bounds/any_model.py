@@ -2,7 +2,7 @@
 
 `decoder.py` knows the decoder: its attention, experts, look-ups and loss. Nothing is known here but how arrays are
 sharded: weights are gathered, their gradients are reduced, and a matmul that sums over a split axis is reduced. What a
-model moves between two shardings of its activations is not counted, but for what `read` and `write` of partial_sums.py
+model moves between two shardings of its activations is not counted, but for what `gathered` and `reduced` of matmuls.py
 move. So `communication_bytes` is None, and `plan` alone asks for what is counted. Activations that are kept for the
 backward pass are not counted among the bytes either, so that the bound stays one.
 """
@@ -97,7 +97,7 @@ class AnyModelTransfers(Transfers):
                 )
 
     def add_output_side(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
-        """Adds the reduction of a matmul's partial sums. Results that one `write` adds up are reduced once."""
+        """Adds the reduction of a matmul's partial sums. Results that one `reduced` adds up are reduced once."""
         x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
         compute = self.weights[matmul.path].compute
         summed_over = frozenset(mesh_axes_except(compute, *(compute.keys() - x.keys())))
@@ -116,7 +116,7 @@ class AnyModelTransfers(Transfers):
     def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
         """Adds the gradients of matmuls that have one input.
 
-        Where `read` gathers that input from a `source`, the gather is added too, and the gradients are summed once.
+        Where `gathered` gathers that input from a `source`, the gather is added too, and the gradients are summed once.
         """
         sharding = self.sharding(x)
         if source:

@@ -60,7 +60,7 @@ class DecoderTransfers(Transfers):
         return not set(matmul.node.name.owners) & set(self.weights)
 
     def add_layers(self) -> None:
-        """Adds what the matmuls of all layers move. partial_sums.py says how they read and write the stream."""
+        """Adds what the matmuls of all layers move. matmuls.py says how they read and write the stream."""
         matmuls = [matmul for matmul in self.graph.matmuls if not self.is_head(matmul)]
         inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
         adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
@@ -299,7 +299,7 @@ class DecoderTransfers(Transfers):
     # Before and after the layers
 
     def add_look_up(self, table: Parameter) -> None:
-        """Adds look-ups in the token table and in learned positions, forward and backward: see `partial_sums.look_up`.
+        """Adds look-ups in the token table and in learned positions, forward and backward: see `matmuls.look_up`.
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """

@@ -88,10 +88,19 @@ def attend(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.Model,
     sinks_N: jax.Array | None = None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """`attention.attend` to keys and values that are placed as `keys_spec` says.
+    """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
-    A row that is not dealt, such as a prompt, has no order that a ring could go round in: its keys are gathered.
+    With a slot in the batch, a single token of each row attends to the row's cache. A row that is not dealt, such as a
+    prompt, has no order that a ring could go round in: its keys are gathered.
     """
+    if attention.keys_axis() == "heads":
+        group = q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BSKH, v_BSKH = (
+            shard(jnp.repeat(x, group, axis=2), keys_spec(name).replace("kv_heads", "heads"))
+            for name, x in (("k", k_BSKH), ("v", v_BSKH))
+        )
+    if "slot" in batch and q_BTNH.shape[1] == 1:
+        return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, sinks_N)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
     form = context() if over.over else "gather"
     if over.pieces == 1 or q_BTNH.shape[1] == 1:

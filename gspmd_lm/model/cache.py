@@ -1,0 +1,115 @@
+"""What layers keep of the tokens so far, while text is generated, and keys that layers keep for later ones."""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.model.kernels.context import keys_spec
+from gspmd_lm.sharding.annotate import like, shard
+
+CACHE = "cache: layers batch kv_seq kv_heads head_dim"
+Kept = dict[str, tuple[jax.Array, ...]]  # kind of layer -> keys and values of the last one of that kind
+Leaf = TypeVar("Leaf")  # arrays, or how they are named
+
+
+class LinearState(NamedTuple, Generic[Leaf]):
+    """What the layers with linear attention carry from token to token."""
+
+    q_LBAKH: Leaf  # what the short convolutions read of the last tokens, in the compute dtype
+    k_LBAKH: Leaf
+    v_LBANH: Leaf
+    s_LBNIH: Leaf  # float32
+
+    def written(
+        self: "LinearState[jax.Array]", new: "LinearState[jax.Array]", layer: jax.Array | int
+    ) -> "LinearState[jax.Array]":
+        """The states with those of one layer, [B, ...], changed."""
+
+        def one(x: jax.Array, y: jax.Array, spec: str) -> jax.Array:
+            return shard(jax.lax.dynamic_update_slice(x, y[None].astype(x.dtype), (layer, *[0] * y.ndim)), spec)
+
+        return LinearState._make(map(one, self, new, STATES))
+
+    def of(self: "LinearState[jax.Array]", layer: jax.Array | int) -> "LinearState[jax.Array]":
+        """The states of one layer, [B, ...]."""
+        found = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
+        return LinearState(*(like(x, spec.replace("layers ", "")) for x, spec in zip(found, STATES, strict=True)))
+
+
+STATES = LinearState(
+    "state: layers batch taps kv_heads head_dim",
+    "state: layers batch taps kv_heads head_dim",
+    "state: layers batch taps heads head_dim",
+    "state: layers batch heads key_dim head_dim",
+)
+
+
+class Cache(NamedTuple, Generic[Leaf]):
+    """What all layers keep of the tokens so far: keys and values, [L, B, S, K, H] in the compute dtype, whose slot s
+    holds a row's token s, and the states of linear attention.
+
+    L are the layers of either kind. A batch with `cache_layer` [layers] has the place of each layer among its kind.
+    """
+
+    k_LBSKH: Leaf
+    v_LBSKH: Leaf
+    linear: LinearState[Leaf] | None = None
+
+    def written(
+        self: "Cache[jax.Array]", k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array, layer: jax.Array | int
+    ) -> "Cache[jax.Array]":
+        """The cache with T tokens per row, from `slot` on."""
+        at = (layer, 0, slot, 0, 0)
+
+        def one(x_LBSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+            return shard(jax.lax.dynamic_update_slice(x_LBSKH, new_BTKH[None].astype(x_LBSKH.dtype), at), CACHE)
+
+        return self._replace(k_LBSKH=one(self.k_LBSKH, k_BTKH), v_LBSKH=one(self.v_LBSKH, v_BTKH))
+
+    def of(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one layer, [B, S, K, H]."""
+        k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self[:2])
+        return like(k_BSKH, CACHE.replace("layers ", "")), like(v_BSKH, CACHE.replace("layers ", ""))
+
+    @property
+    def specs(self) -> "Cache[str]":
+        """How these arrays are named."""
+        return Cache(CACHE, CACHE, STATES if self.linear else None)
+
+
+def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache[jax.Array]:
+    """An empty cache for `rows` rows of up to `slots` tokens."""
+    linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
+    own = cfg.layers - linear - cfg.shared_kv_layers
+    shape = (own, rows, slots, cfg.kv_head_rows, cfg.head_dim)
+    k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
+    return Cache(k, v, _empty_states(cfg, linear, rows) if linear else None)
+
+
+def _empty_states(cfg: config.Model, layers: int, rows: int) -> LinearState[jax.Array]:
+    """The states before the first token."""
+    sizes = cfg.linear_attention
+    assert sizes
+    K, N, H, before = sizes.key_heads, sizes.value_heads, sizes.head_dim, sizes.taps - 1
+    shapes = (before, K, H), (before, K, H), (before, N, H), (N, H, H)
+    dtypes = *[jnp.dtype(cfg.compute_dtype)] * 3, jnp.float32
+    arrays = (jnp.zeros((layers, rows, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return LinearState._make(map(shard, arrays, STATES))
+
+
+def in_cache(cfg: config.Model) -> list[int]:
+    """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
+    that shares keys has the place of the layer whose keys it has."""
+    kinds, own = cfg.kind_of_each_layer, cfg.layers - cfg.shared_kv_layers
+    linear = [kind == "linear" for kind in kinds]
+    of = [i if i < own else max(j for j in range(own) if kinds[j] == kinds[i]) for i in range(cfg.layers)]
+    return [linear[:i].count(linear[i]) for i in of]
+
+
+def no_keys(cfg: config.Model, rows: int, length: int) -> Kept:
+    """The keys and values that layers keep for later ones, [B, T, K, H], before the first layer."""
+    shape = rows, length, cfg.kv_head_rows, cfg.head_dim
+    none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]
+    return {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}

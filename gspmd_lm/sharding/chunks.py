@@ -1,0 +1,42 @@
+"""Chunks of sequences, for a loop over them. Where rules split sequences, a chunk has an equal part of each shard."""
+
+import math
+
+import jax
+from einops import rearrange
+
+from gspmd_lm.sharding.annotate import placement
+
+
+def count(rows: int, length: int, tokens: int) -> int:
+    """The number of equal chunks into which sequences are cut, each of at most so many tokens on a device."""
+    most = length // _shards(length)
+    shared = _pieces("logits", "batch") * min(_pieces("logits", "seq"), length)
+    wanted = -(-rows * length // (shared * tokens))
+    return next((n for n in range(wanted, most) if most % n == 0), most)
+
+
+def split(x: jax.Array, chunks: int) -> jax.Array:
+    """[B, T, ...] as [chunks, B, T / chunks, ...]."""
+    return rearrange(x, "B (P C T) ... -> C B (P T) ...", C=chunks, P=_shards(x.shape[1]))
+
+
+def join(x: jax.Array) -> jax.Array:
+    """The inverse of `split`: [chunks, ..., T / chunks, D] as [..., T, D]."""
+    length = x.shape[0] * x.shape[-2]
+    return rearrange(x, "C ... (P T) D -> ... (P C T) D", P=_shards(length))
+
+
+def _shards(length: int) -> int:
+    """The number of equal shards into which the rules split the sequence of the logits, and of what they are made of.
+
+    A loop cuts each shard further. Rules that split the sequence unequally are refused. For them there is one shard per
+    token, so that nothing is cut.
+    """
+    found = math.lcm(_pieces("logits", "seq"), _pieces("block_input", "seq"))
+    return length if length % found else found
+
+
+def _pieces(array: str, axis: str) -> int:
+    place = placement()
+    return place.pieces(array, axis) if place else 1

@@ -1,0 +1,394 @@
+"""Matmuls with weights. On one device they are plain einsums; on many, reductions are made late and together.
+
+A sum over devices that is not yet made is an array of partial sums, one for each shard, along a new first dimension.
+Each device adds up its partial sums of several matmuls before one reduction pays for all of them:
+
+- forward, those of the matmuls whose results a block adds to the residual stream (`unreduced_matmul`, `reduced`);
+- backward, the gradients of one input that several weights are multiplied with (`gathered`, `project`).
+
+XLA does not do so everywhere by itself. All that lies between is plain arrays:
+
+    with gathered(x_BTD, "block_input: batch seq embed", "residual: batch seq embed") as x_BTD:
+        gate_BTF, up_BTF = project(x_BTD, w_gate), project(x_BTD, w_up)
+    y = unreduced_matmul(gate_BTF * up_BTF, w_down)
+    y_BTD = reduced(y, "block_input: batch seq embed", "residual: batch seq embed")
+
+Equations are made from the axes of weights: the last axes of an input are the first ones of its weight. In equations z
+stands for the shards of the axis along which a weight is split, r for those of the batch, and t for those of the
+sequence.
+"""
+
+import contextlib
+import functools
+import operator
+import string
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm.errors import InputError
+from gspmd_lm.sharding.annotate import (
+    Adapted,
+    Spec,
+    Split,
+    Weight,
+    like,
+    parse,
+    placement,
+    platform,
+    remat,
+    scope,
+    shard,
+    split,
+    use,
+)
+from gspmd_lm.sharding.partial_sums import (
+    PartialSums,
+    Sum,
+    Unreduced,
+    copied,
+    gradient,
+    reduced,
+    tokens_of,
+    unreduced,
+)
+
+LOW_RANK = "low_rank: batch seq rank"
+
+
+# The words
+
+
+@contextlib.contextmanager
+def gathered(x: jax.Array, spec: str, home: str) -> Iterator[jax.Array]:
+    """`x`, gathered as `spec` says, which `project` multiplies with weights.
+
+    All gradients of it are added up on each device and reduced once, to where `home` says. Weights that are split over
+    other mesh axes have another reduction. Within, `gathered(x, spec, home)` is the same input once more.
+    """
+    known = [one for one in _inputs.get() if one.made_of(x, spec, home)]
+    one = known[0] if known else _Gathered(x, spec, home)
+    token = _inputs.set((*_inputs.get(), one))
+    try:
+        yield one.x
+    finally:
+        _inputs.reset(token)
+
+
+def project(x: jax.Array, weight: Weight | Adapted) -> jax.Array:
+    """`x` times a weight; with an adapter, x w + scale (x a) b. `x` comes from `gathered`."""
+    one, matrix = _Gathered.known(x), weight if isinstance(weight, Adapted) else Adapted(weight)
+    y = one.times(matrix.weight)
+    if not matrix.adapter:
+        return y
+    a, b = matrix.adapter
+    with gathered(matrix.scale * one.times(a), LOW_RANK, LOW_RANK) as low_BTR:
+        return y + project(low_BTR, b)
+
+
+def unreduced_matmul(x: jax.Array, weight: Weight | Adapted) -> Unreduced:
+    """`x` times a weight, of which all axes but the last are summed over, before that sum is made over devices."""
+    matrix = weight if isinstance(weight, Adapted) else Adapted(weight)
+    summed = matrix.weight.array.ndim - 1
+    outer = ["batch", "seq", *map(str, range(x.ndim))][: x.ndim - summed]
+    y = einsum(_equation(outer, summed, matrix.weight), x, matrix.weight)
+    if not matrix.adapter:
+        return y
+    a, b = matrix.adapter
+    low = matrix.scale * einsum(_equation(outer, summed, a), x, a)
+    if low.parts:
+        return y + _matmul_of_partial_sums(_equation(outer, 1, b), low, b)
+    with gathered(low.rest[0], LOW_RANK, LOW_RANK) as low_BTR:
+        return y + project(low_BTR, b)
+
+
+def copies(x: jax.Array, sum_: Sum) -> jax.Array:
+    """[shards, ...]: a copy of `x` for each shard of a sum over devices. The gradients of the copies are partial sums.
+
+    `x` comes from `gathered`, as in `project`.
+    """
+    return _Gathered.known(x).copies(sum_)
+
+
+def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
+    """The einsum of an activation and a weight, or of two activations, which gives the gradient of a weight.
+
+    Its sum over an axis along which the weight is split is left to `reduced`, and a sum over the tokens of two
+    activations to `gradient`. If the weight is split along several axes that are summed over, the compiler sums over
+    all but the first at once.
+    """
+    if placement() is None:
+        return Unreduced((), (jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w),))
+    (a, b), out = _letters(equation)
+    if isinstance(w, Weight):
+        letter, sum_ = _summed(w, b, a)
+        return unreduced(_product(_how(w, b, a, f"z{out}", a, letter, sum_), x, None, w.array), sum_)
+    tokens = tokens_of(x, a)
+    with scope("sum", *tokens.sum.axes):
+        return unreduced(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
+
+
+def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array:
+    """The rows of `table` for `ids_BT`, [B, T, D], placed as `home` says. Gradients of a repeated id add up in float32.
+
+    A table that is whole along its rows is read where it rests: if it is split along `embed`, two small all-to-alls of
+    the result cost less than gathering the table. A table that is split along its rows is gathered along `embed`. Each
+    device looks up the rows that it has, and one reduction adds them up.
+    """
+    over, tokens = split(table.path, table.axes[0]), tokens_of(ids_BT, "BT")
+    with scope("of", table.path):
+        if over.pieces == 1:
+            found_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
+            at_rest = Spec(table.path, table.axes, "weights")
+            place = placement()
+            return place.columns_apart(found_BTD, at_rest, parse(home, found_BTD.ndim)) if place else found_BTD
+        in_use = Spec(table.path, table.axes)
+        table_rVD: Any = copied(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
+        table_rzVD = table_rVD.reshape(tokens.sum.over.pieces, over.pieces, -1, table_rVD.shape[-1])
+        ids_rBT = tokens.apart(ids_BT)
+        first_z = table_rzVD.shape[2] * jnp.arange(over.pieces)
+
+        def found(table_VD: jax.Array, first: jax.Array, ids_BT: jax.Array) -> jax.Array:
+            """Zeros for the ids of other pieces, which are out of bounds."""
+            at_BT = jnp.where(ids_BT >= first, ids_BT - first, len(table_VD))
+            return table_VD.at[at_BT].get(mode="fill", fill_value=0).astype(table.compute_dtype)
+
+        found_zrBTD = jax.vmap(jax.vmap(found, (0, None, 0)), (1, 0, None))(table_rzVD, first_z, ids_rBT)
+        found_zBTD = jax.vmap(tokens.together)(found_zrBTD)
+        sum_ = Sum(over, (f"{table.path}.{table.axes[0]}",), (table.path,))
+        return reduced(unreduced(found_zBTD, sum_), spec, home)
+
+
+# One input, and the weights that it is multiplied with
+
+
+class _Gathered:
+    """The gathered input of several matmuls.
+
+    Its gradient has one sum over devices for each way in which the weights are split. Autodiff adds up the partial sums
+    of one as the gradient of a slot. A slot is zeros of their shape, whose values are not used.
+    """
+
+    def __init__(self, x: jax.Array, spec: str, home: str):
+        self.x = shard(like(x, home), spec)
+        self._fixed = jax.lax.stop_gradient(self.x)  # one for all matmuls: a scan would keep one for each
+        self._before, self._spec, self._home = x, parse(spec, x.ndim), parse(home, x.ndim)
+        self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
+
+    def made_of(self, x: jax.Array, spec: str, home: str) -> bool:
+        return x is self._before and (parse(spec, x.ndim), parse(home, x.ndim)) == (self._spec, self._home)
+
+    @staticmethod
+    def known(x: jax.Array) -> "_Gathered":
+        """What `gathered` made of an array."""
+        for one in _inputs.get():
+            if one.x is x:
+                return one
+        raise InputError(
+            f"project(x, weight): x, {x.shape}, is not what gathered() gave\n"
+            "  fix   with gathered(x, spec, home) as x: ... project(x, weight)"
+        )
+
+    def times(self, w: Weight) -> jax.Array:
+        """The matmul with one weight."""
+        equation = _equation(self._spec.axes[:-1], 1, w)
+        if placement() is None:
+            return jnp.einsum(equation, self.x, use(w))
+        (a, b), out = _letters(equation)
+        letter, sum_ = _summed(w, b, out)
+        if not letter:
+            return _product(_how(w, b, a, out, a, "", sum_), self.x, None, w.array)
+        return _product(_how(w, b, a, out, f"z{a}", letter, sum_), self._fixed, self._slot(sum_), w.array)
+
+    def copies(self, sum_: Sum) -> jax.Array:
+        if sum_.over.pieces == 1:
+            return self.x[None]
+        return _copies(sum_, self._spec, self._fixed, self._slot(sum_))
+
+    def _slot(self, sum_: Sum) -> jax.Array:
+        """The slot of the matmuls with weights that are split alike."""
+        if sum_.over not in self._slots:
+            sums: list[Sum] = []  # complete by the time the backward pass is traced, which names the sum after all
+            self._slots[sum_.over] = _slot(sum_.over, self._home, sums, self._before), sums
+        slot, sums = self._slots[sum_.over]
+        sums.append(sum_)
+        return slot
+
+
+_inputs: ContextVar[tuple[_Gathered, ...]] = ContextVar("inputs", default=())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _slot(over: Split, home: Spec, sums: list[Sum], x: jax.Array) -> jax.Array:
+    return jnp.zeros((over.pieces, *x.shape), x.dtype)
+
+
+_slot.defvjp(
+    lambda *given: (_slot(*given), None),
+    lambda over, home, sums, _, dx: (functools.reduce(operator.or_, sums).made(dx, home),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _copies(sum_: Sum, spec: Spec, x: jax.Array, slot: jax.Array) -> jax.Array:
+    """A copy of `x` for each partial sum of its gradient, which is that of the slot."""
+    return sum_.copies(x, spec)
+
+
+_copies.defvjp(lambda *given: (_copies(*given), None), lambda sum_, spec, _, dx: (None, dx))
+
+
+# One matmul
+
+
+def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced:
+    """The matmuls of partial sums, of which the sum is made afterwards."""
+    (a, b), out = _letters(equation)
+    parts = []
+    for part in x.parts:
+        sum_ = Sum(part.sum.over, (), (w.path,))
+        how = _how(w, b, f"z{a}", f"z{out}", f"z{a}", "", sum_)
+        parts.append(PartialSums(_product(how, part.array, None, w.array), part.sum | sum_))
+    return Unreduced(tuple(parts))
+
+
+class _How(NamedTuple):
+    """The letters of a matmul with a weight. A z before them stands for partial sums."""
+
+    weight: Weight  # without its array
+    w: str
+    x: str
+    y: str
+    dx: str
+    letter: str  # of the axis along which the weight is split in use; "" if none that matters is split
+    sum: Sum  # over that axis; where `x` is partial sums, theirs
+    precision: Any  # of the matmul and, as in jax's own, of those of its derivative
+
+
+def _how(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_: Sum) -> _How:
+    settings: Any = jax.config
+    return _How(w.holding(None), letters, x, y, dx, letter, sum_, settings.jax_default_matmul_precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> jax.Array:
+    """The product of `x` and a weight at rest. With a slot, the gradient of `x` is that of the slot.
+
+    Its derivatives are written here. For autodiff to give them as partial sums, the forward pass would have to cut the
+    same axis, which adds copies in attention to TPU programs: 4% of a step under fsdp2_tp4 on v5p.
+    """
+    return _forward(how, x, slot, w)[0]
+
+
+def _forward(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
+    weight = how.weight.holding(w)
+    used = w if weight.used else use(weight)
+    names = scope("of", *how.sum.of), scope("sum", *how.sum.axes if "z" in how.y else ())
+    with names[0], names[1], jax.default_matmul_precision(how.precision):
+        y = _einsum(f"{how.x},{how.w}->{how.y}", x, used, z=(how.letter, how.sum.over))
+    # Where a block is recomputed, the backward pass uses the weight that the recomputation gathered. Elsewhere the
+    # backward pass gathers it again, so that no gathered weight outlives its product.
+    return y, (x, used if remat() else w, jnp.zeros((), w.dtype))
+
+
+def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+    x, w, at_rest = saved
+    weight = how.weight.holding(at_rest)
+    tokens = tokens_of(x, how.x, without=how.sum.over.over)  # a mesh axis splits only one dimension of an array
+    with scope("of", weight.path), jax.default_matmul_precision(how.precision):
+        w = w if remat() else use(weight.holding(w))
+        with scope("sum", *how.sum.axes):
+            dx = _einsum(f"{how.y},{how.w}->{how.dx}", dy, w, z=(how.letter, how.sum.over)).astype(x.dtype)
+        dw = None
+        if not weight.frozen:
+            with scope("optimizer", weight.path):
+                cuts = {"z": (how.letter, how.sum.over), **tokens.cuts}
+                partials = _einsum(f"{how.x},{how.y}->rt{how.w}", x, dy, **cuts)
+            dw = gradient(unreduced(partials, tokens.sum), weight)
+        found = (dx, None, dw) if how.dx == how.x else (None, dx, dw)
+        # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's
+        # gradient only when the optimizer asks for it, and to hold the partials while the other layers are computed.
+        return found if weight.scanned else jax.lax.optimization_barrier(found)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]) -> jax.Array:
+    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the piece and N within it.
+
+    If the equation's result has z, the pieces stay apart: as partial sums, or as those of N. If it has N alone, they
+    become one axis again. Nothing is cut where the equation has no z. Where the split has one piece, z is left out.
+    """
+    (a, b), out = _letters(equation)
+    cuts = {piece: cut for piece, cut in cuts.items() if piece in equation}
+    for piece, (letter, over) in cuts.items():
+        if over.pieces == 1:
+            a, b, out = (letters.replace(piece, "") for letters in (a, b, out))
+        elif letter:
+            (x, a), (y, b) = _cut(x, a, letter, over, piece), _cut(y, b, letter, over, piece)
+            out = f"{piece}{out}" if letter in out else out
+    if platform() == "cpu" and "B" not in out and x.size > y.size:
+        # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
+        # compiler would not turn the result but the product.
+        turned = "".join(sorted(out, key=lambda letter: (letter not in a) + 2 * (letter not in b)))
+        product = jax.lax.optimization_barrier(jnp.einsum(f"{b},{a}->{turned}", y, x))
+        found = jnp.einsum(f"{turned}->{out}", product)
+    else:
+        # With pieces first, the result needs no transposition. H is h, since jnp.einsum sums over axes in alphabetical
+        # order, and CPUs transpose arrays in which they stand in another, as heads do before H.
+        found = jnp.einsum(f"{a},{b}->{out}".replace("H", "h"), x, y)
+    for piece, (letter, over) in cuts.items():
+        if over.pieces > 1 and letter and letter in out:
+            at, out = out.index(piece), out.replace(piece, "")
+            to = out.index(letter)
+            found = jnp.moveaxis(found, at, to)
+            found = found.reshape(*found.shape[:to], -1, *found.shape[to + 2 :])
+    if out.startswith("rt"):  # one partial sum for each piece of the tokens
+        found = found.reshape(-1, *found.shape[2:])
+    return found
+
+
+def _cut(x: jax.Array, letters: str, letter: str, over: Split, piece: str) -> tuple[jax.Array, str]:
+    """`x` and its letters, the axis `letter` cut in two if it has it."""
+    if letter not in letters:
+        return x, letters
+    at = letters.index(letter)
+    shape = (*x.shape[:at], over.pieces, x.shape[at] // over.pieces, *x.shape[at + 1 :])
+    return x.reshape(shape), letters.replace(letter, f"{piece}{letter}")
+
+
+def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
+    """The first letter of `among` along which the weight is split in use, and the sum over its pieces."""
+    of = () if w.used else (w.path,)
+    for letter, axis in zip(letters, w.axes, strict=True):
+        over = split(w.path, axis)
+        if letter in among and over.pieces > 1:
+            return letter, Sum(over, (f"{w.path}.{axis}",), of)
+    return "", Sum(Split(), (), of)
+
+
+def _equation(outer: Sequence[str], summed: int, w: Weight) -> str:
+    """ "BTD,DNH->BTNH": an input has the axes `outer`, and then the first axes of the weight, which are summed over.
+
+    Letters are those of the model's axes, as far as they are known and differ.
+    """
+    place, axes, count = placement(), (*outer, *w.axes), len(outer)
+    known = {axis: letter for axis, (letter, _) in place.vocabulary.axes.items()} if place else {}
+    wanted = [{**known, "batch": "B", "seq": "T"}.get(axis, "") for axis in axes]
+    free = iter(sorted({*string.ascii_uppercase} - {*wanted}))
+    letters = [
+        letter if letter in {*string.ascii_uppercase} - {*wanted[:at]} else next(free)
+        for at, letter in enumerate(wanted)
+    ]
+    rows, weight = "".join(letters[:count]), "".join(letters[count:])
+    return f"{rows}{weight[:summed]},{weight}->{rows}{weight[summed:]}"
+
+
+def _letters(equation: str) -> tuple[list[str], str]:
+    """(["BTD", "DNH"], "BTNH") of "BTD,DNH->BTNH"."""
+    left, _, out = equation.partition("->")
+    return left.split(","), out
