@@ -65,6 +65,17 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory):
+    """The folder of all caches, shared by the processes of a test run.
+
+    A program that jax finds in the user's cache may be of older code: it names other files and lines.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GSPMD_LM_CACHE", str(tmp_path_factory.getbasetemp().parent / "caches"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def small():
     """A function that makes a float32 config small enough to compile in a second or two: small(block="parallel")."""

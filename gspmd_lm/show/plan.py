@@ -74,13 +74,13 @@ def _ranking(outcome: Outcome, advice: Sequence[Note]) -> Section:
              for name, cell in cells(outcome, line).items()} for line in shown(lines)]  # fmt: skip
     notes = [*_notes(outcome), *advice, ("answer", answer(outcome))]
     if plan.stopped:
-        notes.append(("search", "; ".join(filter(None, (plan.stopped, price_error(plan))))))
+        notes.append(("search", "; ".join(filter(None, (plan.stopped, estimate_error(plan))))))
     blocks = [Text(summary(outcome)), table_of("Ranking", rows, WORDS), *said]
     return Section("Ranking", "predicted", [*blocks, Notes([note for note in notes if note[1]])])
 
 
 def shown(lines: Sequence[Line]) -> list[Line]:
-    """The lines of a table: the best of those that were compiled, then of those that were priced."""
+    """The lines of a table: the best of those that were compiled, then of those that were estimated."""
     compiled = [line for line in lines if line.candidate.compiled][:SHOWN]
     return compiled or list(lines[:SHOWN])
 
@@ -91,7 +91,7 @@ def summary(outcome: Outcome) -> str:
     chips = hardware(outcome.chips, plan.target.chip.kinds[0] if plan.target.chip else "")
     return (
         f"{plan.config}, {outcome.batch:,} rows a step, on {chips} ({plan.target.text}): {plan.searched:,} layouts "
-        f"priced, {plan.compiled} compiled in {human_duration(plan.seconds)}"
+        f"estimated, {plan.compiled} compiled in {human_duration(plan.seconds)}"
     )
 
 
@@ -110,7 +110,7 @@ def cells(outcome: Outcome, line: Line) -> dict[str, str]:
         "memory": memory,
         "exposed": _exposed(line.exposed_by_axis, line.step_time_s) or "-",
         "$/B tok": figure(line.usd_per_billion_tokens, "{:,.2f}".format),
-        "known by": "compiled" if one.compiled else "priced",
+        "known by": "compiled" if one.compiled else "estimated",
     }
 
 
@@ -159,19 +159,19 @@ def answer(outcome: Outcome) -> str:
     return f"{said}: within the {outcome.days:g} days that there are" if outcome.in_time else said
 
 
-def price_error(plan: Plan) -> str:
-    """How wrong prices are, and how that is known; '' where layouts have no times."""
+def estimate_error(plan: Plan) -> str:
+    """How wrong estimates are, and how that is known; '' where layouts have no times."""
     chip, known = plan.target.chip, known_errors.estimate_error(plan.target)
     if chip is None:
         return ""
     if plan.estimate_error is not None:
-        return f"corrected prices missed the layouts compiled here by {plan.estimate_error:.1%} in the mean"
+        return f"corrected estimates missed the layouts compiled here by {plan.estimate_error:.1%} in the mean"
     where = f"{chip.name}, {'several' if known_errors.is_several(plan.target) else 'one'} "
     where += {"tpu": "slice", "gpu": "host"}[chip.platform] + "s" * known_errors.is_several(plan.target)
     if known is None:
-        return f"no prices were compared with compiled layouts of {where}"
-    return (f"too few were compiled to say how wrong prices are here; elsewhere, prices missed {known[0]} compiled "
-            f"layouts of {where}, by {known[1]:.1%}")  # fmt: skip
+        return f"no estimates were compared with compiled layouts of {where}"
+    return ("too few were compiled to say how wrong estimates are here; elsewhere, estimates missed "
+            f"{known[0]} compiled layouts of {where}, by {known[1]:.1%}")  # fmt: skip
 
 
 # ---- where nothing fits
@@ -262,10 +262,10 @@ def _memory(outcome: Outcome) -> list[Section]:
         best, compiled = line.candidate is outcome.plan.best, line.candidate.compiled
         colour = "var(--teal)" if best else "var(--blue)" if compiled else "var(--grey)"
         about = f"{line.candidate.name}: {human_seconds(line.step_time_s)}, {human_bytes(line.peak_bytes)}"
-        about += ", compiled" if compiled else ", priced"
+        about += ", compiled" if compiled else ", estimated"
         size = 14 if best else 9 if compiled else 5
         drawn.dot((line.peak_bytes, line.step_time_s), colour, about, size=size, faint=not (best or compiled))
-    kinds = [("host", "the best"), ("matmul", "compiled"), ("other", "priced"),
+    kinds = [("host", "the best"), ("matmul", "compiled"), ("other", "estimated"),
              ("", "dashed: no layout is both faster and smaller")]  # fmt: skip
     label = f"Step time against memory of {len(near)} layouts"
     picture = Figure(html.legend(kinds) + drawn.html(label, tall=True))

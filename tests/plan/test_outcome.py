@@ -140,12 +140,12 @@ def test_json_has_the_documented_keys_and_no_others(found):
 
 def test_the_error_of_prices_is_said_with_what_it_rests_on(found):
     def said(**changes):
-        return shown.price_error(dataclasses.replace(found.plan, **changes))
+        return shown.estimate_error(dataclasses.replace(found.plan, **changes))
 
-    assert said(estimate_error=0.031) == "corrected prices missed the layouts compiled here by 3.1% in the mean"
-    assert said().endswith("prices missed 32 compiled layouts of h100, one host, by 5.8%")
+    assert said(estimate_error=0.031) == "corrected estimates missed the layouts compiled here by 3.1% in the mean"
+    assert said().endswith("estimates missed 32 compiled layouts of h100, one host, by 5.8%")
     assert said(target=targets.parse("2@v6e:2x4")).endswith("15 compiled layouts of v6e, several slices, by 5.9%")
-    assert said(target=targets.parse("v4:4x4x4")) == "no prices were compared with compiled layouts of v4, one slice"
+    assert said(target=targets.parse("v4:4x4x4")) == "no estimates were compared with compiled layouts of v4, one slice"
     assert said(target=targets.parse("cpu:8")) == ""
 
 

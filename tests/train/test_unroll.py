@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.one_device import moved_bytes
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
 
@@ -37,6 +38,12 @@ def test_one_cpu_device_has_no_loop_by_default(three):
     assert layer_loops(three(unroll=1)) == 2  # forward and backward
     assert layer_loops(three("dp8")) == 2
     assert layer_loops(three(remat=Remat("block"))) == 2  # without a loop, XLA:CPU saves no memory by it
+
+
+def test_one_cpu_device_transposes_little(small, course):
+    """Matmuls sum over axes in the order in which these are stored, and attention transposes no weights of its own."""
+    program = course(small(layers=LAYERS, embed=64, mlp=128), "single").program
+    assert moved_bytes(program.as_text())["transposed"] <= 2_752_512
 
 
 @pytest.mark.parametrize("value", ["some", 0, True, 1.5])
