@@ -178,7 +178,7 @@ def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
 
 
 def _too_large(memory: Memory) -> Iterator[Finding]:
-    """plan/fits.py finds a better fix for a train step."""
+    """plan/advice.py finds a better fix for a train step."""
     if not memory.fits and memory.limit_bytes is not None:
         yield Finding(
             "does-not-fit",
