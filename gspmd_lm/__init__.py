@@ -9,8 +9,6 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gspmd_lm.versions import __version__ as __version__
-
 if TYPE_CHECKING:
     from gspmd_lm.api import (
         build,
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from gspmd_lm.model.task import Input, Task
     from gspmd_lm.sharding.annotate import parameter, shard, use
     from gspmd_lm.sharding.names import Vocabulary
+    from gspmd_lm.versions import __version__ as __version__
 
 __all__ = [
     "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare", "dry_run", "explain",
@@ -42,6 +41,7 @@ _MODULES = {
     "sharding.annotate": "parameter shard use",
     "model.task": "Input Task",
     "sharding.names": "Vocabulary",
+    "versions": "__version__",
 }
 
 

@@ -113,13 +113,12 @@ def build(task: "Task | Config | str", rules: Rules | str) -> "Step":
     """
     import jax
 
+    from gspmd_lm.runtime import startup
     from gspmd_lm.train import state, step
 
     task = _task(task)
     rules = _rules(rules, task)
-    devices = jax.devices()
-    if jax.process_count() == 1 and rules.devices > 0 and (jax.default_backend() == "cpu" or rules.devices == 1):
-        devices = devices[: rules.devices]
+    devices = startup.devices_of(rules.devices)
     filled = rules.fill(len(devices))
     arrays, warnings = state.arrays_and_warnings(task, filled, jax.default_backend())
     for warning in warnings:

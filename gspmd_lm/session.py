@@ -29,7 +29,7 @@ from gspmd_lm.foresight import compile, explain
 from gspmd_lm.hardware import target
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.runtime import compile_cache as compile_caches
-from gspmd_lm.runtime import processes
+from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
@@ -61,9 +61,7 @@ class Session:
 
 def begin(config: Config, rules: Rules, machine: Runtime, workdir: str | None, stderr: bool = False) -> Session:
     """The session of a process whose devices are started. stderr: messages go there, because stdout has results."""
-    devices = jax.devices()
-    if machine.process_count == 1 and (machine.simulated or rules.devices == 1) and rules.devices > 0:
-        devices = devices[: rules.devices]
+    devices = startup.devices_of(rules.devices)
     stream = sys.stderr if stderr else sys.stdout
     notebook = False if "ipykernel" in sys.modules else None  # where lines are one text, and colours are asked for
     console = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, force_jupyter=notebook,

@@ -20,13 +20,14 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.session import Session
 from gspmd_lm.sharding import shapes
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.train import state, step
 from gspmd_lm.units import human_bytes
 from gspmd_lm.workdir import checkpoint, layout
 from gspmd_lm.workdir.layout import IGNORED, IMPORTED
 
 
-def run(values: flags.FlagValues) -> int:
+def run(values: flags.FlagValues, rules: Rules) -> int:
     """Imports a folder or exports a workdir, and returns the exit code."""
     example = "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR"
     workdir = inputs.needs(values, "workdir", example)
@@ -34,11 +35,11 @@ def run(values: flags.FlagValues) -> int:
     if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
     if source:
-        return _import(values, Path(source).expanduser(), layout.path_of(workdir))
-    return _export(values, inputs.needs_weights(values, example))
+        return _import(values, rules, Path(source).expanduser(), layout.path_of(workdir))
+    return _export(values, rules, inputs.needs_weights(values, example))
 
 
-def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
+def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath.Path) -> int:
     if not source.is_dir():
         fix = paths.download(str(source), "give one with config.json and *.safetensors")
         raise InputError(f"--from={source}: no such folder\n  fix   {fix}")
@@ -53,7 +54,7 @@ def _import(values: flags.FlagValues, source: Path, workdir: epath.Path) -> int:
     if values.ignore:
         carried[IGNORED] = sidecars.as_json({architecture.CONFIG: values.ignore})
     chat.stop_ids(published.config.data.tokenizer)  # raises if the tokenizer cannot be used
-    begun = inputs.begin(values, published.config, keep_memory=False)
+    begun = inputs.begin(values, published.config, rules, keep_memory=False)
     with session.exclusive(begun, workdir), checkpoint.of_run(workdir, published.config, begun.say) as checkpoints:
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
@@ -110,12 +111,12 @@ def _sidecars_of(source: Path) -> dict[str, bytes]:
         ) from error
 
 
-def _export(values: flags.FlagValues, workdir: str) -> int:
+def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if values.ignore:
         raise InputError("--ignore: only for convert --from=DIR\n  fix   drop it")
     if values.adapter and values.dtype:
         raise InputError("--dtype: an adapter is float32\n  fix   drop it")
-    begun = inputs.begin(values, keep_memory=False)
+    begun = inputs.begin(values, inputs.read_config(values), rules, keep_memory=False)
     config = begun.config
     folder, model = Path(values.to).expanduser(), config.model
     original = _original(workdir, config)

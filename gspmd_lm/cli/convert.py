@@ -23,11 +23,11 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     """Imports a folder or exports a workdir, and returns the exit code."""
     from gspmd_lm.cli import inputs
 
-    inputs.rules(values)  # a published model brings its own config
+    rules = inputs.read_rules(values)  # a published model brings its own config
     import_jax()
     from gspmd_lm.cli import conversion
 
-    return conversion.run(values)
+    return conversion.run(values, rules)
 
 
 CONVERT = Verb(

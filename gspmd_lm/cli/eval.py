@@ -13,6 +13,7 @@ from gspmd_lm.runtime.quiet import import_jax
 
 if TYPE_CHECKING:
     from gspmd_lm.config import Config
+    from gspmd_lm.sharding.rules import Rules
 
 
 def _define(flags: Flags) -> None:
@@ -31,28 +32,26 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     """Scores the held-out rows, a text, or each line of continuations, and returns the exit code."""
     from gspmd_lm.cli import inputs
 
-    inputs.check_files(values)
+    # What is wrong with a file is told before jax is imported, which takes a second.
+    rules, config = inputs.read_rules(values), inputs.read_config(values)
     import_jax()
-    return _score(values) if values.text or values.continuations else _held_out(values)
+    return (_score if values.text or values.continuations else _held_out)(values, config, rules)
 
 
-def _held_out(values: flags.FlagValues) -> int:
+def _held_out(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     from gspmd_lm import session
     from gspmd_lm.cli import inputs
 
     inputs.needs_weights(values, "eval --workdir=DIR, the folder of a run that has saved a checkpoint")
-    if values.output:
-        raise InputError(
-            f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
-        )
-    begun = inputs.begin(values)
+    _refuse_output(values.output)
+    begun = inputs.begin(values, config, rules)
     built, warnings = session.build_step(begun)
     with session.opened(begun, built, warnings, writes=False, compile_cache=values.compile_cache) as run:
         run.evaluate(values.step)
     return 0
 
 
-def _score(values: flags.FlagValues) -> int:
+def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     from gspmd_lm import session
     from gspmd_lm.cli import inputs
     from gspmd_lm.data import tokenizer
@@ -62,12 +61,10 @@ def _score(values: flags.FlagValues) -> int:
     folder = inputs.folder_with_weights(values, "eval --workdir=DIR --text=FILE")
     if values.text and values.continuations:
         raise InputError("--text and --continuations: one of them at a time\n  fix   drop one")
-    if values.text and values.output:
-        raise InputError(
-            f"--output={values.output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it"
-        )
+    if values.text:
+        _refuse_output(values.output)
     inputs.check_output(values.output, values.continuations)
-    begun, read = inputs.begin_with_weights(values, folder, stderr=not values.text)
+    begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=not values.text)
     config = begun.config
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
     generate.check_tokenizer(config, tokens)
@@ -108,6 +105,11 @@ def _score(values: flags.FlagValues) -> int:
     if values.output:
         begun.say(f"{values.output}: {len(lines):,} lines")
     return 0
+
+
+def _refuse_output(output: str | None) -> None:
+    if output:
+        raise InputError(f"--output={output}: only for the results of --continuations=FILE.jsonl\n  fix   drop it")
 
 
 def _window(asked: int | None, config: "Config") -> int:

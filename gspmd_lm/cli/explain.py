@@ -9,13 +9,12 @@ from absl import flags
 
 from gspmd_lm import files
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import RESULTS, Flags, Verb, overrides
+from gspmd_lm.cli.verb import RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.errors import InputError
 
 
 def _define(flags: Flags) -> None:
-    flags.text("config", "tiny", "The config: a path, a name in configs/, or the folder or config.json of a published "
-               "model. It says what is computed.")  # fmt: skip
+    on_target(flags)
     flags.text("rules", None, "The rules file: a path, or a name in rules/. Commas separate several. "
                "It says where and how the config is computed.")  # fmt: skip
     flags.text("target", None, "The hardware, which need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, "
@@ -38,7 +37,7 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm.cli import inputs
     from gspmd_lm.hardware import target as targets
 
-    layouts, config = inputs.layouts(values, names), inputs.config(values)
+    layouts, config = inputs.layouts(values, names), inputs.read_config(values)
     if not layouts or values.target is None:
         lacking = "--target" if layouts else "--rules"
         named = "--rules=fsdp8" if verb == "explain" else "fsdp8 tp8"

@@ -43,7 +43,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     """Continues --prompt, or each line of --prompts, and returns the exit code."""
     from gspmd_lm.cli import inputs
 
-    inputs.check_files(values)
+    # What is wrong with a file is told before jax is imported, which takes a second.
+    rules, config = inputs.read_rules(values), inputs.read_config(values)
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.data import chat, tokenizer
@@ -62,7 +63,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.min_p, values.seed)
     if not values.temperature and sampling != Sampling(seed=values.seed):
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
-    begun, read = inputs.begin_with_weights(values, folder, stderr=True)
+    begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=True)
     config = begun.config
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens)

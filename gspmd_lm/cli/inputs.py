@@ -26,7 +26,7 @@ _OF_RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # 
 PLAN = "plan"  # in place of a rules file
 
 
-def config(values: flags.FlagValues) -> Config:
+def read_config(values: flags.FlagValues) -> Config:
     """The config that --config names, else the one in the workdir, else tiny, with --set laid over it."""
     workdir = getattr(values, "workdir", None)
     name = values.config or layout.left(workdir, layout.CONFIG) or "tiny"
@@ -54,7 +54,7 @@ def _of_rules(text: str) -> bool:
     return text.partition("=")[0].partition(".")[0].strip() == "rules"
 
 
-def rules(values: flags.FlagValues) -> Rules:
+def read_rules(values: flags.FlagValues) -> Rules:
     """The rules file that --rules names, else the one in the workdir, else none, with --mesh laid over it.
 
     For --rules=plan these are rules for any number of devices, which a plan replaces once the devices are known.
@@ -115,12 +115,6 @@ def check_folder(flag: str, folder: Path) -> None:
         raise InputError(f"--{flag}={folder}: {at} cannot be written in\n  fix   give another folder")
 
 
-def check_files(values: flags.FlagValues) -> None:
-    """Raises InputError for what is wrong in the config or the rules, before jax is imported, which takes a second."""
-    config(values)
-    rules(values)
-
-
 def log_to_stderr() -> None:
     """Has the package's log on stderr: what a process waits for, progress, and warnings."""
     log = logging.getLogger("gspmd_lm")
@@ -139,20 +133,17 @@ def on_the_cpu() -> None:
 
 
 def begin(
-    values: flags.FlagValues, config_: Config | None = None, stderr: bool = False, keep_memory: bool = True
+    values: flags.FlagValues, config: Config, rules: Rules, stderr: bool = False, keep_memory: bool = True
 ) -> "Session":
     """The session of a command, with jax started on the devices that the flags and the rules ask for.
 
-    config_: takes the place of the config that the flags or the workdir name. stderr: messages go there, because
-    stdout is for results. keep_memory: see `startup.start`.
+    stderr: messages go there, because stdout is for results. keep_memory: see `startup.start`.
     """
     log_to_stderr()
-    config_, layout_ = config_ or config(values), rules(values)
-    import_jax()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes, startup
 
-    wanted = layout_.devices if layout_.devices > 0 else values.devices
+    wanted = rules.devices if rules.devices > 0 else values.devices
     machine = startup.start(
         platform=values.platform,
         simulated_devices=max(1, wanted // (values.num_processes or 1)),
@@ -162,14 +153,14 @@ def begin(
         keep_memory=keep_memory,
     )
     if values.rules == PLAN:
-        layout_ = _planned(values, config_, machine)
-    begun = session.begin(config_, layout_, machine, values.workdir, stderr)
+        rules = _planned(values, config, machine)
+    begun = session.begin(config, rules, machine, values.workdir, stderr)
     processes.watch(logging.getLogger("gspmd_lm").warning)
     processes.compare(_facts(begun, values), begun.say)
     return begun
 
 
-def _planned(values: flags.FlagValues, config_: Config, machine: "Runtime") -> Rules:
+def _planned(values: flags.FlagValues, config: Config, machine: "Runtime") -> Rules:
     """The best layout for the devices at hand: the one that was found for them in the workdir before, else a new plan.
 
     On simulated devices, which have no times, layouts are ranked by what they send and by memory.
@@ -188,7 +179,7 @@ def _planned(values: flags.FlagValues, config_: Config, machine: "Runtime") -> R
     target = targets.from_devices(jax.devices())
     sets = [f"--set={one}" for one in values.set]
     command = outputs.command_line(
-        ["plan", f"--config={values.config or config_.name}", f"--target={target.text}", *sets]
+        ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
     )
     if kept := layout.left(values.workdir, layout.RULES):
         text = paths.read_text(Path(kept))
@@ -197,9 +188,9 @@ def _planned(values: flags.FlagValues, config_: Config, machine: "Runtime") -> R
             return rules_file.load(kept)
     if target.chip is None:
         outputs.say(f"--rules=plan: {target.text} has no times; layouts are ranked by bytes and memory")
-    plan = search.plan(config_, target, say=outputs.say, rank_by=search.ranking(target))
+    plan = search.plan(config, target, say=outputs.say, rank_by=search.ranking(target))
     if plan.best is None:
-        raise InputError(f"--rules=plan: no layout of {config_.name} fits on {target.text}\n"
+        raise InputError(f"--rules=plan: no layout of {config.name} fits on {target.text}\n"
                          f"  fix   {command} says what would")  # fmt: skip
     return dataclasses.replace(
         rules_file.from_dict(plan.best.raw, PLAN), text=candidate.rules_file(plan, plan.best, command)
@@ -230,17 +221,19 @@ def folder_with_weights(values: flags.FlagValues, example: str) -> str:
     return folder if session.holds_published(folder) else needs_weights(values, example)
 
 
-def begin_with_weights(values: flags.FlagValues, folder: str, stderr: bool) -> "tuple[Session, ReadWeights]":
+def begin_with_weights(
+    values: flags.FlagValues, folder: str, config: Config, rules: Rules, stderr: bool
+) -> "tuple[Session, ReadWeights]":
     """The session of a verb that needs the weights of a folder, and what reads them.
 
-    Raises InputError if they are not of the config's model.
+    config: of a run; a published model brings its own. Raises InputError if the weights are not of the config's model.
     """
     from gspmd_lm import session
 
     model = session.published(folder, config_sets(values))
     if model and values.config:
         raise InputError(f"--config={values.config}: {folder} has a config.json of its own\n  fix   drop it")
-    begun = begin(values, model.config if model else None, stderr)
+    begun = begin(values, model.config if model else config, rules, stderr)
     for note in model.notes if model else ():
         begun.say(f"{folder}: {note}")
     return begun, session.reader(begun, folder, values.step, model)

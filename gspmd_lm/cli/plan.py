@@ -13,7 +13,7 @@ from absl import flags
 
 from gspmd_lm import files
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import RESULTS, Flags, Verb, overrides
+from gspmd_lm.cli.verb import RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ _EXAMPLE = "plan --config=llama3_8b --target=v5e:4x8 --out=rules/mine.yaml"
 
 
 def _define(flags: Flags) -> None:
-    flags.text("config", "tiny", "The config: a path, a name in configs/, or the folder or config.json of a published "
-               "model. It says what is computed.")  # fmt: skip
+    on_target(flags)
     flags.text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
                "Commas separate several, which are compared.")  # fmt: skip
     flags.group("The search")
@@ -51,7 +50,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm.hardware import target as targets
 
     inputs.no_rules_sets(values)
-    config = inputs.config(values)
+    config = inputs.read_config(values)
     if not values.target:
         raise InputError(f"plan needs --target\n  fix   {_EXAMPLE}")
     places = [targets.parse(text) for text in values.target.split(",")]

@@ -35,14 +35,15 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     """Trains, and returns the exit code."""
     from gspmd_lm.cli import inputs
 
-    inputs.check_files(values)
+    # What is wrong with a file is told before jax is imported, which takes a second.
+    rules, config = inputs.read_rules(values), inputs.read_config(values)
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.foresight import table
     from gspmd_lm.runtime import processes
 
     profile = _profile(values.profile)
-    begun = inputs.begin(values)
+    begun = inputs.begin(values, config, rules)
     built, warnings = session.build_step(begun)
     if values.dry_run:
         if begun.machine.is_main:

@@ -59,6 +59,12 @@ class Verb:
         return defined.values
 
 
+def on_target(flags: Flags) -> None:
+    """Defines what a verb computes for hardware that need not be here."""
+    flags.text("config", "tiny", "The config: a path, a name in configs/, or the folder or config.json of a published "
+               "model. It says what is computed.")  # fmt: skip
+
+
 def overrides(flags: Flags, mesh: bool = True) -> None:
     """Defines what is laid over the config, and over the rules."""
     flags.group(INPUTS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import glob
 import importlib
 import os
@@ -57,8 +58,9 @@ def held() -> Iterator[list[str]]:
             lines += written.read().decode(errors="replace").splitlines()
 
 
+@functools.cache
 def import_jax() -> None:
-    """Imports jax, and hides the lines that its CUDA plugin writes on a machine without a GPU's driver.
+    """Imports jax once, and hides the lines that its CUDA plugin writes on a machine without a GPU's driver.
 
     The plugin is also installed for foresight, on machines that never had a GPU.
     """

@@ -11,6 +11,7 @@ import re
 from importlib.metadata import entry_points
 from pathlib import Path
 from platform import libc_ver
+from typing import Any
 
 import jax
 import jaxlib
@@ -165,6 +166,16 @@ def _take_memory() -> None:
     name = next((name for name in MEMORY_SHARES if os.environ.get(name)), MEMORY_SHARES[0])
     os.environ[name] = os.environ.get(name) or str(GPU_MEMORY_SHARE)
     _log.info("%s=%s: the share of each GPU's memory that this process takes", name, os.environ[name])
+
+
+def devices_of(count: int) -> list[Any]:
+    """The devices that a layout of `count` devices takes: the first ones, or all where only all can compute together.
+
+    count: below 1 where a layout takes as many as there are.
+    """
+    devices = jax.devices()
+    some = jax.process_count() == 1 and (jax.default_backend() == "cpu" or count == 1) and count > 0
+    return devices[:count] if some else devices
 
 
 def simulate_later(device_count: int) -> None:

@@ -11,8 +11,7 @@ from gspmd_lm.show.document import Column, Fact, Figure, Folded, Section, Table,
 from gspmd_lm.show.plot import Axis, Plot, short
 from gspmd_lm.show.svg import text
 from gspmd_lm.units import human_seconds, human_short
-from gspmd_lm.workdir.history import RunHistory as Run
-from gspmd_lm.workdir.history import differences, settings
+from gspmd_lm.workdir.history import RunHistory, differences, settings
 
 BINS = 300  # a longer line is drawn as the median and the range of so many pieces
 FAR = 3  # a value so many times as far out as nearly all values is not drawn
@@ -28,12 +27,12 @@ _PLOTS: tuple[tuple[str, str, Callable[[float], str], bool, bool], ...] = (
 )
 
 
-def show(runs: Sequence[Run], console: Console) -> None:
+def show(runs: Sequence[RunHistory], console: Console) -> None:
     """Prints a row for each run."""
     terminal.show(console, [_runs(runs)])
 
 
-def page(runs: Sequence[Run], command: str) -> str:
+def page(runs: Sequence[RunHistory], command: str) -> str:
     """The HTML of the page."""
     one = runs[0] if len(runs) == 1 else None
     about = Section("", "measured", [], [fact for fact in figures(one) if fact.value != "-"]) if one else _runs(runs)
@@ -48,7 +47,7 @@ def page(runs: Sequence[Run], command: str) -> str:
     return html.page(f"Run {one.name}" if one else f"{len(runs)} runs", command, "".join(body))
 
 
-def figures(run: Run) -> list[Fact]:
+def figures(run: RunHistory) -> list[Fact]:
     """The figures that a reader looks for first; '-' where none was logged."""
     best, mfu, epoch, steps = run.best or {}, run.speed("mfu"), run.last("epoch"), run.whole("train", "steps")
     held_out, loss = run.evaluations[-1].get("eval_loss") if run.evaluations else None, "{:.4f}".format
@@ -65,12 +64,12 @@ def figures(run: Run) -> list[Fact]:
     ]  # fmt: skip
 
 
-def _runs(runs: Sequence[Run]) -> Section:
+def _runs(runs: Sequence[RunHistory]) -> Section:
     rows = [{"run": run.name, **{fact.name: fact.value for fact in figures(run)}} for run in runs]
     return Section("Runs", "measured", [table_of("Runs", rows, ("run",)), *_damage(runs)])
 
 
-def _damage(runs: Sequence[Run]) -> list[Text]:
+def _damage(runs: Sequence[RunHistory]) -> list[Text]:
     return [Text(f"warning: {line}", "bad") for run in runs for line in run.damage.splitlines()]
 
 
@@ -80,7 +79,7 @@ def colour(number: int) -> str:
     return f"light-dark(hsl({hue} 70% 40%), hsl({hue} 75% 68%))"
 
 
-def _loss(runs: Sequence[Run]) -> Section:
+def _loss(runs: Sequence[RunHistory]) -> Section:
     trained = [run.points("loss") for run in runs]
     held_out = [run.points("eval_loss") for run in runs]
     y, left = _range([*trained, *held_out], "{:,.4g}".format, False, False)
@@ -107,7 +106,7 @@ def _loss(runs: Sequence[Run]) -> Section:
 
 
 def _plot(
-    runs: Sequence[Run], key: str, title: str, show: Callable[[float], str], zero: bool, logarithmic: bool
+    runs: Sequence[RunHistory], key: str, title: str, show: Callable[[float], str], zero: bool, logarithmic: bool
 ) -> list[Section]:
     lines = [run.points(key) for run in runs]
     if not any(lines):
@@ -135,7 +134,7 @@ def _line(drawn: Plot, points: Sequence[tuple[float, float]], shade: str, about:
         drawn.line(points, shade, about)
 
 
-def _steps(runs: Sequence[Run]) -> Axis:
+def _steps(runs: Sequence[RunHistory]) -> Axis:
     return Axis("step", 0, 1.015 * max(run.step for run in runs), short)
 
 
@@ -159,7 +158,7 @@ def _range(
     return Axis("", 0.0 if zero and not bottom else bottom - room, top + room, show), said if outside else ""
 
 
-def _samples(runs: Sequence[Run]) -> list[Section]:
+def _samples(runs: Sequence[RunHistory]) -> list[Section]:
     """The texts of the last evaluation of each run; of all evaluations of a single one."""
     rows = []
     for run in runs:
@@ -171,14 +170,14 @@ def _samples(runs: Sequence[Run]) -> list[Section]:
     return [Section("Samples", "measured", [Table("Samples", columns, rows)])] if rows else []
 
 
-def _differences(runs: Sequence[Run]) -> Section:
+def _differences(runs: Sequence[RunHistory]) -> Section:
     columns = (Column("setting", "code"), *(Column(run.name, "long") for run in runs))
     rows = [(key, *values) for key, values in differences(runs).items()]
     title = "Settings that differ"
     return Section(title, "", [Table(title, columns, rows) if rows else Text("None.")])
 
 
-def _made_with(run: Run) -> Section:
+def _made_with(run: RunHistory) -> Section:
     about = {name: value for name, value in run.about.items() if isinstance(value, str)}
     versions = run.about.get("versions")
     made = about | (versions if isinstance(versions, dict) else {})

@@ -265,7 +265,7 @@ def test_the_examples_of_the_help_are_commands(run, verb, monkeypatch):
         if verb in ("explain", "compare"):
             assert inputs.layouts(values, rest)
         if "config" in values and verb != "convert":
-            assert inputs.config(values)
+            assert inputs.read_config(values)
 
 
 def test_help_of_a_verb_shows_only_its_flags(run):
