@@ -40,8 +40,9 @@ SMALL_KERNELS = {"tpu": 0, "gpu": 35}
 ELEMENTWISE_PASSES = {"tpu": 0.7, "gpu": 1.0}
 FUSED_PASSES = {"tpu": 0.8, "gpu": 0.0}
 ON_CHIP_BYTES, OFF_CHIP_SHARE = 2**25, {"tpu": 0.6, "gpu": 1.0}
-# The share of the forward and backward compute behind which copies to and from the host hide.
-HOST_HIDDEN_SHARE = 0.8
+# The share of the compute of loops, forward and backward, behind which copies to and from the host hide. libtpu begins
+# the copies of one iteration with the next, and waits for them before it computes the first of their arrays anew.
+HOST_HIDDEN_SHARE = {"tpu": (0.5, 0.8), "gpu": (0.8, 0.8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +303,8 @@ class Estimator:
     def _host_s(self, chip: Chip, layout: _LayoutCosts, host_bytes: float, passes_s: tuple[float, float]) -> float:
         """The exposed seconds of copies to the host in the forward pass, and from the host in the backward pass."""
         copy_s = layout.rules.microbatches * host_bytes * chip.devices_per_chip / chip.host_link_bytes_per_s
-        return sum(max(0.0, copy_s - HOST_HIDDEN_SHARE * compute_s) for compute_s in passes_s) if copy_s else 0.0
+        hidden_s = map(operator.mul, HOST_HIDDEN_SHARE[chip.platform], passes_s)
+        return sum(max(0.0, copy_s - seconds) for seconds in hidden_s) if copy_s else 0.0
 
     # What all remat policies share
 
