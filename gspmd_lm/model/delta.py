@@ -68,7 +68,7 @@ class GatedDeltaNet(nn.Module):
         cfg = self.cfg
         q, k, v, z = (project(x_BTD, w) for w in (self.linear_q, self.linear_k, self.linear_v, self.linear_z))
         a, b = (like(project(x_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
-        given = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
+        qkv = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
         z_BTNH, decay, bias = like(z, OF_VALUES.format("v")), use(self.decay), use(self.decay_bias)
         log_decay_BTN = -jnp.exp(decay) * jax.nn.softplus(a.astype(jnp.float32) + bias)
         rate_BTN = jax.nn.sigmoid(b.astype(jnp.float32))
@@ -76,12 +76,12 @@ class GatedDeltaNet(nn.Module):
         segments_BT = batch.get("segment_ids", jnp.zeros(v.shape[:2], jnp.int32))
         before = cache.linear.of(layer) if cache and cache.linear and v.shape[1] == 1 else None
         if before:
-            windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, given, strict=False)]
+            windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, qkv, strict=False)]
             mixed = [(x_BANH * w).sum(1, keepdims=True) for x_BANH, w in zip(windows, taps, strict=True)]
             last = [x_BANH[:, 1:] for x_BANH in windows]
         else:
-            mixed = [_convolved(x, w, segments_BT) for x, w in zip(given, taps, strict=True)]
-            last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(given, taps, strict=True)]
+            mixed = [_convolved(x, w, segments_BT) for x, w in zip(qkv, taps, strict=True)]
+            last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(qkv, taps, strict=True)]
         q, k, v = (ACTIVATIONS[cfg.activation](x).astype(jnp.float32) for x in mixed)
         group = v.shape[2] // k.shape[2]
         q, k = (like(jnp.repeat(_unit(x), group, axis=2), OF_VALUES.format("q")) for x in (q, k))

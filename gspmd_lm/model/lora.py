@@ -57,8 +57,8 @@ def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
         added = scale * jnp.matmul(a, b, precision="highest").reshape(weight.shape)
         return (weight.astype(jnp.float32) + added).astype(weight.dtype)
 
-    found = {path: sum_of(path, weight) for path, weight in _flat(weights(params)).items()}
-    return unflatten_dict(found), dataclasses.replace(cfg, lora=None)
+    merged = {path: sum_of(path, weight) for path, weight in _flat(weights(params)).items()}
+    return unflatten_dict(merged), dataclasses.replace(cfg, lora=None)
 
 
 def _flat(tree: Tree) -> dict[tuple[str, ...], Any]:

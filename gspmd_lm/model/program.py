@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_lm.config import Config
-from gspmd_lm.model.supported import Pass, kernel_said
+from gspmd_lm.model.supported import Pass, kernel_choice
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import placed_by
@@ -52,7 +52,7 @@ class Program:
     def attention(self) -> str:
         """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
         cfg, on = self.settings, meshes.processor(self.mesh.devices.flat[0])
-        return kernel_said(self.rules, cfg, on, self.asked) if cfg else ""
+        return kernel_choice(self.rules, cfg, on, self.asked) if cfg else ""
 
     @property
     def matmul_precision(self) -> str:

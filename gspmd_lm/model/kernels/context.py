@@ -30,8 +30,8 @@ ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
 
 def sequence() -> Split:
     """How the sequence is split within a block; in one piece where rules split some of its arrays otherwise."""
-    found = {split(array, "seq") for array in ALIKE}
-    return found.pop() if len(found) == 1 else Split()
+    splits = {split(array, "seq") for array in ALIKE}
+    return splits.pop() if len(splits) == 1 else Split()
 
 
 def keys_spec(array: str) -> str:
