@@ -149,17 +149,17 @@ class MeshPlacement:
             )(partials)
             return jax.lax.with_sharding_constraint(reduced, result)
 
-    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+    def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         columns = self.rules.split(table.table, table.array, table.axes[-1])
-        want = [self.rules.split(home.table, home.array, axis) for axis in home.axes[:-1]]
+        want = [self.rules.split(target.table, target.array, axis) for axis in target.axes[:-1]]
         moved = [name for name in columns if any(name in names for names in want)]
         if len({names for names in want if set(names) & set(moved)}) < 2:
             return x
         left = list(columns)
         for name in (None, *reversed(moved[1:])):
             left = [other for other in left if other != name]
-            there = [tuple(other for other in names if other in moved and other not in left) for names in want]
-            sharding = NamedSharding(self.mesh, _partition_spec([*there, left]))
+            leading = [tuple(other for other in names if other in moved and other not in left) for names in want]
+            sharding = NamedSharding(self.mesh, _partition_spec([*leading, left]))
             x = jax.lax.with_sharding_constraint(x, sharding)
         return x
 
@@ -250,7 +250,7 @@ class Recorder:
     def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
         return self.constrain(partials.sum(0), spec)
 
-    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+    def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests
             self.used.add(table.array)
         return x
@@ -334,14 +334,14 @@ def problems(
 
     `activations` are what the model was recorded to name under the same rules; None where no model runs.
     """
-    found = list(rules.problems)
+    collected = list(rules.problems)
     tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
     tables += [("optimizer", pair) for pair in optimizer]
     for table, (leaf, like) in tables:
-        found += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
-    found += activations.problems if activations else []
-    found += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
-    return list(dict.fromkeys(found))
+        collected += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
+    collected += activations.problems if activations else []
+    collected += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
+    return list(dict.fromkeys(collected))
 
 
 def _split(rules: Rules, array: str, axis: str) -> Split:
