@@ -75,7 +75,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Notes:
-    """Names, each with what is said of it."""
+    """Names, each with a text about it."""
 
     notes: Sequence[tuple[str, str]]
 
@@ -84,7 +84,7 @@ class Notes:
 class Findings:
     """What is wrong: each a code, a message, and what to type."""
 
-    found: Sequence[tuple[str, str, str]]
+    findings: Sequence[tuple[str, str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
