@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
         it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
-        that shares keys and values writes none. It has those that were kept, which stand in the batch.
+        that shares keys and values writes none. It reads those that an earlier layer kept, which are in the batch.
         """
         cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
         own_kv = not cfg.shared_kv_layers

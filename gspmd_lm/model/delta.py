@@ -109,8 +109,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _convolved(x_BTNH: jax.Array, taps_ANH: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """The sum of each channel over the last tokens of the segment, each multiplied with its tap; the last is a token's
-    own."""
+    """A causal convolution of each channel within its segment. The last tap is that of the token itself."""
     length, most = x_BTNH.shape[1], len(taps_ANH)
     total = x_BTNH * taps_ANH[-1]
     for back in range(1, min(most, length)):
@@ -121,7 +120,7 @@ def _convolved(x_BTNH: jax.Array, taps_ANH: jax.Array, segments_BT: jax.Array) -
 
 
 def _last(x_BTNH: jax.Array, count: int, segments_BT: jax.Array) -> jax.Array:
-    """The last tokens, [B, count, N, H]; zeros in place of those of other segments than the last one's."""
+    """The last tokens, [B, count, N, H]; zeros for tokens that are not of the last token's segment."""
     own_BT = segments_BT == segments_BT[:, -1:]
     own_BTNH = jnp.where(own_BT[..., None, None], x_BTNH, 0)
     return jnp.pad(own_BTNH, ((0, 0), (count, 0), (0, 0), (0, 0)))[:, x_BTNH.shape[1] :]

@@ -67,7 +67,7 @@ def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax
 def _scan(x_BTD, weights, targets_BT, cfg, gradients):
     """The sums and, if `gradients`, the gradients of sums.loss with respect to x_BTD and `weights` (None if frozen).
 
-    A chunk's share of the gradients is computed while its logits are there.
+    A chunk's share of the gradients is computed right after its logits, so that these need not be kept.
     """
     count = chunk_count(*x_BTD.shape[:2])
     reduced_spec, gathered_spec = table_specs(cfg)

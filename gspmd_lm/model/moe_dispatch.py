@@ -38,10 +38,10 @@ def mixed(
 ) -> Unreduced:
     """The weighted sum of what each token's experts compute, [B, T, D].
 
-    x_BTD is gathered. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
-    matrices: [E, D, F], whose products `activated` turns into one; the last is [E, F, D]. capacity: what an expert
-    computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers. weighted_input: the weights multiply
-    what experts read, and not what they compute.
+    x_BTD is gathered. chosen_BTk: int32; an expert that does not exist, such as E, computes nothing. matrices: those of
+    [E, D, F], from whose products `activated` makes the hidden layer, and the last one, [E, F, D]. capacity: how many
+    tokens of a row an expert computes at most; it bounds buffers, and `chosen_BTk` keeps to it. 0: no limit.
+    weighted_input: the weights multiply the experts' inputs in place of their outputs.
     """
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
     how = _how(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
@@ -214,8 +214,8 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
                            for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
     weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
-    # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
-    # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
+    # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
+    # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
     dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
     gradients: Any = [
         None if d is None else _reduced(w.holding(array), how.down, over, d)

@@ -35,12 +35,12 @@ class Program:
 
     @functools.cached_property
     def whole(self) -> Any:
-        """The sharding of what every device has all of."""
+        """The sharding of an array that is replicated on all devices."""
         return self.placement.sharding("rules", "", (), ())
 
     @property
     def settings(self) -> Config | None:
-        """The settings of the decoder; None for a model of one's own."""
+        """The settings of the decoder; None for another model."""
         return self.config
 
     @property
@@ -63,7 +63,7 @@ class Program:
     def traced(self, placement: MeshPlacement | None = None) -> Iterator[None]:
         """The context of a whole program: backward rules are traced after the forward pass has returned.
 
-        `placement` answers the model's questions, or the program's own if it is None.
+        `placement` answers the model's questions; None: that of the program.
         """
         with placed_by(placement or self.placement), jax.default_matmul_precision(self.matmul_precision):
             yield

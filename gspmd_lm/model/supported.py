@@ -1,4 +1,4 @@
-"""What kernels and rules cannot do of what a config asks, and the attention kernel that the rules come to."""
+"""What a config asks for and kernels or rules do not support, and the choice of the attention kernel."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Pass(NamedTuple):
 def attention_lacks(
     kernel: str, config: Config, rules: Rules, asked: Pass, capability: tuple[int, ...] = ()
 ) -> str | None:
-    """What `kernel` cannot do of the attention that a pass computes, or None.
+    """What a pass asks of attention and `kernel` does not support, or None.
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """

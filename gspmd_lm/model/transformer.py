@@ -198,16 +198,16 @@ class Decoder(nn.Module):
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
         turns = stack.scanned // length
-        beside = unroll(turns)
+        unrolled = unroll(turns)
         scanned: Any = {
             "variable_axes": {"params": 0},
             "split_rngs": {"params": True},
             "length": turns,
             "in_axes": (0, 0, nn.broadcast, nn.broadcast),
             "metadata_params": {nn.PARTITION_NAME: "layers"},
-            "unroll": beside,
+            "unroll": unrolled,
         }
-        one = nn.scan(_block(alone=beside == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+        one = nn.scan(_block(alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
         layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
         scanned_inputs = None
         if inputs_LBTY is not None:

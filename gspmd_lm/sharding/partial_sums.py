@@ -9,7 +9,7 @@ from einops import rearrange
 
 from gspmd_lm.sharding.annotate import Placement, Spec, Split, Weight, like, parse, placement, scope, split
 
-TOKENS = "block_input"  # the activation whose tokens, along batch and seq, weights are multiplied with
+TOKENS = "block_input"  # its rows of the rules file say how tokens are split, along batch and seq
 
 
 class Sum(NamedTuple):
@@ -48,7 +48,7 @@ class PartialSums:
 class Unreduced:
     """A sum over devices that is not yet made: partial sums for each set of mesh axes, and arrays to add afterwards.
 
-    Where nothing is split there is one array.
+    Where no weight is split, there are no partial sums and `rest` is one array.
     """
 
     parts: tuple[PartialSums, ...] = ()
@@ -78,7 +78,7 @@ class Unreduced:
 
 
 def unreduced(partials: jax.Array, sum_: Sum) -> Unreduced:
-    """The sum over the first dimension, if it has more than one shard. Otherwise there is no such dimension."""
+    """The sum over the first dimension of `partials`. A sum over one shard has no such dimension."""
     return Unreduced((PartialSums(partials, sum_),)) if sum_.over.pieces > 1 else Unreduced((), (partials,))
 
 
@@ -151,7 +151,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> Tokens:
-    """How the tokens of `x` are split; an axis that a mesh axis of `without` splits counts as whole."""
+    """How the tokens of `x` are split. An axis that a mesh axis of `without` splits counts as not split."""
     batch, seq = (split(TOKENS, axis) for axis in ("batch", "seq"))
     if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
         seq = Split()

@@ -38,7 +38,7 @@ def page(reports: Sequence[Report], command: str = "") -> str:
 
 
 def layouts(reports: Sequence[Report]) -> str:
-    """The HTML of all about each layout. Where there are several, a script shows the one that is chosen."""
+    """The HTML of the reports. Where there are several, a script shows the one that is chosen."""
     return "".join(_layout(report, number, len(reports) > 1) for number, report in enumerate(reports))
 
 

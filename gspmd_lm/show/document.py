@@ -21,7 +21,7 @@ class Cell:
     """What stands at one place of a table."""
 
     text: str
-    short: str = ""  # stands there on a narrow terminal
+    short: str = ""  # the text on a narrow terminal
     style: Style = ""
     kind: str = ""  # what a page shows in a colour beside it, such as "matmul"
     share: float | None = None  # of the whole: drawn as a bar
@@ -37,8 +37,9 @@ class Table:
     """Rows below the names of their columns.
 
     The first `labels` columns say what a row is, and stand again where a terminal has no room for all columns at once.
-    A terminal may leave out the last rows if `left_out` says what is to be said of all rows from a number on. A page
-    shows `groups` in place of the rows if there are any: each is a row with sums and the rows that fold below it.
+    A terminal may leave out the last rows if `left_out`, from the number of those that are shown, makes a line about the
+    others. A page shows `groups` in place of the rows if there are any: each is a row with sums and the rows that fold
+    below it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A plan, or plans for several targets: the ranking and what is said of it, on a terminal and as a page."""
+"""A plan, or plans for several targets: the ranking and notes on it, on a terminal and as a page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ LIMIT_SEEN = 5  # a limit so many times above all that is drawn is not drawn
 FARTHEST = 3  # times the best step: slower layouts are not drawn
 WORDS = ("layout", "exposed", "target", "known by")  # columns that hold no numbers
 
-Note = tuple[str, str]  # a label, and what is said
+Note = tuple[str, str]  # a label and a text
 
 
 def show(outcomes: Sequence[Outcome], console: Console, advice: Sequence[Note] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What is said of one layout: warnings, memory, step time and collectives, and drawings for its page."""
+"""The report on one layout: warnings, memory, step time and collectives, and drawings for its page."""
 
 from collections.abc import Mapping, Sequence
 

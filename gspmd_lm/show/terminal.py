@@ -38,7 +38,7 @@ class Room(NamedTuple):
 
 
 def show(console: Console, sections: Sequence[Section], title: str = "", about: str = "", lines: int = 0) -> None:
-    """Prints a title, what is said below it, and sections. Long tables and lists are cut to `lines`, if it is not 0."""
+    """Prints a title, `about` below it, and sections. Long tables and lists are cut to `lines`, if it is not 0."""
     page = Group()
     for most in MOST if lines else MOST[:1]:
         page = Group(*_page(sections, title, about, Room(console.width, *most)))

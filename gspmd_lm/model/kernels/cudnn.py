@@ -22,7 +22,7 @@ from gspmd_lm.model.kernels.documents import Documents, Part, Ranges, each
 from gspmd_lm.sharding.annotate import device_kind
 
 _SCORE_MOD = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters  # since jax 0.12
-_OFFSETS = 2**31  # cuDNN is told in int32 where a document begins, counted in numbers
+_OFFSETS = 2**31  # cuDNN takes where a document begins as an int32, counted in numbers of an array
 _UNSEEN = -1e30  # finite: a query that sees no key then has a sum that vanishes beside any other
 
 
@@ -84,13 +84,13 @@ def _check(cfg: config.Model, seq: int, packed: bool) -> None:
 
 
 def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` for tokens of these documents. Of other tokens, the kernel leaves its results as the memory was."""
+    """`new` for tokens of these documents, and `old` for others, whose results the kernel does not write."""
     return jnp.where(ranges.mine_BT.reshape(*ranges.mine_BT.shape, *(1,) * (new.ndim - 2)), new, old)
 
 
 def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any = (), part: Part | None = None,
           **options: Any) -> list[jax.Array]:  # fmt: skip
-    """What a primitive gives. `after` is what a backward pass is given of the forward pass."""
+    """The results of a primitive. `after`: what a backward pass takes of the forward pass."""
     none, masks = jnp.zeros(0, qkv[0].dtype), kernels.MaskType
     where, mask = [none] * 4, masks.CAUSAL if causal else masks.NO_MASK
     if part:

@@ -1,7 +1,7 @@
-"""Packed documents as cuDNN is told of them: where each begins and how long it is, so many of them in one call.
+"""Packed documents as cuDNN takes them: where each begins and how long it is, for a fixed number of them in one call.
 
-How many documents a batch has is known when it is there, and how many a call has is known when it is compiled. So a
-loop calls until all documents had their turn. It turns once unless they are short.
+The number of documents in a call is fixed when it is compiled, and that of a batch depends on its data. So a loop calls
+until all documents are computed. It calls once unless documents are short.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gspmd_lm.sharding.annotate import scope
 
-AT_ONCE = 32  # the documents of a row, on average, in one call: it holds the sums of a whole row for each of them
+AT_ONCE = 32  # documents in one call for each row; a call holds softmax sums of the length of a row for each document
 
 
 class Ranges(NamedTuple):
@@ -69,7 +69,7 @@ def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> Part:
 
 
 def each(packed: Documents | Part, add: Callable[[Any, Part], Any], results: Any) -> Any:
-    """`results` after `add` of each part of the documents."""
+    """`results` after `add` was called for each part of the documents."""
     if isinstance(packed, Part):
         return add(results, packed)
     at_once, tokens = _at_once(*packed.of_BT.shape), packed.of_BT.size

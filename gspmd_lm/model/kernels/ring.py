@@ -143,7 +143,7 @@ class _Turns:
         return turn(n - 1, carried, kv), kv
 
     def before(self, turn: Any) -> jax.Array:
-        """Whether the device whose keys are here in a turn has an earlier early half."""
+        """Whether the keys of a turn come from a device whose early half is before that of this device."""
         return self.device >= turn
 
     @property

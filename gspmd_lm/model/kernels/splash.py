@@ -21,7 +21,7 @@ MOST_BLOCKS = 8  # of keys, at a time in a backward pass, which holds the gradie
 
 @dataclasses.dataclass(frozen=True)
 class _Before:
-    """Whether a query's token sees a key's, given the places of both. The kernel computes it for a block at a time."""
+    """Whether a query's token sees a key's, from the places of both. The kernel computes it for a block at a time."""
 
     window: int
 
@@ -31,10 +31,10 @@ class _Before:
 
 
 class _Mask(masks.Mask):
-    """The causal mask of queries whose places are given and keys in their order.
+    """The causal mask of queries at `places_T` and keys in their order.
 
     Splash asks of each block only whether any and whether all of it is seen. Neighbours in a block of queries are
-    neighbours in the text, so the corners of the block tell. At 128k tokens, a mask in full would take minutes.
+    neighbours in the text, so the corners of the block are enough. At 128k tokens, a full mask would take minutes.
     """
 
     def __init__(self, places_T: np.ndarray, keys: int, window: int):
@@ -68,7 +68,7 @@ def kernel(
     q_BTNH: jax.Array, keys: int, cfg: config.Model, *, places_T: np.ndarray | None = None, piece: int = 0,
     devices: int = 1, everything: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """The kernel for the heads of `q_BTNH` and queries of all `devices`, whose places in the text are given.
+    """The kernel for the heads of `q_BTNH` and queries of all `devices`, which are at `places_T` in the text.
 
     Without places, queries stand in the order of the text. Neighbours within a `piece` of the places are neighbours in
     the text. With `everything` nothing is masked.
