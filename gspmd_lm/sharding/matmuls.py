@@ -133,12 +133,11 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
 
 
 def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: str) -> jax.Array:
-    """The rows of `table` for `ids_BT`, [B, T, D], placed as `reduced_spec` says.
+    """The rows of `table` for `ids_BT`, [B, T, D], placed as `reduced_spec` says. Gradients of an id add up in float32.
 
-    The gradients of a repeated id add up in float32. A table that is not split along its rows is read as it is stored:
-    if it is split along `embed`, two small all-to-alls of the result cost less than gathering the table. A table that
-    is split along its rows is gathered along `embed`. Each device looks up the rows that it has, and one reduction adds
-    them up.
+    A table that is not split along its rows is read as it is stored: if it is split along `embed`, two small
+    all-to-alls of the result cost less than gathering it. A table that is split along its rows is gathered along
+    `embed`. Each device looks up the rows that it has, and one reduction adds them up.
     """
     over, tokens = split(table.path, table.axes[0]), tokens_of(ids_BT, "BT")
     with scope("of", table.path):
@@ -179,8 +178,8 @@ class _Gathered:
     def __init__(self, x: jax.Array, gathered_spec: str, reduced_spec: str):
         self.x = shard(like(x, reduced_spec), gathered_spec)
         self._fixed = jax.lax.stop_gradient(self.x)  # one for all matmuls: a scan would keep one for each
-        self._gathered_spec, self._reduced_spec = parse(gathered_spec, x.ndim), parse(reduced_spec, x.ndim)
-        self._before = x
+        self._before, self._gathered_spec = x, parse(gathered_spec, x.ndim)
+        self._reduced_spec = parse(reduced_spec, x.ndim)
         self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
 
     def made_of(self, x: jax.Array, gathered_spec: str, reduced_spec: str) -> bool:

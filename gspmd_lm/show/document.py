@@ -37,9 +37,9 @@ class Table:
     """Rows below the names of their columns.
 
     The first `labels` columns say what a row is, and stand again where a terminal has no room for all columns at once.
-    A terminal may leave out the last rows if `left_out`, from the number of those that are shown, makes a line about the
-    others. A page shows `groups` in place of the rows if there are any: each is a row with sums and the rows that fold
-    below it.
+    A terminal may leave out the last rows if there is `left_out`, which makes a line about them from the number of rows
+    that are shown. A page shows `groups` in place of the rows if there are any: each is a row with sums and the rows
+    that fold below it.
     """
 
     name: str
